@@ -1,0 +1,1 @@
+"""The swap-file engine: bytes between memory and NVMe, without torch."""

@@ -1,0 +1,1 @@
+"""Train PyTorch models larger than memory."""

@@ -1,0 +1,1 @@
+"""tiermem.checkpoint: see README.md in this folder."""

@@ -1,0 +1,1 @@
+"""tiermem.cli: see README.md in this folder."""

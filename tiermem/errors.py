@@ -1,0 +1,27 @@
+"""The errors tiermem raises.
+
+Owns the exception classes above the byte line (errors about bytes on disk are `swap.SwapError` and below). Knows
+nothing of who raises them. Guarantees one root, `TiermemError`, so that a caller can catch all of them at once.
+"""
+
+from __future__ import annotations
+
+
+class TiermemError(Exception):
+    """Root of everything tiermem raises on purpose."""
+
+
+class CapacityError(TiermemError):
+    """A tier cannot hold what is asked of it; the message names the tier, the bytes needed and who holds the rest."""
+
+
+class ConfigError(TiermemError, ValueError):
+    """A setting is unknown, malformed or impossible together with another."""
+
+
+class ResumeError(TiermemError):
+    """A run cannot be continued from, or started over, what its directories hold."""
+
+
+class InvariantError(TiermemError):
+    """An internal rule was broken: a bug in tiermem, never in the caller's model."""

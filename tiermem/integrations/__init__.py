@@ -1,0 +1,1 @@
+"""tiermem.integrations: see README.md in this folder."""

@@ -1,0 +1,1 @@
+"""tiermem.memory: see README.md in this folder."""

@@ -1,0 +1,1 @@
+"""tiermem.optim: see README.md in this folder."""

@@ -1,0 +1,1 @@
+"""tiermem.pager: see README.md in this folder."""

@@ -1,0 +1,1 @@
+"""tiermem.planner: see README.md in this folder."""

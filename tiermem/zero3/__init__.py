@@ -1,0 +1,1 @@
+"""tiermem.zero3: see README.md in this folder."""
