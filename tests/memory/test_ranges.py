@@ -1,0 +1,128 @@
+"""The address allocator against the plainest model: sets of integers."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.errors import InvariantError
+from tiermem.memory.ranges import Range, RangeAllocator, RangeSet
+
+_spans = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(st.lists(st.tuples(st.booleans(), _spans)), _spans)
+def test_range_set_is_a_set_of_addresses(steps: list[tuple[bool, tuple[int, int]]], probe: tuple[int, int]) -> None:
+    ranges, model = RangeSet(), set[int]()
+    for add, (start, end) in steps:
+        span = set(range(start, end))
+        if not add:
+            assert ranges.remove(start, end) == len(model & span)
+            model -= span
+        elif model & span:
+            with pytest.raises(InvariantError):
+                ranges.add(start, end)
+        else:
+            ranges.add(start, end)
+            model |= span
+        assert {address for part in ranges for address in range(*part)} == model
+        assert ranges.total == len(model)
+        parts = list(ranges)
+        assert all(left.end < right.start for left, right in itertools.pairwise(parts))
+        assert ranges.count(*probe) == len(model & set(range(*probe)))
+        assert ranges.at_least(3) == [part for part in parts if part.length >= 3]
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 30), st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_physical_addresses_stay_within_the_limit(limit: int, factor: int, steps: list[tuple[bool, int]]) -> None:
+    allocator = RangeAllocator(limit)
+    allocator.extend(0, limit * factor)
+    live: dict[int, int] = {}
+    touched: set[int] = set()  # what the system would count as used memory
+    for allocate, number in steps:
+        if allocate:
+            if number < 1 or sum(live.values()) + number > limit:
+                continue
+            placement = allocator.allocate(number)
+            if placement is None:
+                continue
+            taken = {address for start, length in live.items() for address in range(start, start + length)}
+            new = set(range(placement.start, placement.start + number))
+            assert not taken & new
+            assert new <= set(range(limit * factor))
+            assert placement.warm == len(touched & new)
+            cooled = {address for part in placement.cooled for address in range(*part)}
+            assert cooled <= touched - taken - new
+            touched = touched - cooled | new
+            live[placement.start] = number
+        elif live:
+            start = sorted(live)[number % len(live)]
+            assert allocator.release(start) == live.pop(start)
+        assert len(touched) <= limit
+        assert allocator.taken == sum(live.values())
+        assert allocator.taken + allocator.warm == len(touched)
+        assert allocator.taken + allocator.free == limit * factor
+
+
+def test_a_warm_range_of_the_same_length_is_preferred() -> None:
+    allocator = RangeAllocator(100)
+    allocator.extend(0, 800)
+    first, kept, second = (allocator.allocate(length) for length in (30, 5, 10))
+    assert first is not None
+    assert second is not None
+    assert kept is not None
+    allocator.release(first.start)
+    allocator.release(second.start)
+    again = allocator.allocate(10)
+    assert again is not None
+    assert (again.start, again.warm, again.cooled) == (second.start, 10, ())
+
+
+def test_a_longer_warm_range_is_split_before_cold_memory_is_touched() -> None:
+    allocator = RangeAllocator(40)
+    allocator.extend(0, 320)
+    whole = allocator.allocate(40)
+    assert whole is not None
+    allocator.release(whole.start)
+    parts = [allocator.allocate(10) for _ in range(4)]
+    assert all(part is not None and part.warm == 10 and not part.cooled for part in parts)
+
+
+def test_scraps_are_cooled_when_no_hole_is_warm_enough() -> None:
+    allocator = RangeAllocator(40)
+    allocator.extend(0, 320)
+    parts = [allocator.allocate(10) for _ in range(4)]
+    for part in parts[::2]:
+        assert part is not None
+        allocator.release(part.start)
+    large = allocator.allocate(20)
+    assert large is not None
+    assert sum(cooled.length for cooled in large.cooled) == 20 - large.warm
+    assert allocator.warm == 0
+
+
+def test_areas_never_merge() -> None:
+    allocator = RangeAllocator(20)
+    allocator.extend(0, 10)
+    allocator.extend(11, 10)
+    assert allocator.allocate(11) is None
+    assert {allocator.allocate(10), allocator.allocate(10)} != {None}
+    allocator.release(0)
+    allocator.release(11)
+    assert allocator.allocate(20) is None
+    assert allocator.warm_ranges() == (Range(0, 10), Range(11, 21))
+
+
+def test_misuse_is_an_invariant_error() -> None:
+    allocator = RangeAllocator(10)
+    allocator.extend(0, 20)
+    placement = allocator.allocate(10)
+    assert placement is not None
+    for length in (0, 1):
+        with pytest.raises(InvariantError):
+            allocator.allocate(length)
+    allocator.release(placement.start)
+    with pytest.raises(InvariantError):
+        allocator.release(placement.start)

@@ -1,0 +1,258 @@
+"""Host memory that holds copies of pages.
+
+Owns the frames of the HOST tier: their addresses, their bytes, and the budget they count against. Does not know pages,
+leases or moves. Guarantees that live frames plus the memory kept for reuse never exceed the capacity, and that
+`allocate` succeeds whenever the budget has room for the rounded size, however mixed the sizes before were. Not
+thread-safe: it belongs to the one thread that owns residency; the bytes of a frame may be used from anywhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tiermem.errors import CapacityError, ConfigError, InvariantError
+from tiermem.memory.budget import Budget
+from tiermem.memory.mapping import Mapping, tensor_over
+from tiermem.memory.ranges import RangeAllocator
+from tiermem.memory.sizes import format_bytes
+from tiermem.memory.tiers import Tier
+
+# O_DIRECT wants 4096; handing memory back wants whole pages, which are larger on some arm64 systems.
+FRAME_ALIGNMENT = max(4096, mmap.PAGESIZE)
+_POISON = 0xFF  # in every byte: NaN in float32, float16 and bfloat16
+
+
+def round_up(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole frame alignments."""
+    return -(-nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
+class Frame:
+    """Bytes in an arena that hold, or are about to hold, a copy of a page.
+
+    `asked` is the size asked for and `nbytes` that size rounded up; `offset` is the frame's name within its arena;
+    `tensor` is 1-D uint8 of length `nbytes` with a storage of its own beginning at the frame; `buffer` is the same
+    bytes for I/O, writable and aligned for O_DIRECT. Contents are undefined until written.
+    """
+
+    __slots__ = ("_unviewed_count", "asked", "buffer", "nbytes", "offset", "tensor")
+
+    def __init__(self, offset: int, asked: int, buffer: memoryview) -> None:
+        self.offset = offset
+        self.asked = asked
+        self.nbytes = len(buffer)
+        self.buffer = buffer
+        self.tensor = tensor_over(buffer)
+        self._unviewed_count = self._use_count()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether a tensor other than `self.tensor` (a view, or autograd's copy of one) still looks at the frame."""
+        return self._use_count() > self._unviewed_count
+
+    def _use_count(self) -> int:
+        storage = self.tensor.untyped_storage()
+        # torch offers no public way to ask how many tensors share a storage; its own CUDA-graph code asks like this.
+        return torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStatistics:
+    """Bytes of an arena. `reserved` is what live frames occupy, `asked` what was asked for in them.
+
+    `warm` is memory kept for reuse beside the live frames: `reserved + warm <= capacity`. `address_space` is reserved
+    addresses, which cost nothing.
+    """
+
+    tier: Tier
+    capacity: int
+    reserved: int
+    high_water: int
+    asked: int
+    warm: int
+    frames: int
+    address_space: int
+
+
+class Arena(Protocol):
+    """Frames of one tier."""
+
+    @property
+    def tier(self) -> Tier:
+        """The tier the frames are on."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Bytes all frames together may occupy."""
+        ...
+
+    @property
+    def reserved(self) -> int:
+        """Bytes live frames occupy."""
+        ...
+
+    @property
+    def high_water(self) -> int:
+        """Most bytes that were ever reserved."""
+        ...
+
+    def allocate(self, nbytes: int) -> Frame | None:
+        """Return a frame of at least `nbytes`, or None if there is no room now. Never waits."""
+        ...
+
+    def free(self, frame: Frame) -> None:
+        """Take a frame back; its bytes may be reused at once."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+    def statistics(self) -> ArenaStatistics:
+        """Return the numbers of this moment."""
+        ...
+
+
+class HostArena:
+    """The frames of host memory: see `Arena`, and README.md for how memory is kept within `capacity` bytes.
+
+    `poison` overwrites frames with NaN when they are freed and when they are handed out, so that a test sees who reads
+    them too late or too early. `address_factor` says how much address space to reserve, in capacities. Raises
+    ConfigError for a capacity below one frame, CapacityError if the system denies even one capacity of addresses.
+    """
+
+    def __init__(self, capacity: int, *, poison: bool = False, address_factor: int = 8) -> None:
+        if capacity < FRAME_ALIGNMENT:
+            raise ConfigError(
+                f"expected a HOST budget of at least {FRAME_ALIGNMENT} bytes, found {capacity}; raise host_memory"
+            )
+        if address_factor < 1:
+            raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
+        self._budget = Budget(Tier.HOST, capacity)
+        self._poison = poison
+        self._area_nbytes = round_up(capacity) * address_factor
+        self._ranges = RangeAllocator(limit=capacity)
+        self._areas: list[Mapping] = []
+        self._area_offsets: list[int] = []
+        self._live: dict[int, Frame] = {}
+        self._asked = 0
+        self._closed = False
+        while not self._add_area():
+            if self._area_nbytes <= round_up(capacity):
+                raise CapacityError(
+                    f"the system denied {format_bytes(capacity)} of address space for HOST; lower host_memory, or see "
+                    "`ulimit -v` and vm.overcommit_memory"
+                )
+            self._area_nbytes = round_up(max(capacity, self._area_nbytes // 2))
+
+    @property
+    def tier(self) -> Tier:
+        """The tier the frames are on."""
+        return Tier.HOST
+
+    @property
+    def capacity(self) -> int:
+        """Bytes all frames together may occupy."""
+        return self._budget.capacity
+
+    @property
+    def reserved(self) -> int:
+        """Bytes live frames occupy."""
+        return self._budget.reserved
+
+    @property
+    def high_water(self) -> int:
+        """Most bytes that were ever reserved."""
+        return self._budget.high_water
+
+    def allocate(self, nbytes: int) -> Frame | None:
+        """Return a frame of at least `nbytes`, or None if the budget has no room now. Never waits.
+
+        Raises InvariantError for less than one byte or after `close`.
+        """
+        if nbytes < 1 or self._closed:
+            raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
+        rounded = round_up(nbytes)
+        if not self._budget.try_reserve(rounded):
+            return None
+        placement = self._ranges.allocate(rounded)
+        if placement is None and self._add_area():
+            placement = self._ranges.allocate(rounded)
+        if placement is None:
+            self._budget.release(rounded)
+            return None
+        for part in placement.cooled:  # before the frame is touched: see the guarantee
+            area, offset = self._locate(part.start)
+            area.give_back(offset, part.length)
+        area, offset = self._locate(placement.start)
+        frame = Frame(placement.start, nbytes, area.buffer(offset, rounded))
+        if self._poison:
+            frame.tensor.fill_(_POISON)
+        self._live[frame.offset] = frame
+        self._asked += nbytes
+        return frame
+
+    def free(self, frame: Frame) -> None:
+        """Take a frame back; its bytes may be reused at once.
+
+        Raises InvariantError if the frame is not a live frame of this arena: freed before, or another's.
+        """
+        if self._live.get(frame.offset) is not frame:
+            raise InvariantError(
+                f"the frame at offset {frame.offset} ({frame.nbytes} bytes) is not live in this arena: freed twice?"
+            )
+        del self._live[frame.offset]
+        if self._poison:
+            frame.tensor.fill_(_POISON)
+        self._ranges.release(frame.offset)
+        self._budget.release(frame.nbytes)
+        self._asked -= frame.asked
+
+    def close(self) -> None:
+        """Give everything back. Bytes that somebody still looks at live until the last view dies. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for part in self._ranges.warm_ranges():
+            area, offset = self._locate(part.start)
+            area.give_back(offset, part.length)
+        self._live.clear()
+        for area in self._areas:
+            area.close()
+
+    def statistics(self) -> ArenaStatistics:
+        """Return the numbers of this moment."""
+        return ArenaStatistics(
+            tier=self.tier,
+            capacity=self.capacity,
+            reserved=self.reserved,
+            high_water=self.high_water,
+            asked=self._asked,
+            warm=self._ranges.warm,
+            frames=len(self._live),
+            address_space=sum(area.nbytes for area in self._areas),
+        )
+
+    def _add_area(self) -> bool:
+        """Reserve one more area of addresses; False if the system denies it."""
+        try:
+            area = Mapping(self._area_nbytes)
+        except OSError:
+            return False
+        # One unused alignment between areas: ranges in different mappings must never merge.
+        offset = self._area_offsets[-1] + self._areas[-1].nbytes + FRAME_ALIGNMENT if self._areas else 0
+        self._areas.append(area)
+        self._area_offsets.append(offset)
+        self._ranges.extend(offset, area.nbytes)
+        return True
+
+    def _locate(self, offset: int) -> tuple[Mapping, int]:
+        """Return the area that holds `offset` and the offset within it."""
+        index = bisect_right(self._area_offsets, offset) - 1
+        return self._areas[index], offset - self._area_offsets[index]

@@ -1,0 +1,193 @@
+"""Which addresses a frame gets, and which pages go back to the system for it.
+
+Owns two sets of address ranges: free ones, and the *warm* part of them, which was used before and therefore still
+occupies physical memory. Does not know mmap, tensors or budgets; an address is an integer. Guarantees that ranges
+handed out never overlap and that `taken + warm <= limit` at every instant, provided the caller returns the `cooled`
+ranges of a placement to the system before it touches the placed one. Pure bookkeeping, so it is tested with numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tiermem.errors import InvariantError
+
+
+class Range(NamedTuple):
+    """Addresses from `start` up to, not including, `end`."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Number of addresses."""
+        return self.end - self.start
+
+
+def _by_length(part: Range) -> int:
+    return part.end - part.start
+
+
+class RangeSet:
+    """A set of addresses kept as sorted, disjoint ranges that never touch: neighbours are merged."""
+
+    __slots__ = ("_ends", "_starts", "_total")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._total = 0
+
+    def __iter__(self) -> Iterator[Range]:
+        return map(Range, self._starts, self._ends)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @property
+    def total(self) -> int:
+        """Number of addresses in the set."""
+        return self._total
+
+    def overlapping(self, start: int, end: int) -> Iterator[Range]:
+        """The parts of this set inside [start, end), in order of address."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        for index in range(first, last):
+            yield Range(max(start, self._starts[index]), min(end, self._ends[index]))
+
+    def count(self, start: int, end: int) -> int:
+        """Number of addresses of this set in [start, end)."""
+        return sum(part.length for part in self.overlapping(start, end))
+
+    def at_least(self, length: int) -> list[Range]:
+        """The ranges of `length` addresses or more, in order of address."""
+        return [Range(start, end) for start, end in zip(self._starts, self._ends, strict=True) if end - start >= length]
+
+    def add(self, start: int, end: int) -> None:
+        """Add [start, end), of which nothing may be in the set; raises InvariantError otherwise."""
+        if end <= start or self.count(start, end):
+            raise InvariantError(f"address range [{start}, {end}) is empty or partly in the set already")
+        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        self._total += end - start
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+
+    def remove(self, start: int, end: int) -> int:
+        """Take whatever is in [start, end) out of the set and return how many addresses that was."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        if first >= last:
+            return 0
+        removed = self.count(start, end)
+        pieces = [
+            piece for piece in (Range(self._starts[first], start), Range(end, self._ends[last - 1])) if piece.length > 0
+        ]
+        self._starts[first:last] = [piece.start for piece in pieces]
+        self._ends[first:last] = [piece.end for piece in pieces]
+        self._total -= removed
+        return removed
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a range was placed, how much of it is warm, and what must go back to the system before it is touched."""
+
+    start: int
+    warm: int
+    cooled: tuple[Range, ...]
+
+
+class RangeAllocator:
+    """Places ranges in as many address areas as it is given, touching as few cold addresses as possible.
+
+    `limit`: how many addresses may be taken or warm at one time. All lengths are expected in whole pages.
+    """
+
+    __slots__ = ("_free", "_lengths", "_limit", "_taken", "_warm")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._free = RangeSet()
+        self._warm = RangeSet()
+        self._lengths: dict[int, int] = {}
+        self._taken = 0
+
+    @property
+    def taken(self) -> int:
+        """Addresses handed out."""
+        return self._taken
+
+    @property
+    def free(self) -> int:
+        """Free addresses, warm or cold."""
+        return self._free.total
+
+    @property
+    def warm(self) -> int:
+        """Free addresses that still occupy physical memory."""
+        return self._warm.total
+
+    def warm_ranges(self) -> tuple[Range, ...]:
+        """The free ranges that still occupy physical memory."""
+        return tuple(self._warm)
+
+    def extend(self, start: int, length: int) -> None:
+        """Add an area of cold addresses. Areas must not touch one another, or a range could straddle two."""
+        self._free.add(start, start + length)
+
+    def allocate(self, length: int) -> Placement | None:
+        """Place `length` addresses, or return None, changing nothing, if no hole is long enough.
+
+        Raises InvariantError if the limit would be exceeded: the caller's budget has to be asked first.
+        """
+        if length < 1 or self._taken + length > self._limit:
+            raise InvariantError(f"{length} addresses asked for while {self._taken} of {self._limit} are taken")
+        start = self._choose(length)
+        if start is None:
+            return None
+        self._free.remove(start, start + length)
+        warm = self._warm.remove(start, start + length)
+        self._lengths[start] = length
+        self._taken += length
+        return Placement(start, warm, self._cool(self._taken + self.warm - self._limit))
+
+    def release(self, start: int) -> int:
+        """Free the range placed at `start`, now warm, and return its length. Raises InvariantError if there is none."""
+        length = self._lengths.pop(start, None)
+        if length is None:
+            raise InvariantError(f"no range was placed at address {start}, or it was released before")
+        self._taken -= length
+        self._free.add(start, start + length)
+        self._warm.add(start, start + length)
+        return length
+
+    def _choose(self, length: int) -> int | None:
+        """Return the start of the best window: most warm addresses, then the tightest fit, then the lowest address."""
+        runs = self._warm.at_least(length)
+        if runs:
+            return min(runs, key=_by_length).start
+        best: tuple[int, int, int] | None = None
+        for hole in self._free.at_least(length):
+            latest = hole.end - length
+            starts = {hole.start, *(min(run.start, latest) for run in self._warm.overlapping(hole.start, hole.end))}
+            candidate = min((-self._warm.count(start, start + length), hole.length, start) for start in starts)
+            if best is None or candidate < best:
+                best = candidate
+        return None if best is None else best[2]
+
+    def _cool(self, excess: int) -> tuple[Range, ...]:
+        """Make `excess` warm addresses cold, shortest runs first: the long ones can serve more lengths later."""
+        cooled = []
+        for run in sorted(self._warm, key=_by_length) if excess > 0 else ():
+            part = Range(max(run.start, run.end - excess), run.end)
+            self._warm.remove(part.start, part.end)
+            cooled.append(part)
+            excess -= part.length
+            if excess == 0:
+                break
+        return tuple(cooled)
