@@ -1,0 +1,55 @@
+"""What control groups leave a process, in both versions, nested, and when they are not there."""
+
+from pathlib import Path
+
+import psutil
+
+from tiermem.memory.machine import available_host_memory, control_group_headroom
+
+GIB = 1 << 30
+
+
+def _group(folder: Path, limit: str, usage: int, stat: str, *, version: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(stat)
+
+
+def _membership(folder: Path, text: str) -> Path:
+    file = folder / "membership"
+    file.write_text(text)
+    return file
+
+
+def test_version_2_counts_every_enclosing_group_and_drops_cache(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    _group(root / "slice", str(8 * GIB), 6 * GIB, f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n", version=2)
+    _group(root / "slice" / "job", "max", 3 * GIB, "", version=2)
+    assert control_group_headroom(_membership(tmp_path, "0::/slice/job\n"), root) == 4 * GIB
+
+
+def test_version_1_limit_and_its_way_to_say_none(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    stat = f"total_inactive_file {GIB}\ninactive_file 7\n"
+    _group(root / "memory", "9223372036854771712", 0, "", version=1)
+    membership = _membership(tmp_path, "5:cpu:/job\n4:memory:/job\n0::/\n")
+    assert control_group_headroom(membership, root) is None
+    _group(root / "memory" / "job", str(4 * GIB), 2 * GIB, stat, version=1)
+    assert control_group_headroom(membership, root) == 3 * GIB
+
+
+def test_a_container_sees_its_own_group_as_the_root_of_the_mount(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    _group(root, str(2 * GIB), 3 * GIB, "", version=2)
+    assert control_group_headroom(_membership(tmp_path, "0::/../outside/docker/123\n"), root) == 0
+
+
+def test_no_control_groups_is_no_limit(tmp_path: Path) -> None:
+    assert control_group_headroom(tmp_path / "missing", tmp_path) is None
+    assert control_group_headroom(_membership(tmp_path, "0::/\nnonsense\n"), tmp_path) is None
+
+
+def test_this_machine_has_some_memory() -> None:
+    assert 0 < available_host_memory() <= psutil.virtual_memory().total

@@ -1,0 +1,321 @@
+"""What a user decides about a run.
+
+Owns the knobs, their defaults, their checks, and how they are read from and written to files. Does not know who uses
+them; the only question it asks the machine is in `resolve_device`. Guarantees that a Config that exists is valid,
+that every key given is understood, and that a saved Config loads equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self, get_args
+
+import torch
+
+from tiermem.errors import ConfigError
+from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
+
+ParamDtype = Literal["float32", "bfloat16", "float16"]
+Moments = Literal["float32", "int8"]
+Update = Literal["backward", "forward", "step", "auto"]
+IoBackend = Literal["threads", "inline", "aiofiles"]
+Direct = Literal["auto", True, False]
+Verify = Literal["resume", "always", "never"]
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(ParamDtype)}
+_ALIGNMENT = 4096
+_SMALLEST_TILE = 64 << 10
+_LARGEST_QUEUE_DEPTH = 256
+_SIZES = ("device_memory", "host_memory", "block_size", "tile_size", "look_ahead")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The knobs of a run. Sizes are bytes, as an int or as text ("20GiB"); they are kept as ints, or as "auto".
+
+    device: "cuda", "cuda:1", "cpu", or "auto": cuda if there is one.
+    device_memory: model state on the accelerator; "auto" plans it. Means nothing on a CPU.
+    host_memory: model state in host memory, a hard budget; "auto" plans it, see `resolve_host_memory`.
+    swap_dirs: one or more directories; what is paged out is striped over them. Kept as a tuple of text.
+    param_dtype: what forward and backward compute in; a torch dtype is accepted and kept as its name.
+    moments: how AdamW's moments are kept: "float32", or "int8" in blocks.
+    update: when a unit is updated: "backward", "forward", "step" or "auto". The same bits, other overlap.
+    stage: ZeRO stage over ranks: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+    block_size: bytes per I/O submission.
+    queue_depth: I/O submissions in flight per device.
+    io_backend: "threads"; "inline" performs I/O in the caller, for tests; "aiofiles" goes through the page cache.
+    direct: whether to bypass the page cache (O_DIRECT); "auto" does where the file system can.
+    tile_size: bytes of optimizer state that are read, updated and written as one.
+    look_ahead: bytes fetched ahead of the computation; "auto" plans it.
+    verify: when checksums of what is read are compared: on "resume", "always" or "never".
+    overwrite: whether starting anew may replace a committed run found in `swap_dirs`.
+    stall_timeout: seconds without progress after which a wait for I/O is an error.
+    poison: fill released memory with NaN; a testing aid.
+
+    Raises ConfigError, which says what was expected, what was found and what to do.
+    """
+
+    device: str = "auto"
+    device_memory: int | str = "auto"
+    host_memory: int | str = "auto"
+    swap_dirs: Sequence[str | os.PathLike[str]] = ()
+    param_dtype: ParamDtype | torch.dtype = "bfloat16"
+    moments: Moments = "float32"
+    update: Update = "auto"
+    stage: int = 3
+    block_size: int | str = 8 << 20
+    queue_depth: int = 8
+    io_backend: IoBackend = "threads"
+    direct: Direct = "auto"
+    tile_size: int | str = 8 << 20
+    look_ahead: int | str = "auto"
+    verify: Verify = "resume"
+    overwrite: bool = False
+    stall_timeout: float = 120.0
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name, normalize in _NORMALIZERS.items():
+            object.__setattr__(self, name, normalize(name, getattr(self, name)))
+
+    @property
+    def device_nbytes(self) -> int | None:
+        """The device budget in bytes; None: to be planned."""
+        return _size(self.device_memory)
+
+    @property
+    def host_nbytes(self) -> int | None:
+        """The host budget in bytes; None: to be planned."""
+        return _size(self.host_memory)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes per I/O submission."""
+        return parse_bytes(self.block_size)
+
+    @property
+    def tile_nbytes(self) -> int | None:
+        """Bytes of optimizer state per tile; None: to be planned."""
+        return _size(self.tile_size)
+
+    @property
+    def look_ahead_nbytes(self) -> int | None:
+        """Bytes fetched ahead of the computation; None: to be planned."""
+        return _size(self.look_ahead)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """`param_dtype` as torch knows it."""
+        return _DTYPES[str(self.param_dtype)]
+
+    @property
+    def swap_paths(self) -> tuple[Path, ...]:
+        """`swap_dirs` as paths, "~" expanded."""
+        return tuple(Path(directory).expanduser() for directory in self.swap_dirs)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> Self:
+        """Make a Config from a mapping of knobs. Raises ConfigError for an unknown one and suggests the closest."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in settings:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                advice = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
+                raise ConfigError(f"unknown setting {key!r}: {advice}")
+        values: dict[str, Any] = dict(settings)
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a `.toml` or `.json` file of knobs. Raises ConfigError if it cannot be read or understood."""
+        file = Path(path)
+        _format_of(file)
+        try:
+            text = file.read_text(encoding="utf-8")
+            settings = tomllib.loads(text) if _format_of(file) == "toml" else json.loads(text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read settings from {file}: {error}") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"expected a table of settings in {file}, found {type(settings).__name__}")
+        try:
+            return cls.from_dict(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+
+    def to_dict(self) -> dict[str, str | int | float | bool | list[str]]:
+        """Return every knob as plain values that JSON and TOML can hold; `from_dict` makes an equal Config of them."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in _SIZES:
+            if values[name] != "auto":
+                values[name] = exact_bytes(values[name])
+        return values | {"swap_dirs": list(values["swap_dirs"])}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write every knob to a `.toml` or `.json` file, which `load` reads back as an equal Config."""
+        file = Path(path)
+        values = self.to_dict()
+        if _format_of(file) == "json":
+            file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            return
+        # JSON's numbers, booleans, lists and text are TOML's too, but for surrogate escapes and an unescaped DEL.
+        lines = (f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+        file.write_text("".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
+
+
+def resolve_host_memory(config: Config, available: int) -> int:
+    """Return the host budget in bytes: the one asked for, or what "auto" makes of `available` bytes.
+
+    "auto" leaves a quarter, but no less than 2 GiB, to activations, gradients in flight, the interpreter and the
+    model's code; of less than 4 GiB it takes half. `tiermem.memory.machine.available_host_memory` gives `available`.
+    """
+    if config.host_nbytes is not None:
+        return config.host_nbytes
+    left_to_others = min(max(available // 4, 2 << 30), available // 2)
+    budget = (available - left_to_others) // _ALIGNMENT * _ALIGNMENT
+    if budget < _ALIGNMENT:
+        raise ConfigError(f"host_memory: nothing to plan with, {format_bytes(available)} are available; give a size")
+    return budget
+
+
+def resolve_device(config: Config) -> torch.device:
+    """Return the device to compute on. Raises ConfigError if it was named and is not there."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(config.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise ConfigError(
+            f"device: expected {config.device!r} to exist, found {found} CUDA devices; use 'auto' or 'cpu'"
+        )
+    return device
+
+
+def _size(value: int | str) -> int | None:
+    return None if value == "auto" else parse_bytes(value)
+
+
+def _format_of(file: Path) -> Literal["toml", "json"]:
+    if file.suffix.lower() == ".toml":
+        return "toml"
+    if file.suffix.lower() == ".json":
+        return "json"
+    raise ConfigError(f"expected a settings file ending in .toml or .json, found {file}")
+
+
+def _refuse(name: str, expected: str, found: object, advice: str) -> NoReturn:
+    raise ConfigError(f"{name}: expected {expected}, found {found!r}; {advice}")
+
+
+def _one_of(*choices: object) -> Callable[[str, object], object]:
+    """A check that a knob is one of `choices`; 1 is not taken for True."""
+
+    def check(name: str, value: object) -> object:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            _refuse(name, "one of " + ", ".join(map(repr, choices)), value, f"leave it out for {_default(name)!r}")
+        return value
+
+    return check
+
+
+def _integer(lowest: int, highest: int) -> Callable[[str, object], object]:
+    def check(name: str, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+            _refuse(name, f"a whole number from {lowest} to {highest}", value, f"leave it out for {_default(name)!r}")
+        return value
+
+    return check
+
+
+def _bytes(lowest: int, *, multiple: int = 1, auto: bool = False) -> Callable[[str, object], object]:
+    def check(name: str, value: object) -> object:
+        if auto and value == "auto":
+            return value
+        expected = f"at least {exact_bytes(lowest)}" + (f" in multiples of {multiple} bytes" if multiple > 1 else "")
+        expected += ", as bytes or as text like '20GiB'" + (", or 'auto'" if auto else "")
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            _refuse(name, expected, value, "correct it or leave it out")
+        try:
+            nbytes = parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}; expected {expected}") from error
+        if nbytes < lowest or nbytes % multiple:
+            _refuse(name, expected, value, "correct it or leave it out")
+        return nbytes
+
+    return check
+
+
+def _device(name: str, value: object) -> object:
+    text = str(value) if isinstance(value, torch.device) else value
+    if isinstance(text, str) and (text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:(0|[1-9][0-9]{0,3})", text)):
+        return text
+    return _refuse(name, "'auto', 'cpu', 'cuda' or 'cuda:1'", value, "leave it out for 'auto'")
+
+
+def _dtype(name: str, value: object) -> object:
+    text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return _one_of(*_DTYPES)(name, text)
+
+
+def _directories(name: str, value: object) -> object:
+    given = [value] if isinstance(value, (str, os.PathLike)) else value
+    if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
+        _refuse(name, "one or more directories", value, "name a directory on each drive to use, the fastest first")
+    directories = []
+    for item in given:
+        directory = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
+        if not isinstance(directory, str) or not directory or "\0" in directory or not _is_text(directory):
+            _refuse(name, "paths of directories", item, "give text or pathlib paths")
+        directories.append(directory)
+    if len({os.path.realpath(os.path.expanduser(directory)) for directory in directories}) < len(directories):
+        _refuse(name, "different directories", value, "name each directory once")
+    return tuple(directories)
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # bytes of a path that are not UTF-8: no settings file could hold it
+        return False
+    return True
+
+
+def _seconds(name: str, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        _refuse(name, "a positive number of seconds", value, f"leave it out for {_default(name)!r}")
+    return float(value)
+
+
+def _default(name: str) -> object:
+    return next(field.default for field in dataclasses.fields(Config) if field.name == name)
+
+
+_NORMALIZERS: dict[str, Callable[[str, object], object]] = {
+    "device": _device,
+    "device_memory": _bytes(_ALIGNMENT, auto=True),
+    "host_memory": _bytes(_ALIGNMENT, auto=True),
+    "swap_dirs": _directories,
+    "param_dtype": _dtype,
+    "moments": _one_of(*get_args(Moments)),
+    "update": _one_of(*get_args(Update)),
+    "stage": _integer(1, 3),
+    "block_size": _bytes(_ALIGNMENT, multiple=_ALIGNMENT),
+    "queue_depth": _integer(1, _LARGEST_QUEUE_DEPTH),
+    "io_backend": _one_of(*get_args(IoBackend)),
+    "direct": _one_of(*get_args(Direct)),
+    "tile_size": _bytes(_SMALLEST_TILE, auto=True),
+    "look_ahead": _bytes(0, auto=True),
+    "verify": _one_of(*get_args(Verify)),
+    "overwrite": _one_of(True, False),
+    "stall_timeout": _seconds,
+    "poison": _one_of(True, False),
+}
