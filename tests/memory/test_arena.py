@@ -219,6 +219,7 @@ def resident():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 capacity, rounds = 16 << 20, 3000
+torch.set_num_threads(1)
 torch.ones(1 << 20).fill_(2.0)
 arena = HostArena(capacity)
 generator = random.Random(3)

@@ -122,19 +122,21 @@ class Arena(Protocol):
 class HostArena:
     """The frames of host memory: see `Arena`, and README.md for how memory is kept within `capacity` bytes.
 
-    `poison` overwrites frames with NaN when they are freed and when they are handed out, so that a test sees who reads
-    them too late or too early. `address_factor` says how much address space to reserve, in capacities. Raises
-    ConfigError for a capacity below one frame, CapacityError if the system denies even one capacity of addresses.
+    `poison` overwrites frames with NaN when they are freed and when they are handed out, so that a test sees who
+    reads them too late or too early. `tier` is another one when host memory plays a device. `address_factor` says how
+    much address space to reserve, in capacities. Raises ConfigError for a capacity below one frame, CapacityError if
+    the system denies even one capacity of addresses.
     """
 
-    def __init__(self, capacity: int, *, poison: bool = False, address_factor: int = 8) -> None:
+    def __init__(self, capacity: int, *, tier: Tier = Tier.HOST, poison: bool = False, address_factor: int = 8) -> None:
         if capacity < FRAME_ALIGNMENT:
             raise ConfigError(
-                f"expected a HOST budget of at least {FRAME_ALIGNMENT} bytes, found {capacity}; raise host_memory"
+                f"expected a {tier.name} budget of at least {FRAME_ALIGNMENT} bytes, found {capacity}; "
+                f"raise {tier.name.lower()}_memory"
             )
         if address_factor < 1:
             raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
-        self._budget = Budget(Tier.HOST, capacity)
+        self._budget = Budget(tier, capacity)
         self._poison = poison
         self._area_nbytes = round_up(capacity) * address_factor
         self._ranges = RangeAllocator(limit=capacity)
@@ -146,15 +148,15 @@ class HostArena:
         while not self._add_area():
             if self._area_nbytes <= round_up(capacity):
                 raise CapacityError(
-                    f"the system denied {format_bytes(capacity)} of address space for HOST; lower host_memory, or see "
-                    "`ulimit -v` and vm.overcommit_memory"
+                    f"the system denied {format_bytes(capacity)} of address space for {tier.name}; lower "
+                    f"{tier.name.lower()}_memory, or see `ulimit -v` and vm.overcommit_memory"
                 )
             self._area_nbytes = round_up(max(capacity, self._area_nbytes // 2))
 
     @property
     def tier(self) -> Tier:
         """The tier the frames are on."""
-        return Tier.HOST
+        return self._budget.tier
 
     @property
     def capacity(self) -> int:

@@ -1,0 +1,259 @@
+"""What was moved, how long it took, and who waited.
+
+Owns the frozen records that `statistics()` returns and the one accumulator behind them. Does not know pages or files;
+an edge is a name such as "swap->host". Guarantees that what is counted appears in exactly one step or between steps,
+that the total is the sum of all of it, and that counting is safe from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from tiermem.errors import InvariantError
+from tiermem.memory.sizes import format_bytes
+
+READ_EDGE = "swap->host"
+WRITE_EDGE = "host->swap"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """Bytes of one tier: its budget, what is reserved now, and the most that ever was."""
+
+    name: str
+    budget: int
+    reserved: int
+    high_water: int
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeStatistics:
+    """Moves over one edge: how many bytes and moves finished, and for how many seconds at least one was in flight."""
+
+    name: str
+    nbytes: int = 0
+    moves: int = 0
+    busy_seconds: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth while busy; 0.0 if never busy."""
+        return self.nbytes / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """What happened in one step, or in all of a run.
+
+    `stall_seconds`: how long the compute thread waited for moves. `cache_hits` and `cache_misses`: leases whose page
+    was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages forgotten.
+    `held_frames`: frames that could not be reused when released, because somebody still looked at them.
+    """
+
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    evictions: int = 0
+    discards: int = 0
+    held_frames: int = 0
+    edges: tuple[EdgeStatistics, ...] = ()
+
+    def edge(self, name: str) -> EdgeStatistics:
+        """Return the statistics of one edge, all zero if nothing moved over it."""
+        return next((edge for edge in self.edges if edge.name == name), EdgeStatistics(name))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from swap."""
+        return self.edge(READ_EDGE).nbytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to swap."""
+        return self.edge(WRITE_EDGE).nbytes
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over hits and misses, from 0 to 1; 1.0 if there was neither."""
+        asked = self.cache_hits + self.cache_misses
+        return self.cache_hits / asked if asked else 1.0
+
+    def plus(self, other: StepStatistics) -> StepStatistics:
+        """Return the sum of two spans of time that do not overlap."""
+        sums = {
+            item.name: getattr(self, item.name) + getattr(other, item.name)
+            for item in fields(self)
+            if item.name != "edges"
+        }
+        names = dict.fromkeys(edge.name for edge in (*self.edges, *other.edges))
+        return StepStatistics(**sums, edges=tuple(_add_edges(self.edge(name), other.edge(name)) for name in names))
+
+
+def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
+    return EdgeStatistics(
+        left.name, left.nbytes + right.nbytes, left.moves + right.moves, left.busy_seconds + right.busy_seconds
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A run so far: the last closed step, everything, how many steps were closed, and the tiers from far to near.
+
+    `last` is None before the first step closed. `total` includes what happened between steps.
+    """
+
+    last: StepStatistics | None = None
+    total: StepStatistics = field(default_factory=StepStatistics)
+    steps: int = 0
+    tiers: tuple[TierStatistics, ...] = ()
+
+    def table(self) -> str:
+        """Return two tables as plain text: what happened (last step, all steps), and what the tiers hold."""
+        spans = [span for span in (self.last, self.total) if span is not None]
+        titles = ["last step", f"total of {self.steps} steps"][-len(spans) :]
+        rows = [["", *titles]]
+        rows.append(["seconds", *(f"{span.seconds:.3f}" for span in spans)])
+        rows.append(["stall seconds", *(f"{span.stall_seconds:.3f}" for span in spans)])
+        for name in dict.fromkeys(edge.name for span in spans for edge in span.edges):
+            edges = [span.edge(name) for span in spans]
+            rows.append([f"{name} bytes", *(format_bytes(edge.nbytes) for edge in edges)])
+            rows.append([f"{name} moves", *(str(edge.moves) for edge in edges)])
+            rows.append([f"{name} busy seconds", *(f"{edge.busy_seconds:.3f}" for edge in edges)])
+            rows.append([f"{name} GB/s while busy", *(f"{edge.bytes_per_second / 1e9:.2f}" for edge in edges)])
+        rows.append(["cache hits", *(f"{span.cache_hits} ({span.hit_rate:.0%})" for span in spans)])
+        rows.extend(
+            [name.replace("_", " "), *(str(getattr(span, name)) for span in spans)]
+            for name in ("cache_misses", "evictions", "discards", "held_frames")
+        )
+        tiers = [["tier", "budget", "reserved", "high-water mark"]]
+        tiers.extend(
+            [tier.name, *map(format_bytes, (tier.budget, tier.reserved, tier.high_water))] for tier in self.tiers
+        )
+        return "\n\n".join(_align(table) for table in (rows, tiers) if len(table) > 1)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """First column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        first, *rest = row
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+class _Edge:
+    """Running numbers of one edge. `busy_since` is the start of the present busy spell while moves are in flight."""
+
+    __slots__ = ("busy_seconds", "busy_since", "in_flight", "moves", "nbytes")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.moves = 0
+        self.in_flight = 0
+        self.busy_seconds = 0.0
+        self.busy_since = 0.0
+
+    def accrued(self, name: str, now: float) -> EdgeStatistics:
+        """Return what has accrued up to `now`, the present busy spell included."""
+        spell = now - self.busy_since if self.in_flight else 0.0
+        return EdgeStatistics(name, self.nbytes, self.moves, self.busy_seconds + spell)
+
+    def reset(self, now: float) -> None:
+        """Start from zero; moves in flight stay in flight and are busy from `now` on."""
+        self.nbytes, self.moves, self.busy_seconds, self.busy_since = 0, 0, 0.0, now
+
+
+class Counters:
+    """Counts the present span of time; `step` closes it. Any thread may call any method. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._edges: dict[str, _Edge] = {}
+        self._open = StepStatistics()
+        self._opened_at = clock()
+        self._last: StepStatistics | None = None
+        self._total = StepStatistics()
+        self._steps = 0
+
+    def move_started(self, edge: str) -> None:
+        """A move over `edge` is in flight."""
+        with self._lock:
+            record = self._edges.setdefault(edge, _Edge())
+            if record.in_flight == 0:
+                record.busy_since = self._clock()
+            record.in_flight += 1
+
+    def move_finished(self, edge: str, nbytes: int) -> None:
+        """A move over `edge` is no longer in flight; it moved `nbytes`, 0 if it failed."""
+        with self._lock:
+            record = self._edges.get(edge)
+            if record is None or record.in_flight == 0:
+                raise InvariantError(f"a move over {edge} finished, but none is in flight")
+            record.in_flight -= 1
+            if record.in_flight == 0:
+                record.busy_seconds += self._clock() - record.busy_since
+            record.nbytes += nbytes
+            record.moves += 1
+
+    def count(
+        self,
+        *,
+        cache_hits: int = 0,
+        cache_misses: int = 0,
+        evictions: int = 0,
+        discards: int = 0,
+        held_frames: int = 0,
+        stall_seconds: float = 0.0,
+    ) -> None:
+        """Add to the present span; see `StepStatistics` for what each number means."""
+        added = StepStatistics(
+            stall_seconds=stall_seconds,
+            cache_hits=cache_hits,
+            cache_misses=cache_misses,
+            evictions=evictions,
+            discards=discards,
+            held_frames=held_frames,
+        )
+        with self._lock:
+            self._open = self._open.plus(added)
+
+    def begin_step(self) -> None:
+        """Say that a step begins now: what was counted since the last step closed goes into the total only."""
+        with self._lock:
+            self._close_span()
+
+    def step(self) -> StepStatistics:
+        """Close the present step and return it; the next one begins."""
+        with self._lock:
+            self._last = self._close_span()
+            self._steps += 1
+            return self._last
+
+    def snapshot(self, tiers: Iterable[TierStatistics] = ()) -> Statistics:
+        """Return the run so far. `total` includes what has accrued since the last step closed."""
+        with self._lock:
+            total = self._total.plus(self._span(self._clock()))
+            return Statistics(self._last, total, self._steps, tuple(tiers))
+
+    def _span(self, now: float) -> StepStatistics:
+        """Return what was counted since the present span was opened."""
+        edges = tuple(record.accrued(name, now) for name, record in self._edges.items())
+        return replace(self._open, seconds=now - self._opened_at, edges=edges)
+
+    def _close_span(self) -> StepStatistics:
+        """File the present span under the total, return it, and open an empty one."""
+        now = self._clock()
+        closed = self._span(now)
+        self._total = self._total.plus(closed)
+        self._open = StepStatistics()
+        self._opened_at = now
+        for record in self._edges.values():
+            record.reset(now)
+        return closed

@@ -1,0 +1,128 @@
+"""When things happened, for people to look at.
+
+Owns a bounded record of spans of time and how they are written for Perfetto or chrome://tracing. Does not know what
+the spans mean; a lane is a row of the picture ("compute", "swap->host"). Guarantees that recording is cheap, safe from
+any thread and never fails, that the newest events are kept when there are too many, and that overlapping events of one
+lane are all visible. Off is a type: `NullTimeline`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_NO_DETAILS: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A span of time in a lane; `start` and `end` are seconds of `time.perf_counter`."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    details: Mapping[str, object]
+
+
+class Timeline:
+    """Keeps the last `capacity` events."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, capacity: int = 200_000) -> None:
+        # Appending to a bounded deque is atomic, so the threads that record need no lock.
+        self._events: deque[Event] = deque(maxlen=capacity)
+
+    def record(
+        self, name: str, lane: str, start: float, end: float, details: Mapping[str, object] = _NO_DETAILS
+    ) -> None:
+        """Add an event. `details` are shown when it is clicked; they are not to be changed afterwards."""
+        self._events.append(Event(name, lane, start, end, details))
+
+    @contextmanager
+    def span(self, name: str, lane: str, details: Mapping[str, object] = _NO_DETAILS) -> Iterator[None]:
+        """Record how long the body of a `with` takes, also if it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(name, lane, start, time.perf_counter(), details)
+
+    def events(self) -> list[Event]:
+        """Return the events kept, in order of recording."""
+        return list(self._events.copy())
+
+    def clear(self) -> None:
+        """Forget all events."""
+        self._events.clear()
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the events as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open."""
+        text = json.dumps(chrome_trace(self.events(), process=os.getpid()), default=str)
+        Path(path).write_text(text, encoding="utf-8")
+
+
+class NullTimeline(Timeline):
+    """Records nothing and writes a valid trace without events."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(capacity=0)
+
+    def record(
+        self, name: str, lane: str, start: float, end: float, details: Mapping[str, object] = _NO_DETAILS
+    ) -> None:
+        """Do nothing."""
+
+
+def chrome_trace(events: Sequence[Event], *, process: int) -> dict[str, object]:
+    """Return events in the Trace Event Format: microseconds from the earliest event, one named row per lane.
+
+    The format lets the events of a row nest but not overlap otherwise, so a lane gets as many rows as it needs.
+    """
+    origin = min((event.start for event in events), default=0.0)
+    lanes: dict[str, list[Event]] = {}
+    for event in events:
+        lanes.setdefault(event.lane, []).append(event)
+    trace: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": "tiermem"}}
+    ]
+    row = 0
+    for lane, members in lanes.items():
+        for number, part in enumerate(_rows(members)):
+            row += 1
+            title = lane if number == 0 else f"{lane} #{number + 1}"
+            identity: dict[str, object] = {"pid": process, "tid": row}
+            trace.append({"ph": "M", "name": "thread_name", **identity, "args": {"name": title}})
+            trace.append({"ph": "M", "name": "thread_sort_index", **identity, "args": {"sort_index": row}})
+            for event in part:
+                begin, end = (round((moment - origin) * 1e6, 3) for moment in (event.start, event.end))
+                span = {"name": event.name, "cat": lane, "ts": begin, "dur": max(0.0, round(end - begin, 3))}
+                trace.append({"ph": "X", **span, **identity, "args": dict(event.details)})
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _rows(events: Sequence[Event]) -> list[list[Event]]:
+    """Deal events into as few rows as a greedy walk needs, so that in each row any two nest or do not overlap."""
+    rows: list[list[Event]] = []
+    open_ends: list[list[float]] = []  # for each row the ends of the events open now, the outermost first
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        for row, ends in zip(rows, open_ends, strict=True):
+            while ends and ends[-1] <= event.start:
+                ends.pop()
+            if not ends or event.end <= ends[-1]:
+                row.append(event)
+                ends.append(event.end)
+                break
+        else:
+            rows.append([event])
+            open_ends.append([event.end])
+    return rows
