@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import CapacityError, ConfigError, InvariantError
@@ -153,6 +153,7 @@ def test_statistics() -> None:
     st.integers(1, 3),
     st.lists(st.tuples(st.booleans(), st.integers(1, 40 * UNIT)), max_size=60),
 )
+@example(4, 1, [(True, 1), (True, 1), (False, 2), (True, 2 * UNIT + 1)])  # gives back a part of a warm range
 def test_allocation_succeeds_whenever_the_budget_has_room(
     units: int, factor: int, steps: list[tuple[bool, int]]
 ) -> None:

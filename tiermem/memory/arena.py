@@ -138,20 +138,21 @@ class HostArena:
             raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
         self._budget = Budget(tier, capacity)
         self._poison = poison
-        self._area_nbytes = round_up(capacity) * address_factor
-        self._ranges = RangeAllocator(limit=capacity)
+        usable = capacity // FRAME_ALIGNMENT * FRAME_ALIGNMENT  # pages are given back whole, so the limit is whole too
+        self._area_nbytes = usable * address_factor
+        self._ranges = RangeAllocator(limit=usable)
         self._areas: list[Mapping] = []
         self._area_offsets: list[int] = []
         self._live: dict[int, Frame] = {}
         self._asked = 0
         self._closed = False
         while not self._add_area():
-            if self._area_nbytes <= round_up(capacity):
+            if self._area_nbytes <= usable:
                 raise CapacityError(
                     f"the system denied {format_bytes(capacity)} of address space for {tier.name}; lower "
                     f"{tier.name.lower()}_memory, or see `ulimit -v` and vm.overcommit_memory"
                 )
-            self._area_nbytes = round_up(max(capacity, self._area_nbytes // 2))
+            self._area_nbytes = round_up(max(usable, self._area_nbytes // 2))
 
     @property
     def tier(self) -> Tier:

@@ -105,7 +105,7 @@ class Placement:
 class RangeAllocator:
     """Places ranges in as many address areas as it is given, touching as few cold addresses as possible.
 
-    `limit`: how many addresses may be taken or warm at one time. All lengths are expected in whole pages.
+    `limit`: how many addresses may be taken or warm at one time. Lengths and limit are expected in whole pages.
     """
 
     __slots__ = ("_free", "_lengths", "_limit", "_taken", "_warm")
