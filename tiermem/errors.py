@@ -25,3 +25,7 @@ class ResumeError(TiermemError):
 
 class InvariantError(TiermemError):
     """An internal rule was broken: a bug in tiermem, never in the caller's model."""
+
+
+class BudgetError(CapacityError, ConfigError):
+    """A configured budget in which this model cannot train at all; the message names the least that works."""

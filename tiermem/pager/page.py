@@ -1,13 +1,18 @@
-"""Names of pages and of what is wanted of them.
+"""Pages: their names, what is wanted of them, and what is known about each.
 
-Owns the immutable words used to speak with the pager: kinds, keys, intents, lanes. Does not know where a page is.
-Guarantees that keys are hashable, ordered only by identity, and mean the same on every rank.
+Owns the words used to speak with the pager (kinds, keys, intents, lanes) and the record of one page. Does not decide
+anything and moves nothing. Guarantees that keys are hashable, immutable, and mean the same on every rank.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from swap.extents import Extent
+from tiermem.memory.arena import Frame
+from tiermem.memory.tiers import Tier
 
 
 class Kind(enum.Enum):
@@ -48,3 +53,84 @@ class PageKey:
 
     def __str__(self) -> str:
         return f"unit {self.unit} {self.kind.value} tile {self.tile}"
+
+
+class Transfer(Protocol):
+    """The handle of a transfer an edge has started."""
+
+    def promote(self) -> None:
+        """Let a transfer that was started ahead of time overtake: somebody waits for it now."""
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One transfer in flight over one edge.
+
+    Attributes:
+        source: the tier the bytes come from; stays valid until the move has ended.
+        target: the tier they go to; not valid before.
+        transfer: the edge's handle, None until the edge has returned it.
+        started: seconds on the clock of `time.perf_counter`.
+    """
+
+    source: Tier
+    target: Tier
+    started: float
+    transfer: Transfer | None = None
+    promoted: bool = False
+
+    @property
+    def is_write_back(self) -> bool:
+        """Whether the bytes go away from the computation."""
+        return self.target < self.source
+
+    @property
+    def edge(self) -> str:
+        """The edge as statistics and the timeline name it, such as "swap->host"."""
+        return f"{self.source.name.lower()}->{self.target.name.lower()}"
+
+    def promote(self) -> None:
+        """Somebody waits for this move now."""
+        if not self.promoted and self.transfer is not None:
+            self.promoted = True
+            self.transfer.promote()
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """The bytes of one (unit, kind) shard or of a tile of it, and the four facts known about them.
+
+    `valid`, `move`, `leases` and `error` are the facts (with the frames and the extent that hold the bytes); whether a
+    page is resident, dirty or fetching is derived from them. Only the residency core changes any of them (I6).
+    """
+
+    key: PageKey
+    nbytes: int
+    frames: dict[Tier, Frame] = field(default_factory=dict)
+    valid: set[Tier] = field(default_factory=set)
+    move: Move | None = None
+    leases: dict[Tier, int] = field(default_factory=dict)
+    exclusive: bool = False
+    error: BaseException | None = None
+    extent: Extent | None = None
+    doomed: bool = False
+    stamp: int = 0
+    last_use: int = 0
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether anybody holds the page on any tier."""
+        return any(self.leases.values())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the page has contents anywhere."""
+        return bool(self.valid)
+
+    def is_dirty_on(self, tier: Tier) -> bool:
+        """Whether the copy on `tier` is the lowest: it has to be moved down before it may be evicted."""
+        return tier in self.valid and min(self.valid) == tier
+
+    def nearest_valid(self, target: Tier) -> Tier:
+        """The valid tier from which `target` is reached in the fewest moves."""
+        return min(self.valid, key=lambda tier: (abs(tier - target), tier))

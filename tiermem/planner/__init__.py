@@ -1,1 +1,1 @@
-"""tiermem.planner: see README.md in this folder."""
+"""Decisions about budgets and tiles: pure functions, no I/O of their own."""

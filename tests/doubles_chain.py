@@ -1,0 +1,102 @@
+"""A chain of tiers whose transfers end only when the test says so, and whose bytes are version numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from swap.requests import Priority
+from tiermem.memory.tiers import Tier
+from tiermem.pager.edges import Chain, Done
+from tiermem.pager.page import Page
+
+
+@dataclass(eq=False)
+class SteppedFrame:
+    """A frame that holds one number instead of bytes."""
+
+    nbytes: int
+    contents: int | None = None
+
+
+class SteppedArena:
+    """Counts bytes; has no fragmentation."""
+
+    def __init__(self, tier: Tier, capacity: int) -> None:
+        self.tier = tier
+        self.capacity = capacity
+        self.reserved = 0
+        self.high_water = 0
+
+    def allocate(self, nbytes: int) -> Any:
+        if self.reserved + nbytes > self.capacity:
+            return None
+        self.reserved += nbytes
+        self.high_water = max(self.high_water, self.reserved)
+        return SteppedFrame(nbytes)
+
+    def free(self, frame: Any) -> None:
+        if frame.contents == -1:
+            raise RuntimeError("freed twice")
+        frame.contents = -1
+        self.reserved -= frame.nbytes
+
+
+@dataclass(eq=False)
+class SteppedTransfer:
+    """A transfer under way."""
+
+    page: Page
+    source: Tier
+    target: Tier
+    done: Done
+    store: dict[Any, int | None]
+    priority: Priority
+    promoted: bool = False
+    frames: dict[Tier, Any] = field(default_factory=dict)
+
+    def promote(self) -> None:
+        self.promoted = True
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The bytes are there now (or, with an error, are not)."""
+        if error is None:
+            value = self.store[self.page.key] if self.source is Tier.SWAP else self.frames[self.source].contents
+            if self.target is Tier.SWAP:
+                self.store[self.page.key] = value
+            else:
+                self.frames[self.target].contents = value
+        elif self.target is Tier.SWAP:
+            self.store[self.page.key] = -2  # torn
+        self.done(error)
+
+
+class SteppedEdge:
+    """An edge whose transfers wait in `flying` for the test to finish them."""
+
+    def __init__(self, source: Tier, target: Tier, flying: list[SteppedTransfer], store: dict[Any, Any]) -> None:
+        self.source, self.target, self.flying, self.store = source, target, flying, store
+        self.refuse: BaseException | None = None
+
+    def start(self, page: Page, priority: Priority, done: Done) -> SteppedTransfer:
+        if self.refuse is not None:
+            raise self.refuse
+        page.extent = page.extent or object()  # type: ignore[assignment]
+        transfer = SteppedTransfer(page, self.source, self.target, done, self.store, priority, False, dict(page.frames))
+        self.flying.append(transfer)
+        return transfer
+
+
+def stepped_chain(host: int, device: int | None = None) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
+    """A chain with budgets in bytes, the list of its transfers in flight, and what its swap holds."""
+    flying: list[SteppedTransfer] = []
+    store: dict[Any, Any] = {}
+    tiers = [Tier.SWAP, Tier.HOST] + ([Tier.DEVICE] if device is not None else [])
+    arenas = {Tier.HOST: SteppedArena(Tier.HOST, host)}
+    if device is not None:
+        arenas[Tier.DEVICE] = SteppedArena(Tier.DEVICE, device)
+    edges = {}
+    for low, high in zip(tiers, tiers[1:], strict=False):
+        edges[low, high] = SteppedEdge(low, high, flying, store)
+        edges[high, low] = SteppedEdge(high, low, flying, store)
+    return Chain(arenas, edges), flying, store  # type: ignore[arg-type]

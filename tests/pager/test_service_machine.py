@@ -1,0 +1,182 @@
+"""The whole residency core, driven by random operations, completion orders, failures and tight budgets.
+
+The model is one number per page: the version last written. Whoever is granted a page to read must see it, whatever
+happened in between, and the invariants hold after every single event.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from doubles_chain import stepped_chain
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiermem.errors import CapacityError
+from tiermem.memory.tiers import Tier
+from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.residency import Residency
+from tiermem.pager.schedule import Forecast, schedule_of
+from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.stats import Counters
+
+KEYS = [PageKey(unit, Kind.PARAM) for unit in range(6)]
+SIZES = [4, 4, 8, 8, 12, 2]
+LOST = OSError(5, "injected")
+
+
+class Held:
+    """A granted lease of the test."""
+
+    def __init__(self, request: LeaseRequest) -> None:
+        self.request = request
+
+
+class ServiceMachine(RuleBasedStateMachine):
+    """Random life of six pages."""
+
+    @initialize(
+        host=st.integers(12, 40), device=st.one_of(st.none(), st.integers(12, 30)), reserve=st.sampled_from([0, 12])
+    )
+    def build(self, host: int, device: int | None, reserve: int) -> None:
+        self.chain, self.flying, self.store = stepped_chain(host, device)
+        self.forecast = Forecast()
+        self.ended: list[Any] = []
+        self.residency = Residency(self.chain, self.forecast, Counters(), ended=lambda *what: self.ended.append(what))
+        appetite = {tier: Appetite(look_ahead=16, reserve=reserve) for tier in self.chain.memory_tiers}
+        self.service = Service(self.residency, appetite)
+        self.pages = [self.residency.add(key, size) for key, size in zip(KEYS, SIZES, strict=True)]
+        self.version: dict[PageKey, int | None] = dict.fromkeys(KEYS)
+        self.held: list[LeaseRequest] = []
+        self.waiting: list[LeaseRequest] = []
+        self.counter = 0
+
+    def settle_events(self) -> None:
+        self.service.pump()
+        while self.ended:
+            self.residency.finish_move(*self.ended.pop(0))
+            self.service.pump()
+        self.residency.check_invariants()
+
+    def ask(self, indices: list[int], intent: Intent, lane: Lane) -> None:
+        pages = [self.pages[index] for index in indices]
+        tier = self.chain.top if lane is Lane.COMPUTE else Tier.HOST
+
+        def finished(error: BaseException | None) -> None:
+            self.waiting.remove(request)
+            if error is None:
+                self.granted(request)
+            elif not isinstance(error, CapacityError):
+                assert error is LOST, error
+
+        request = LeaseRequest(pages, intent, lane, tier, finished)
+        self.waiting.append(request)
+        self.service.submit(request)
+        self.settle_events()
+
+    def granted(self, request: LeaseRequest) -> None:
+        for page in request.pages:
+            frame: Any = page.frames[request.tier]
+            if request.intent is not Intent.FRESH and self.version[page.key] is not None:
+                assert frame.contents == self.version[page.key], page
+            if request.intent is not Intent.READ:
+                # Written while it is held, as a kernel would.
+                self.counter += 1
+                frame.contents = self.version[page.key] = self.counter
+        self.held.append(request)
+
+    @rule(indices=st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True), lane=st.sampled_from(Lane))
+    def write_fresh(self, indices: list[int], lane: Lane) -> None:
+        if not self.asked_for(indices):
+            self.ask(indices, Intent.FRESH, lane)
+
+    @rule(
+        indices=st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True),
+        lane=st.sampled_from(Lane),
+        intent=st.sampled_from([Intent.READ, Intent.WRITE]),
+    )
+    def use(self, indices: list[int], lane: Lane, intent: Intent) -> None:
+        if all(self.pages[index].is_written for index in indices) and not self.asked_for(indices):
+            self.ask(indices, intent, lane)
+
+    def asked_for(self, indices: list[int]) -> bool:
+        """One outstanding request per page keeps the model simple; leases already granted may overlap."""
+        wanted = {KEYS[index] for index in indices}
+        return any(page.key in wanted for request in self.waiting for page in request.pages) or any(
+            self.pages[index].doomed for index in indices
+        )
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        request = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.service.release(request.pages, request.tier)
+        self.settle_events()
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def transfer_ends(self, data: st.DataObject) -> None:
+        self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1))).finish()
+        self.settle_events()
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def transfer_fails(self, data: st.DataObject) -> None:
+        transfer = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
+        transfer.finish(LOST)
+        self.settle_events()
+        assert transfer.page.error is LOST or transfer.page.doomed or not transfer.page.is_written
+
+    @rule(index=st.integers(0, 5))
+    def discard(self, index: int) -> None:
+        if not self.asked_for([index]) and not self.pages[index].is_leased:
+            self.residency.discard(self.pages[index])
+            self.version[KEYS[index]] = None
+            self.settle_events()
+
+    @rule(order=st.lists(st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS)), max_size=12))
+    def learn(self, order: list[tuple[Lane, PageKey]]) -> None:
+        self.forecast.set_schedule(schedule_of(order) if order else None)
+        self.residency.reclassify()
+        self.settle_events()
+
+    @rule()
+    def begin_step(self) -> None:
+        self.forecast.begin_step()
+        self.settle_events()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "residency"):
+            self.residency.check_invariants()
+            for tier, arena in self.chain.arenas.items():
+                assert 0 <= arena.reserved <= arena.capacity, tier
+            assert self.residency.moves == len(self.flying)
+
+    def teardown(self) -> None:
+        """Nothing hangs: once leases are given back and moves end, every request is granted or refused."""
+        if not hasattr(self, "residency"):
+            return
+        for _ in range(1000):
+            while self.held:
+                request = self.held.pop()
+                self.service.release(request.pages, request.tier)
+            self.settle_events()
+            if self.flying:
+                self.flying.pop(0).finish()
+                self.settle_events()
+            elif self.held:
+                continue
+            elif self.waiting:
+                self.service.pump_out_of_order()
+                if not self.flying and not self.held:
+                    assert self.service.fail_standstill()
+                self.settle_events()
+            else:
+                return
+        raise AssertionError(f"still waiting: {self.waiting}")
+
+
+TestServiceMachine = ServiceMachine.TestCase
+TestServiceMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

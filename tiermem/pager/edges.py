@@ -1,0 +1,110 @@
+"""Edges: how bytes get from one tier to its neighbour.
+
+Owns the chain (which tiers there are, and which edge joins two neighbours) and the two edges between HOST and SWAP.
+Does not know leases, policy or who waits. Guarantees that every started transfer reports its end exactly once, on
+whatever thread it ends, and that an error at the start is raised and reported to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from swap.requests import Priority, Request
+from swap.space import SwapSpace
+from tiermem.errors import InvariantError
+from tiermem.memory.arena import Arena
+from tiermem.memory.tiers import Tier
+from tiermem.pager.page import Page, Transfer
+
+Done = Callable[[BaseException | None], None]
+
+
+class Edge(Protocol):
+    """Moves a page's bytes from one tier to the neighbouring one."""
+
+    def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
+        """Start the transfer between the page's two copies; `done(error)` is called once when it has ended."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The tiers of this machine and what joins them.
+
+    Attributes:
+        arenas: one arena for each memory tier.
+        edges: the edge for each (source, target) pair of neighbours.
+    """
+
+    arenas: Mapping[Tier, Arena]
+    edges: Mapping[tuple[Tier, Tier], Edge]
+
+    @property
+    def memory_tiers(self) -> tuple[Tier, ...]:
+        """Tiers that have frames, from far to near."""
+        return tuple(sorted(self.arenas))
+
+    @property
+    def top(self) -> Tier:
+        """The tier the computation works on."""
+        return self.memory_tiers[-1]
+
+    def towards(self, start: Tier, target: Tier) -> Tier:
+        """The neighbour of `start` on the way to `target`."""
+        tiers = [Tier.SWAP, *self.memory_tiers]
+        index = tiers.index(start)
+        return tiers[index + 1] if target > start else tiers[index - 1]
+
+
+class _SwapTransfer:
+    """A request of the swap engine seen as a transfer."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def promote(self) -> None:
+        """Treat the rest of the request as a demand."""
+        self._request.promote(Priority.DEMAND)
+
+
+class SwapReadEdge:
+    """SWAP to HOST: straight from the extent into the frame."""
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+
+    def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
+        """Start reading the page's extent into its HOST frame."""
+        if page.extent is None:
+            raise InvariantError(f"{page.key}: expected an extent to read from, found none; this is a bug in tiermem")
+        buffer = page.frames[Tier.HOST].buffer
+        request = self._space.start_read(
+            page.extent, buffer, priority=priority, on_done=lambda ended: done(ended.error)
+        )
+        return _SwapTransfer(request)
+
+
+class SwapWriteEdge:
+    """HOST to SWAP: straight from the frame into the extent, which is allocated at the first write."""
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+
+    def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
+        """Start writing the page's HOST frame to its extent."""
+        if page.extent is None:
+            page.extent = self._space.allocate(page.nbytes)
+        buffer = page.frames[Tier.HOST].buffer
+        request = self._space.start_write(
+            page.extent, buffer, priority=priority, on_done=lambda ended: done(ended.error)
+        )
+        return _SwapTransfer(request)
+
+
+def host_chain(arena: Arena, space: SwapSpace) -> Chain:
+    """The chain of a machine without an accelerator: HOST over SWAP."""
+    return Chain(
+        arenas={Tier.HOST: arena},
+        edges={(Tier.SWAP, Tier.HOST): SwapReadEdge(space), (Tier.HOST, Tier.SWAP): SwapWriteEdge(space)},
+    )

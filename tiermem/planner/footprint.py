@@ -1,0 +1,157 @@
+"""How a budget of host memory is shared out: what is leased at once, how large tiles are, what runs beside what.
+
+Owns the arithmetic from unit sizes and a budget to a `Footprint`. Does not know torch, pages or files: bytes in, bytes
+out. Guarantees that the leases which the computation and the update can hold at one time fit into the budget together,
+so that neither ever waits for the other's lease while holding what the other needs; where no sharing fits, the error
+names the largest unit and the least budget that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiermem.errors import BudgetError
+
+_PAGE = 4096
+# Tile sizes are tried from the configured one down by halves to this many elements.
+SMALLEST_TILE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """One unit as the budget sees it.
+
+    Attributes:
+        name: for messages.
+        param_nbytes: bytes of its parameters.
+        trainable_numel: elements that are updated.
+        grad_itemsize: bytes of one gradient element.
+        state_itemsize: bytes of optimizer state for one element.
+        nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
+            those whose parameters it borrows.
+    """
+
+    name: str
+    param_nbytes: int
+    trainable_numel: int
+    grad_itemsize: int
+    state_itemsize: int
+    nested_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """How the budget is shared out.
+
+    Attributes:
+        tile_numel: elements of a tile.
+        hold_tiles: whether a unit's gradient tiles are all leased at once while they arrive (one trip to the pager).
+        depth: tiles the update has in hand at once: 1 means that reading and updating alternate.
+        serial: whether the update runs only while the computation waits for it.
+        reserve: bytes that read-ahead leaves for demands.
+        look_ahead: bytes fetched ahead at most.
+        least: the smallest budget that would work, bytes.
+    """
+
+    tile_numel: int
+    hold_tiles: bool
+    depth: int
+    serial: bool
+    reserve: int
+    look_ahead: int
+    least: int
+
+
+def rounded(nbytes: int) -> int:
+    """`nbytes` as a frame takes it: whole 4096-byte blocks."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def plan_footprint(units: Sequence[UnitSize], budget: int, tile_nbytes: int, look_ahead: int | None = None) -> Footprint:
+    """Share `budget` bytes out.
+
+    Args:
+        units: every unit of the model.
+        budget: bytes of host memory.
+        tile_nbytes: bytes of optimizer state a tile should have; smaller ones are taken where the budget asks for it.
+        look_ahead: bytes to fetch ahead at most; None: whatever the leases leave.
+
+    Raises:
+        BudgetError: the computation or the update of a single unit does not fit.
+    """
+    least = _least(units)
+    if budget < least:
+        largest = max(units, key=lambda unit: unit.param_nbytes)
+        raise BudgetError(
+            f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {largest.param_nbytes} bytes of "
+            f"parameters) needs at least {least} bytes to be computed and updated; "
+            f"set host_memory to {least} bytes or more, or pass smaller units"
+        )
+    for hold_tiles, depth, serial in ((True, 3, False), (True, 2, False), (False, 2, False), (False, 1, True)):
+        for tile_numel in _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE):
+            compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles)
+            update = _update_bytes(units, tile_numel, depth)
+            needed = max(compute, update + _nested(units)) if serial else compute + update
+            if needed <= budget:
+                spare = budget - needed
+                return Footprint(
+                    tile_numel=tile_numel,
+                    hold_tiles=hold_tiles,
+                    depth=depth,
+                    serial=serial,
+                    reserve=_reserve(units, tile_numel),
+                    look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
+                    least=least,
+                )
+    raise BudgetError(f"host_memory is {budget} bytes; no tile size fits (least budget {least} bytes)")
+
+
+def _tile_sizes(units: Sequence[UnitSize], tile_nbytes: int, smallest: int) -> list[int]:
+    itemsize = max((unit.state_itemsize for unit in units), default=8)
+    largest = max(smallest, tile_nbytes // max(1, itemsize) // SMALLEST_TILE * SMALLEST_TILE)
+    sizes = [largest]
+    while sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2 // SMALLEST_TILE * SMALLEST_TILE)
+    return sizes
+
+
+def _grad_tile(unit: UnitSize, tile_numel: int) -> int:
+    return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
+
+
+def _state_tile(unit: UnitSize, tile_numel: int) -> int:
+    return rounded((min(tile_numel, unit.trainable_numel) + 64) * unit.state_itemsize) if unit.trainable_numel else 0
+
+
+def _compute_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
+    def of(unit: UnitSize) -> int:
+        tiles = -(-unit.trainable_numel // tile_numel)
+        gradients = _grad_tile(unit, tile_numel) * (tiles if hold_tiles else min(1, tiles))
+        return rounded(unit.param_nbytes) + unit.nested_nbytes + gradients
+
+    return max(map(of, units), default=0)
+
+
+def _update_bytes(units: Sequence[UnitSize], tile_numel: int, depth: int) -> int:
+    def of(unit: UnitSize) -> int:
+        if not unit.trainable_numel:
+            return 0
+        return rounded(unit.param_nbytes) + depth * (_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel))
+
+    return max(map(of, units), default=0)
+
+
+def _nested(units: Sequence[UnitSize]) -> int:
+    return max((unit.nested_nbytes for unit in units), default=0)
+
+
+def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
+    unit_demand = max((rounded(unit.param_nbytes) for unit in units), default=0)
+    tile_demand = max((_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
+    return max(unit_demand, tile_demand)
+
+
+def _least(units: Sequence[UnitSize]) -> int:
+    compute = _compute_bytes(units, SMALLEST_TILE, hold_tiles=False)
+    return max(compute, _update_bytes(units, SMALLEST_TILE, 1) + _nested(units))
