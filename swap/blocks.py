@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 ALIGNMENT = 4096
-"""Bytes: offsets, lengths and buffer addresses are multiples of this. It covers drives with 512 and 4096 byte sectors."""
+"""Bytes: offsets, lengths and buffer addresses are multiples of this, which suits sectors of 512 and of 4096."""
 
 
 def align_down(nbytes: int) -> int:

@@ -147,7 +147,7 @@ class SwapSpace:
         priority: Priority = Priority.DEMAND,
         on_done: OnDone | None = None,
     ) -> Request:
-        """Start reading an extent into a writable 4096-aligned buffer of its length. Never waits; see `Engine.start`."""
+        """Start reading an extent into a writable, aligned buffer of its length. Never waits; see `Engine.start`."""
         return self.engine.start(Operation.READ, self._spans(extent), buffer, priority=priority, on_done=on_done)
 
     def start_write(
@@ -158,7 +158,7 @@ class SwapSpace:
         priority: Priority = Priority.WRITE_BACK,
         on_done: OnDone | None = None,
     ) -> Request:
-        """Start writing a 4096-aligned buffer to an extent of its length. Never waits; see `Engine.start`."""
+        """Start writing an aligned buffer to an extent of its length. Never waits; see `Engine.start`."""
         return self.engine.start(Operation.WRITE, self._spans(extent), buffer, priority=priority, on_done=on_done)
 
     def sync(self) -> None:

@@ -29,7 +29,7 @@ class InlineBackend(Backend):
         """Remember the device."""
         self._queues.append((source, queue))
 
-    def wake(self, queue: DeviceQueue) -> None:
+    def wake(self, queue: DeviceQueue) -> None:  # noqa: ARG002 - whichever device has something
         """Move everything queued, unless by hand. A request started inside an `on_done` is left to the outer call."""
         if self._by_hand or getattr(self._pumping, "now", False):
             return
