@@ -105,8 +105,7 @@ class Engine:
         it; it must be quick, and may start requests. Raises ValueError for a buffer or span that is not aligned and
         SwapClosedError after `close`; everything later is recorded in the request.
         """
-        view = aligned_view(buffer)
-        request = Request(self, operation, cut(spans, view), priority=priority, on_done=on_done)
+        request = Request(self, operation, cut(spans, aligned_view(buffer)), priority=priority, on_done=on_done)
         queues = {part.file.device: self._queue(part.file.device) for part in request.parts}
         with self._lock:
             self._check_open()
@@ -220,6 +219,7 @@ class Engine:
         with self._lock:
             if block not in queue.in_flight:  # abandoned by `close`
                 return
+            block.view.release()  # explicitly: a traceback may keep the block alive
             queue.finish(block, time.monotonic(), failed=error is not None)
             request.pending -= 1
             if error is not None:

@@ -69,6 +69,12 @@ class Part:
         self.issued = 0
         self.sequence = 0
 
+    def release(self) -> None:
+        """Let go of the buffer, even if a traceback somewhere keeps this object alive."""
+        if self.view is not None:
+            self.view.release()
+            self.view = None
+
     def __str__(self) -> str:
         return f"{self.nbytes} bytes at offset {self.offset} in {self.file.path!r}"
 
@@ -183,7 +189,7 @@ class Request:
     def complete(self) -> BaseException | None:
         """For the engine, once: let go of the buffer, publish, call `on_done`; return what that raised, if it did."""
         for part in self.parts:
-            part.view = None
+            part.release()
         self.seconds = time.monotonic() - self._submitted
         callback, self._on_done = self._on_done, None
         self.done = True
