@@ -68,13 +68,13 @@ class FaultySystemCalls(SystemCalls):
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         if self.refuse_direct and flags & os.O_DIRECT:
             raise OSError(22, os.strerror(22))
-        return self._suffer("open", lambda _: super(FaultySystemCalls, self).open(path, flags, mode))
+        return int(self._suffer("open", lambda _: super(FaultySystemCalls, self).open(path, flags, mode)))
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
-        return self._suffer("preadv", lambda n: super(FaultySystemCalls, self).preadv(fd, view[:n], offset))
+        return int(self._suffer("preadv", lambda n: super(FaultySystemCalls, self).preadv(fd, view[:n], offset)))
 
     def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
-        return self._suffer("pwritev", lambda n: super(FaultySystemCalls, self).pwritev(fd, view[:n], offset))
+        return int(self._suffer("pwritev", lambda n: super(FaultySystemCalls, self).pwritev(fd, view[:n], offset)))
 
     def fdatasync(self, fd: int) -> None:
         self._suffer("fdatasync", lambda _: super(FaultySystemCalls, self).fdatasync(fd))
