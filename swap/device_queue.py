@@ -10,8 +10,9 @@ Does not know threads, locks or system calls: the engine calls it with its lock 
 Reserved share. While both reads and writes are queued, the operation in front may fill all of the depth but
 `reserve` slots; those go to the other one. So write-back proceeds under endless reads (and the reads it makes room for
 do not dry up), writes never take more than their share from waiting reads, and the drive has both to work on. At depth
-1, where no slot can be kept, the other operation gets every fourth block instead. Within reads there is no share: read-ahead
-waits as long as demands are queued, which is harmless because somebody waits for each demand before making another.
+1, where no slot can be kept, the other operation gets every fourth block instead. Within reads there is no share:
+read-ahead waits as long as demands are queued, which is harmless because somebody waits for each demand before making
+another.
 """
 
 from __future__ import annotations

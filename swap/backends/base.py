@@ -1,7 +1,7 @@
 """What a way of doing I/O must offer the engine, and what the engine offers it.
 
 Owns two small interfaces. Does not know any of the ways. A backend takes a block from the source when it is
-free, moves its bytes, and reports it exactly once with `finish`; order, depth, splitting and completion are the source's.
+free, moves its bytes, and reports it exactly once with `finish`. Order, depth, splitting, completion: the source's.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ called, one block at a time, so that a test can look at every state in between.
 from __future__ import annotations
 
 import threading
+import time
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
@@ -50,4 +51,7 @@ class InlineBackend(Backend):
         return None
 
     def close(self, timeout: float) -> None:
-        """Nothing to stop: no block is in flight between two calls."""
+        """Wait for blocks that other threads are moving; those of this thread are finished before it can get here."""
+        deadline = time.monotonic() + timeout
+        while any(queue.in_flight for _, queue in self._queues) and time.monotonic() < deadline:
+            time.sleep(0.001)

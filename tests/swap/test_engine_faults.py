@@ -228,7 +228,7 @@ def stalled(file: SwapFile, stall_seconds: float) -> tuple[Engine, Stall, swap.R
 
 def test_waiting_with_a_timeout_ends_and_the_request_may_still_succeed(file: SwapFile) -> None:
     engine, stall, request = stalled(file, 60)
-    with pytest.raises(swap.SwapTimeoutError, match="read of 65536 bytes at offset 4096 in .* not done in time"):
+    with pytest.raises(swap.SwapTimeoutError, match=r"read of 65536 bytes at offset 4096 in .* not done in time"):
         request.wait(0.02)
     with pytest.raises(TimeoutError):
         request.wait(0)
@@ -242,7 +242,7 @@ def test_a_stalled_device_raises_in_the_waiter(file: SwapFile) -> None:
     # Other blocks going through do not hide that this one is stuck.
     for _ in range(3):
         engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
-    with pytest.raises(swap.SwapTimeoutError, match="read of 65536 bytes at offset 4096 in .* is stalled"):
+    with pytest.raises(swap.SwapTimeoutError, match=r"read of 65536 bytes at offset 4096 in .* is stalled"):
         request.wait()
     stall.release()
     while not request.done:  # until then it still counts as stalled
@@ -261,7 +261,7 @@ def test_a_queued_request_behind_a_dead_device_is_stalled_too() -> None:
 
 def test_closing_with_a_stalled_device_does_not_hang(file: SwapFile) -> None:
     engine, stall, request = stalled(file, 0.1)
-    with pytest.raises(swap.SwapTimeoutError, match="still in flight.*offset 4096"):
+    with pytest.raises(swap.SwapTimeoutError, match=r"still in flight.*offset 4096"):
         engine.close()
     assert request.done
     with pytest.raises(swap.SwapTimeoutError, match="must not be reused"):
@@ -280,7 +280,7 @@ def test_closing_fails_what_is_queued_and_finishes_what_is_in_flight() -> None:
     backend.issue()
     engine.close()
     requests[0].wait()
-    with pytest.raises(swap.SwapClosedError, match="read of 131072 bytes .* still queued"):
+    with pytest.raises(swap.SwapClosedError, match=r"read of 131072 bytes .* still queued"):
         requests[1].wait()
     assert sorted(map(id, done)) == sorted(map(id, requests))
     engine.close()

@@ -135,7 +135,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 def test_a_directory_or_fifo_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "r0.swapfile").mkdir()
-    with pytest.raises(swap.SwapError, match="r0.swapfile"):
+    with pytest.raises(swap.SwapError, match=r"r0.swapfile"):
         open_file(tmp_path)
     (tmp_path / "r0.swapfile").rmdir()
     os.mkfifo(tmp_path / "r0.swapfile")
@@ -223,7 +223,7 @@ def test_sync_reports_what_the_drive_says(tmp_path: Path) -> None:
     file = open_file(tmp_path, system=system)
     file.sync()
     system.inject("fdatasync", errno.EIO)
-    with pytest.raises(SwapIOError, match="sync.*EIO"):
+    with pytest.raises(SwapIOError, match=r"sync.*EIO"):
         file.sync()
     file.close()
     with pytest.raises(swap.SwapClosedError):
