@@ -22,7 +22,7 @@ from swap.errors import (
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
 from swap.requests import Operation, Priority, Request
-from swap.settings import EngineSettings, EngineStatistics
+from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
 from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
 from swap.syscalls import SystemCalls
 
@@ -31,6 +31,7 @@ __all__ = [
     "DATA_OFFSET",
     "AlignedBuffer",
     "Backend",
+    "DeviceStatistics",
     "DirectIOWarning",
     "DirectoryStatistics",
     "Engine",

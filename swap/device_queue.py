@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from swap.requests import Block, Operation, Part, Priority, Request
+from swap.settings import DeviceStatistics
 
 _TURNS = 3  # blocks the operation in front may take in a row at depth 1 while the other waits
 
@@ -141,9 +142,19 @@ class DeviceQueue:
         """Everything queued."""
         return [part for lane in self._lanes.values() for part in lane.values()]
 
-    def seconds_busy(self, now: float) -> float:
-        """Seconds during which at least one block was in flight."""
-        return self.counters.seconds_busy + (now if self.in_flight else 0.0)
+    def statistics(self, now: float) -> DeviceStatistics:
+        """What the queue has seen since it was made."""
+        counters = self.counters
+        return DeviceStatistics(
+            device=self.device,
+            bytes_read=counters.bytes_read,
+            bytes_written=counters.bytes_written,
+            blocks=counters.blocks,
+            failed_blocks=counters.failed_blocks,
+            seconds_busy=counters.seconds_busy + (now if self.in_flight else 0.0),
+            blocks_in_flight=len(self.in_flight),
+            high_water_bytes_in_flight=counters.high_water_bytes_in_flight,
+        )
 
     def _busy_since(self, now: float) -> None:
         self.counters.seconds_busy -= now

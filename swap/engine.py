@@ -128,19 +128,20 @@ class Engine:
         """Totals since the engine was made."""
         now = time.monotonic()
         with self._lock:
-            queues = list(self._queues.values())
-            counters = [queue.counters for queue in queues]
-            return EngineStatistics(
-                bytes_read=sum(counter.bytes_read for counter in counters),
-                bytes_written=sum(counter.bytes_written for counter in counters),
-                requests=self._requests,
-                failed_requests=self._failed,
-                blocks=sum(counter.blocks for counter in counters),
-                failed_blocks=sum(counter.failed_blocks for counter in counters),
-                seconds_busy=sum(queue.seconds_busy(now) for queue in queues),
-                blocks_in_flight=sum(len(queue.in_flight) for queue in queues),
-                high_water_bytes_in_flight=max((c.high_water_bytes_in_flight for c in counters), default=0),
-            )
+            devices = tuple(queue.statistics(now) for queue in self._queues.values())
+            requests, failed = self._requests, self._failed
+        return EngineStatistics(
+            bytes_read=sum(device.bytes_read for device in devices),
+            bytes_written=sum(device.bytes_written for device in devices),
+            requests=requests,
+            failed_requests=failed,
+            blocks=sum(device.blocks for device in devices),
+            failed_blocks=sum(device.failed_blocks for device in devices),
+            seconds_busy=sum(device.seconds_busy for device in devices),
+            blocks_in_flight=sum(device.blocks_in_flight for device in devices),
+            high_water_bytes_in_flight=max((device.high_water_bytes_in_flight for device in devices), default=0),
+            devices=devices,
+        )
 
     def close(self) -> None:
         """Fail what is queued, wait for what is with the device, stop the backend. Idempotent.

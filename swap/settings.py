@@ -41,8 +41,22 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """One device (`st_dev`) since the engine was made. `seconds_busy`: at least one block in flight."""
+
+    device: int
+    bytes_read: int
+    bytes_written: int
+    blocks: int
+    failed_blocks: int
+    seconds_busy: float
+    blocks_in_flight: int
+    high_water_bytes_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Totals since the engine was made. `seconds_busy`: some block in flight, summed over devices."""
+    """Totals since the engine was made, over all `devices`; `seconds_busy` is their sum."""
 
     bytes_read: int
     bytes_written: int
@@ -53,3 +67,4 @@ class EngineStatistics:
     seconds_busy: float
     blocks_in_flight: int
     high_water_bytes_in_flight: int
+    devices: tuple[DeviceStatistics, ...]

@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStatistics:
-    """One directory of a space; bytes. `high_water`: most bytes ever allocated at once."""
+    """One directory of a space; bytes. `high_water`: most bytes ever allocated at once.
+
+    `device` finds the traffic in `EngineStatistics.devices`; directories on one file system share it.
+    """
 
     path: str
+    device: int
     direct: bool
     nbytes: int
     allocated: int
@@ -74,11 +78,12 @@ class SwapSpace:
         settings: EngineSettings | None = None,
         keep: bool = False,
         system: SystemCalls | None = None,
+        backend: Backend | None = None,
     ) -> Self:
         """Open a space of at least `nbytes`, in equal shares over existing directories.
 
         `keep` insists on the files an earlier run left and keeps their data (extents must be claimed again); otherwise
-        data left there is forgotten. `system` replaces the system calls in tests. Warns once, with DirectIOWarning, if
+        data left there is forgotten. `system` and `backend` replace the real ones in tests. Warns once, DirectIOWarning, if
         O_DIRECT is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
         """
         if not directories:
@@ -92,7 +97,7 @@ class SwapSpace:
             for directory in directories:
                 _check_distinct(directory, files)
                 files.append(SwapFile.open(directory, name=name, nbytes=share, keep=keep, system=system))
-            backend: Backend = make_backend(settings.backend, system)
+            backend = backend or make_backend(settings.backend, system)
         except BaseException:
             for file in files:
                 file.close(remove=file.created)
@@ -180,6 +185,7 @@ class SwapSpace:
             directories = tuple(
                 DirectoryStatistics(
                     path=os.path.dirname(file.path),
+                    device=file.device,
                     direct=file.direct,
                     nbytes=allocator.nbytes,
                     allocated=allocator.allocated,

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from doubles import FaultySystemCalls, Stall
+from doubles import FaultySystemCalls, Stall, StepBackend
 
 import swap
 from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
@@ -26,6 +26,28 @@ def test_allocation_is_rounded_up_and_spread_over_directories(tmp_path: Path) ->
             space.free(extent)
         statistics = space.statistics()
         assert (statistics.allocated, statistics.high_water, statistics.nbytes) == (0, 6 * 8192, 3 * MIB)
+
+
+def test_a_space_can_be_driven_by_hand(tmp_path: Path) -> None:
+    backend = StepBackend()
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB, backend=backend) as space:
+        source, target = AlignedBuffer(8192), AlignedBuffer(8192)
+        source.view[:] = b"ab" * 4096
+        extent = space.allocate(8192)
+        written = space.start_write(extent, source.view)
+        assert not written.done
+        backend.run()
+        space.start_read(extent, target.view)
+        backend.run()
+        assert source.view == target.view
+        statistics = space.statistics()
+        (device,) = statistics.engine.devices
+        assert (device.device, device.bytes_read, device.bytes_written) == (
+            statistics.directories[0].device,
+            8192,
+            8192,
+        )
+        assert 0 < device.seconds_busy < 60
 
 
 def test_a_full_space_says_how_full(tmp_path: Path) -> None:
