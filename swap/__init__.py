@@ -1,1 +1,60 @@
-"""The swap-file engine: bytes between memory and NVMe, without torch."""
+"""The swap-file engine: bytes between memory and NVMe, without torch.
+
+Owns everything this project does with files on disk while training, and is an instrument for measuring drives alone.
+Knows bytes; does not know tensors, models or pages. Guarantees that every completion is checked, and that an error
+names operation, path, offset, length and errno. See README.md beside this file.
+"""
+
+from swap.backends.base import Backend
+from swap.blocks import ALIGNMENT, align_down, align_up, is_aligned
+from swap.buffers import AlignedBuffer
+from swap.engine import Engine
+from swap.errors import (
+    DirectIOWarning,
+    FormatError,
+    SwapClosedError,
+    SwapError,
+    SwapFullError,
+    SwapInUseError,
+    SwapIOError,
+    SwapTimeoutError,
+)
+from swap.extents import Extent, ExtentAllocator, Piece
+from swap.files import DATA_OFFSET, SwapFile
+from swap.requests import Operation, Priority, Request
+from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
+from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
+from swap.syscalls import SystemCalls
+
+__all__ = [
+    "ALIGNMENT",
+    "DATA_OFFSET",
+    "AlignedBuffer",
+    "Backend",
+    "DeviceStatistics",
+    "DirectIOWarning",
+    "DirectoryStatistics",
+    "Engine",
+    "EngineSettings",
+    "EngineStatistics",
+    "Extent",
+    "ExtentAllocator",
+    "FormatError",
+    "Operation",
+    "Piece",
+    "Priority",
+    "Request",
+    "SpaceStatistics",
+    "SwapClosedError",
+    "SwapError",
+    "SwapFile",
+    "SwapFullError",
+    "SwapIOError",
+    "SwapInUseError",
+    "SwapSpace",
+    "SwapTimeoutError",
+    "SystemCalls",
+    "align_down",
+    "align_up",
+    "is_aligned",
+]

@@ -1,0 +1,128 @@
+"""The aiofiles backend: coroutines on an event loop, buffered files.
+
+Owns one thread with an event loop and, per device, `depth` coroutines; aiofiles brings the threads that block. Does not
+know order, splitting or completion. It opens the files a second time, without O_DIRECT, so it works where O_DIRECT is
+refused and shows, in the benchmark, what the page cache and the hops between loop and executor cost. A drive that never
+answers keeps one of its executor threads, and with it the interpreter's exit, waiting; prefer threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import os
+import threading
+
+import aiofiles
+from aiofiles.threadpool.binary import AsyncFileIO
+
+from swap.backends.base import Backend, BlockSource
+from swap.device_queue import DeviceQueue
+from swap.errors import SwapClosedError, SwapError, SwapIOError
+from swap.requests import Block, Operation
+from swap.transfer import Progress
+
+_EXECUTOR_THREADS = 32  # at most; they are started as needed
+
+
+def _open_without_following(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+class AioBackend(Backend):
+    """`depth` coroutines per device on a loop of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._executor = concurrent.futures.ThreadPoolExecutor(_EXECUTOR_THREADS, thread_name_prefix="swap-aio")
+        self._loop.set_default_executor(self._executor)
+        self._wakers: dict[int, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="swap-aio-loop", daemon=True)
+        self._thread.start()
+
+    def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
+        """Start the coroutines of a device."""
+        waker = self._wakers[queue.device] = asyncio.Event()
+
+        def start() -> None:
+            for _ in range(queue.depth):
+                self._tasks.add(self._loop.create_task(self._serve(source, queue, waker)))
+
+        self._loop.call_soon_threadsafe(start)
+
+    def wake(self, queue: DeviceQueue) -> None:
+        """Let the device's idle coroutines look at the queue."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wakers[queue.device].set)
+
+    def close(self, timeout: float) -> None:
+        """Let the coroutines finish what they are moving, and stop the loop."""
+        if self._closing or threading.current_thread() is self._thread:
+            raise SwapClosedError("the aiofiles backend is closed once, and not from an on_done callback")
+        self._closing = True
+        finished = concurrent.futures.wait([asyncio.run_coroutine_threadsafe(self._drain(), self._loop)], timeout)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout)
+        if not finished.not_done and not self._thread.is_alive():
+            self._executor.shutdown()
+            self._loop.close()
+        else:
+            self._executor.shutdown(wait=False)
+
+    async def _drain(self) -> None:
+        for waker in self._wakers.values():
+            waker.set()
+        await asyncio.gather(*self._tasks)
+
+    async def _serve(self, source: BlockSource, queue: DeviceQueue, waker: asyncio.Event) -> None:
+        handles: dict[str, AsyncFileIO] = {}  # by path; its own, because seek and read are two calls
+        try:
+            while True:
+                waker.clear()  # before looking, so that a wake between looking and waiting is seen
+                block = source.try_take(queue)
+                if block is not None:
+                    source.finish(queue, block, await self._transfer(handles, block))
+                elif self._closing:
+                    return
+                else:
+                    await waker.wait()
+                del block  # it holds a view of the caller's buffer
+        finally:
+            for handle in handles.values():
+                await handle.close()
+
+    async def _transfer(self, handles: dict[str, AsyncFileIO], block: Block) -> SwapError | None:
+        progress = Progress(block)
+        while not progress.done:
+            try:
+                moved = await self._call(handles, block, progress)
+            except SwapError as error:
+                return error.with_traceback(None)
+            except OSError as error:
+                verdict = progress.fail(error)
+                if isinstance(verdict, SwapIOError):
+                    return verdict
+                await asyncio.sleep(verdict)
+            else:
+                failure = progress.advance(moved)
+                if failure is not None:
+                    return failure
+        return None
+
+    async def _call(self, handles: dict[str, AsyncFileIO], block: Block, progress: Progress) -> int:
+        block.file.fileno()  # raises if the file was closed
+        path = block.file.path
+        if path not in handles:
+            handles[path] = await aiofiles.open(path, "r+b", buffering=0, opener=_open_without_following)
+        handle = handles[path]
+        await handle.seek(progress.offset)
+        if block.operation is Operation.READ:
+            moved: int | None = await handle.readinto(progress.view)
+        else:
+            moved = await handle.write(progress.view)
+        if moved is None:  # what a raw file returns instead of raising EAGAIN
+            raise BlockingIOError(errno.EAGAIN, "the file would block")
+        return moved

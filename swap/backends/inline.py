@@ -1,0 +1,57 @@
+"""A backend without threads: whoever starts a request moves its bytes.
+
+Owns nothing but the rule of who works. Does not know order or completion. Deterministic: with one caller, blocks are
+moved in queue order before `start_read` or `start_write` returns. With `by_hand=True` nothing moves until `step` is
+called, one block at a time, so that a test can look at every state in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from swap.backends.base import Backend, BlockSource
+from swap.device_queue import DeviceQueue
+from swap.requests import Block
+from swap.syscalls import SystemCalls
+from swap.transfer import transfer
+
+
+class InlineBackend(Backend):
+    """Moves bytes on the caller's thread."""
+
+    def __init__(self, system: SystemCalls | None = None, *, by_hand: bool = False) -> None:
+        self._system = system or SystemCalls()
+        self._by_hand = by_hand
+        self._queues: list[tuple[BlockSource, DeviceQueue]] = []
+        self._pumping = threading.local()
+
+    def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
+        """Remember the device."""
+        self._queues.append((source, queue))
+
+    def wake(self, queue: DeviceQueue) -> None:  # noqa: ARG002 - whichever device has something
+        """Move everything queued, unless by hand. A request started inside an `on_done` is left to the outer call."""
+        if self._by_hand or getattr(self._pumping, "now", False):
+            return
+        self._pumping.now = True
+        try:
+            while self.step() is not None:
+                pass
+        finally:
+            self._pumping.now = False
+
+    def step(self) -> Block | None:
+        """Move one block, of the first device that has one; return it, or None if nothing is queued."""
+        for source, queue in self._queues:
+            block = source.try_take(queue)
+            if block is not None:
+                source.finish(queue, block, transfer(self._system, block))
+                return block
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Wait for blocks that other threads are moving; those of this thread are finished before it can get here."""
+        deadline = time.monotonic() + timeout
+        while any(queue.in_flight for _, queue in self._queues) and time.monotonic() < deadline:
+            time.sleep(0.001)

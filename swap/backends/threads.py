@@ -1,0 +1,49 @@
+"""The default backend: threads that call preadv and pwritev.
+
+Owns `depth` threads per device. Does not know order, splitting or completion. Each thread takes a block straight from
+the engine's queue when the last one is done, so a busy device costs no wake-ups; the system calls release the
+interpreter lock, and the bytes go between the drive and the caller's buffer with no copy. The threads are daemons: a
+drive that never answers cannot keep the interpreter from exiting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from swap.backends.base import Backend, BlockSource
+from swap.device_queue import DeviceQueue
+from swap.syscalls import SystemCalls
+from swap.transfer import transfer
+
+
+class ThreadsBackend(Backend):
+    """`depth` threads per device."""
+
+    def __init__(self, system: SystemCalls | None = None) -> None:
+        self._system = system or SystemCalls()
+        self._threads: list[threading.Thread] = []
+
+    def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
+        """Start the threads of a device."""
+        for index in range(queue.depth):
+            thread = threading.Thread(
+                target=self._serve, args=(source, queue), name=f"swap-{queue.device:x}-{index}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def wake(self, queue: DeviceQueue) -> None:
+        """Nothing: the threads wait in `take`."""
+
+    def close(self, timeout: float) -> None:
+        """Join the threads that come to an end within `timeout` seconds together."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # an on_done that closes the engine runs on one of them
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _serve(self, source: BlockSource, queue: DeviceQueue) -> None:
+        while (block := source.take(queue)) is not None:
+            source.finish(queue, block, transfer(self._system, block))
+            del block  # it holds a view of the caller's buffer, and `take` may wait long

@@ -1,0 +1,180 @@
+"""The queue of one device: which block goes to it next.
+
+Owns the queued parts of one device, the count of what is in flight on it, and the policy between reads and writes.
+Does not know threads, locks or system calls: the engine calls it with its lock held. Guarantees:
+
+1. At most `depth` blocks and `max_bytes_in_flight` bytes are with the device (one block may be larger than that).
+2. Within one operation, a better priority goes first, and equals go in order of submission.
+3. Between reads and writes the better priority goes first, but the other operation keeps a share ("Reserved share").
+
+Reserved share. While both reads and writes are queued, the operation in front may fill all of the depth but
+`reserve` slots; those go to the other one. So write-back proceeds under endless reads (and the reads it makes room for
+do not dry up), writes never take more than their share from waiting reads, and the drive has both to work on. At depth
+1, where no slot can be kept, the other operation gets every fourth block instead. Within reads there is no share:
+read-ahead waits as long as demands are queued, which is harmless because somebody waits for each demand before making
+another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+
+from swap.requests import Block, Operation, Part, Priority, Request
+from swap.settings import DeviceStatistics
+
+_TURNS = 3  # blocks the operation in front may take in a row at depth 1 while the other waits
+
+
+@dataclass(frozen=True, slots=True)
+class SharePolicy:
+    """Chooses between reads and writes; pure. `reserve` slots of `depth` are kept for the operation behind."""
+
+    depth: int
+    reserve: int
+
+    @classmethod
+    def for_depth(cls, depth: int, share: float = 0.25) -> SharePolicy:
+        """The policy that keeps `share` of `depth`, at least one slot where there are two."""
+        return cls(depth, 0 if depth == 1 else min(max(1, round(depth * share)), depth // 2))
+
+    def prefers_front(self, in_flight: int, in_a_row: int) -> bool:
+        """Whether the operation in front, with `in_flight` blocks at the device and the last `in_a_row`, goes next."""
+        if self.reserve:
+            return in_flight < self.depth - self.reserve
+        return in_a_row < _TURNS
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a queue has seen since it was made; copied into the engine's statistics."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    blocks: int = 0
+    failed_blocks: int = 0
+    seconds_busy: float = 0.0
+    high_water_bytes_in_flight: int = 0
+
+
+class DeviceQueue:
+    """Queued parts and blocks in flight of one device. Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self, device: int, *, block_size: int, depth: int, max_bytes_in_flight: int) -> None:
+        self.device = device
+        self.depth = depth
+        self.counters = Counters()
+        self.in_flight: set[Block] = set()
+        self.bytes_in_flight = 0
+        self.held_back = False  # a block was refused for lack of bytes: whoever finishes one wakes the others
+        self.progressed = 0.0  # when a block last finished, or the queue last stopped being empty
+        self._block_size = block_size
+        self._max_bytes = max_bytes_in_flight
+        self._policy = SharePolicy.for_depth(depth)
+        self._lanes: dict[tuple[Operation, Priority], OrderedDict[int, Part]] = {
+            (operation, priority): OrderedDict() for operation in Operation for priority in Priority
+        }
+        self._last: tuple[Operation, int] = (Operation.READ, 0)  # the operation taken last, how often in a row
+
+    @property
+    def queued(self) -> bool:
+        """Whether any block waits to be given to the device."""
+        return any(self._lanes.values())
+
+    def push(self, part: Part, sequences: count[int], now: float) -> None:
+        """Queue a part behind its equals."""
+        if not self.in_flight and not self.queued:
+            self.progressed = now
+        part.sequence = next(sequences)
+        self._lane(part.request)[part.sequence] = part
+
+    def take(self, now: float) -> Block | None:
+        """Give out the next block, or None if nothing is queued or the device has enough."""
+        part = self._choose() if len(self.in_flight) < self.depth else None
+        if part is None:
+            return None
+        nbytes = min(self._block_size, part.nbytes - part.issued)
+        if self.in_flight and self.bytes_in_flight + nbytes > self._max_bytes:
+            self.held_back = True
+            return None
+        block = Block(part, part.issued, nbytes, now)
+        part.issued += nbytes
+        if part.issued == part.nbytes:
+            del self._lane(part.request)[part.sequence]
+        if not self.in_flight:
+            self._busy_since(now)
+        self.in_flight.add(block)
+        self.bytes_in_flight += nbytes
+        self.counters.high_water_bytes_in_flight = max(self.counters.high_water_bytes_in_flight, self.bytes_in_flight)
+        operation, times = self._last
+        self._last = (block.operation, times + 1 if operation is block.operation else 1)
+        return block
+
+    def finish(self, block: Block, now: float, *, failed: bool) -> None:
+        """Count a block as done."""
+        self.in_flight.remove(block)
+        self.bytes_in_flight -= block.nbytes
+        self.progressed = now
+        self.counters.blocks += 1
+        if failed:
+            self.counters.failed_blocks += 1
+        elif block.operation is Operation.READ:
+            self.counters.bytes_read += block.nbytes
+        else:
+            self.counters.bytes_written += block.nbytes
+        if not self.in_flight:
+            self.counters.seconds_busy += now  # completes what _busy_since began
+
+    def drop(self, part: Part) -> int:
+        """Take what is queued of a part out again; return the number of blocks that will never be issued."""
+        if self._lane(part.request).pop(part.sequence, None) is None:
+            return 0
+        unissued = part.nbytes - part.issued
+        return -(-unissued // self._block_size)
+
+    def move(self, part: Part, priority: Priority) -> None:
+        """Put what is queued of a part into the lane of another priority, in order of submission among newcomers."""
+        if self._lane(part.request).pop(part.sequence, None) is not None:
+            self._lanes[part.request.operation, priority][part.sequence] = part
+
+    def parts(self) -> list[Part]:
+        """Everything queued."""
+        return [part for lane in self._lanes.values() for part in lane.values()]
+
+    def statistics(self, now: float) -> DeviceStatistics:
+        """What the queue has seen since it was made."""
+        counters = self.counters
+        return DeviceStatistics(
+            device=self.device,
+            bytes_read=counters.bytes_read,
+            bytes_written=counters.bytes_written,
+            blocks=counters.blocks,
+            failed_blocks=counters.failed_blocks,
+            seconds_busy=counters.seconds_busy + (now if self.in_flight else 0.0),
+            blocks_in_flight=len(self.in_flight),
+            high_water_bytes_in_flight=counters.high_water_bytes_in_flight,
+        )
+
+    def _busy_since(self, now: float) -> None:
+        self.counters.seconds_busy -= now
+
+    def _lane(self, request: Request) -> OrderedDict[int, Part]:
+        return self._lanes[request.operation, request.priority]
+
+    def _head(self, operation: Operation) -> Part | None:
+        for priority in Priority:
+            lane = self._lanes[operation, priority]
+            if lane:
+                return next(iter(lane.values()))
+        return None
+
+    def _choose(self) -> Part | None:
+        read, write = self._head(Operation.READ), self._head(Operation.WRITE)
+        if read is None or write is None:
+            return read or write
+        front, behind = sorted((read, write), key=lambda part: (part.request.priority, part.sequence))
+        operation = front.request.operation
+        in_flight = sum(block.operation is operation for block in self.in_flight)
+        in_a_row = self._last[1] if self._last[0] is operation else 0
+        return front if self._policy.prefers_front(in_flight, in_a_row) else behind

@@ -1,0 +1,303 @@
+"""The engine: requests in, blocks out to a backend, completions back.
+
+Owns the queues of all devices, the lock that guards them and the requests in them, and the backend. Does not know
+extents or swap spaces; a file is a `BlockFile`. It does not order requests that touch the same bytes: who starts a read
+of what is still being written gets either. Guarantees:
+
+1. Every request started is completed exactly once, with or without an error, closing included.
+2. A request is completed only when none of its blocks is with the device, so its buffer is nobody's but the caller's.
+   The one exception is a device that does not answer while the engine is closed; that error says so.
+3. Nothing raised by a worker or a callback is lost: the request, or `close`, raises it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from swap.backends.aio import AioBackend
+from swap.backends.base import Backend
+from swap.backends.inline import InlineBackend
+from swap.backends.threads import ThreadsBackend
+from swap.blocks import block_count
+from swap.buffers import aligned_view
+from swap.device_queue import DeviceQueue
+from swap.errors import SwapClosedError, SwapError, SwapTimeoutError
+from swap.requests import Block, BlockFile, Operation, Priority, Request, Span, cut
+from swap.settings import EngineSettings, EngineStatistics
+from swap.syscalls import SystemCalls
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+OnDone = Callable[[Request], None]
+
+
+def make_backend(name: str, system: SystemCalls | None = None) -> Backend:
+    """Make the backend of a settings' name. `system` replaces the system calls where the backend makes them."""
+    if name == "aio":
+        return AioBackend()
+    return InlineBackend(system) if name == "inline" else ThreadsBackend(system)
+
+
+class Engine:
+    """Moves bytes between files and buffers. Every method may be called from any thread."""
+
+    def __init__(self, settings: EngineSettings | None = None, *, backend: Backend | None = None) -> None:
+        self.settings = settings or EngineSettings()
+        self._backend = backend or make_backend(self.settings.backend)
+        self._lock = threading.Lock()
+        self._attaching = threading.Lock()
+        self._queues: dict[int, DeviceQueue] = {}
+        self._available: dict[int, threading.Condition] = {}
+        self._sequences = itertools.count(1)
+        self._requests = 0
+        self._failed = 0
+        self._closed = False
+        self._pid = os.getpid()
+        self._callback_error: BaseException | None = None
+
+    # What callers use.
+
+    def start_read(
+        self,
+        file: BlockFile,
+        offset: int,
+        buffer: Buffer,
+        *,
+        priority: Priority = Priority.DEMAND,
+        on_done: OnDone | None = None,
+    ) -> Request:
+        """Start filling `buffer` from byte `offset` of `file`. See `start`."""
+        span = (file, offset, memoryview(buffer).nbytes)
+        return self.start(Operation.READ, [span], buffer, priority=priority, on_done=on_done)
+
+    def start_write(
+        self,
+        file: BlockFile,
+        offset: int,
+        buffer: Buffer,
+        *,
+        priority: Priority = Priority.WRITE_BACK,
+        on_done: OnDone | None = None,
+    ) -> Request:
+        """Start writing `buffer` to byte `offset` of `file`. See `start`."""
+        span = (file, offset, memoryview(buffer).nbytes)
+        return self.start(Operation.WRITE, [span], buffer, priority=priority, on_done=on_done)
+
+    def start(
+        self,
+        operation: Operation,
+        spans: Sequence[Span],
+        buffer: Buffer,
+        *,
+        priority: Priority,
+        on_done: OnDone | None = None,
+    ) -> Request:
+        """Start one transfer between `buffer` and `spans`, whose bytes follow each other in it. Never waits.
+
+        The request holds the buffer until it is done. `on_done(request)` is called once, on the thread that finished
+        it; it must be quick, and may start requests. Raises ValueError for a buffer or span that is not aligned and
+        SwapClosedError after `close`; everything later is recorded in the request.
+        """
+        request = Request(self, operation, cut(spans, aligned_view(buffer)), priority=priority, on_done=on_done)
+        queues = {part.file.device: self._queue(part.file.device) for part in request.parts}
+        with self._lock:
+            self._check_open()
+            self._requests += 1
+            for part in request.parts:
+                blocks = block_count(part.nbytes, self.settings.block_size)
+                request.pending += blocks
+                queues[part.file.device].push(part, self._sequences, time.monotonic())
+                self._available[part.file.device].notify(blocks)
+        for queue in queues.values():
+            self._backend.wake(queue)
+        return request
+
+    def pending(self, operation: Operation) -> list[Request]:
+        """The requests of one direction that still have bytes to move."""
+        with self._lock:
+            return [request for request in self._unfinished() if request.operation is operation]
+
+    def statistics(self) -> EngineStatistics:
+        """Totals since the engine was made."""
+        now = time.monotonic()
+        with self._lock:
+            devices = tuple(queue.statistics(now) for queue in self._queues.values())
+            requests, failed = self._requests, self._failed
+        return EngineStatistics(
+            bytes_read=sum(device.bytes_read for device in devices),
+            bytes_written=sum(device.bytes_written for device in devices),
+            requests=requests,
+            failed_requests=failed,
+            blocks=sum(device.blocks for device in devices),
+            failed_blocks=sum(device.failed_blocks for device in devices),
+            seconds_busy=sum(device.seconds_busy for device in devices),
+            blocks_in_flight=sum(device.blocks_in_flight for device in devices),
+            high_water_bytes_in_flight=max((device.high_water_bytes_in_flight for device in devices), default=0),
+            devices=devices,
+        )
+
+    def close(self) -> None:
+        """Fail what is queued, wait for what is with the device, stop the backend. Idempotent.
+
+        Waits at most `stall_seconds`; then raises SwapTimeoutError naming what the device still holds. Raises the first
+        error that escaped from an `on_done`, if one did.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if os.getpid() != self._pid:  # a forked child has the queues but none of the threads
+                return
+            dropped = self._drop_queued(SwapClosedError("{} was still queued when the engine was closed"))
+            for condition in self._available.values():
+                condition.notify_all()
+        self._complete(dropped)
+        self._backend.close(self.settings.stall_seconds)
+        stuck = self._abandon_in_flight()
+        if stuck:
+            raise SwapTimeoutError(
+                f"the device did not answer for {self.settings.stall_seconds} seconds while closing; still in flight, "
+                f"and their buffers must not be reused: {'; '.join(stuck)}"
+            )
+        if self._callback_error is not None:
+            raise SwapError(f"an on_done callback raised {self._callback_error!r}") from self._callback_error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What requests use (RequestOwner).
+
+    def promote(self, request: Request, priority: Priority) -> None:
+        """See `Request.promote`."""
+        with self._lock:
+            if priority >= request.priority:
+                return
+            for part in request.parts:
+                self._queues[part.file.device].move(part, priority)
+            request.priority = priority
+
+    def seconds_until_stall(self, request: Request) -> float:
+        """Patience left with a request: its device has finished no block, or one of its own is out, for too long."""
+        with self._lock:
+            since = []
+            for device in {part.file.device for part in request.parts}:
+                queue = self._queues[device]
+                since.append(queue.progressed)
+                since.extend(block.started for block in queue.in_flight if block.part.request is request)
+        return min(since) + self.settings.stall_seconds - time.monotonic()
+
+    # What backends use (BlockSource).
+
+    def take(self, queue: DeviceQueue) -> Block | None:
+        """Wait for the next block of a device; None when the engine is closed."""
+        with self._lock:
+            while True:
+                block = queue.take(time.monotonic())
+                if block is not None or self._closed:
+                    return block
+                self._available[queue.device].wait()
+
+    def try_take(self, queue: DeviceQueue) -> Block | None:
+        """The next block of a device, or None if there is none now."""
+        with self._lock:
+            return queue.take(time.monotonic())
+
+    def finish(self, queue: DeviceQueue, block: Block, error: SwapError | None) -> None:
+        """Report a block; completes its request, and calls its `on_done`, if it was the last one."""
+        request = block.part.request
+        with self._lock:
+            if block not in queue.in_flight:  # abandoned by `close`
+                return
+            block.view.release()  # explicitly: a traceback may keep the block alive
+            queue.finish(block, time.monotonic(), failed=error is not None)
+            request.pending -= 1
+            if error is not None:
+                request.error = request.error or error
+                request.pending -= sum(self._queues[part.file.device].drop(part) for part in request.parts)
+            completed = [request] if request.pending == 0 else []
+            held_back, queue.held_back = queue.held_back, False
+            if held_back:
+                self._available[queue.device].notify_all()
+        if held_back:
+            self._backend.wake(queue)
+        self._complete(completed)
+
+    # Inside.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SwapClosedError("the engine is closed: no request can be started any more")
+        if os.getpid() != self._pid:
+            raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
+
+    def _queue(self, device: int) -> DeviceQueue:
+        with self._lock:
+            self._check_open()
+            if device in self._queues:
+                return self._queues[device]
+        with self._attaching:  # not under the engine's lock: starting threads takes a while
+            if device not in self._queues:
+                settings = self.settings
+                queue = DeviceQueue(
+                    device,
+                    block_size=settings.block_size,
+                    depth=settings.queue_depth,
+                    max_bytes_in_flight=settings.max_bytes_in_flight,
+                )
+                self._available[device] = threading.Condition(self._lock)
+                self._backend.attach(self, queue)
+                with self._lock:
+                    self._queues[device] = queue
+            return self._queues[device]
+
+    def _unfinished(self) -> list[Request]:
+        found: dict[int, Request] = {}
+        for queue in self._queues.values():
+            for part in queue.parts():
+                found[id(part.request)] = part.request
+            for block in queue.in_flight:
+                found[id(block.part.request)] = block.part.request
+        return list(found.values())
+
+    def _drop_queued(self, error: SwapClosedError) -> list[Request]:
+        completed = []
+        for request in self._unfinished():
+            dropped = sum(self._queues[part.file.device].drop(part) for part in request.parts)
+            request.pending -= dropped
+            if dropped:
+                request.error = request.error or SwapClosedError(str(error).format(request))
+            if request.pending == 0:
+                completed.append(request)
+        return completed
+
+    def _abandon_in_flight(self) -> list[str]:
+        with self._lock:
+            requests = self._unfinished()
+            names = [str(request) for request in requests]
+            for request, name in zip(requests, names, strict=True):
+                request.error = SwapTimeoutError(f"{name} was still in flight; its buffer must not be reused")
+            for queue in self._queues.values():
+                queue.in_flight.clear()
+        self._complete(requests)
+        return names
+
+    def _complete(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.error is not None:
+                with self._lock:
+                    self._failed += 1
+            raised = request.complete()
+            if raised is not None:
+                self._callback_error = self._callback_error or raised

@@ -1,0 +1,98 @@
+"""The errors and the one warning of the swap engine.
+
+Owns the exception classes and the wording of a failed transfer. Knows nothing of who raises them. Guarantees one root,
+`SwapError`, and that an error about a file carries operation, path, offset, length and errno both as attributes and in
+its message. Errors are recorded by worker threads and raised by whoever waits, so building one never fails.
+"""
+
+from __future__ import annotations
+
+import errno as errno_names
+import os
+from typing import Any
+
+_ADVICE = {
+    errno_names.ENOSPC: "free space on this file system or choose another directory",
+    errno_names.EDQUOT: "the disk quota is used up: raise it or choose another directory",
+    errno_names.EFBIG: "the file would exceed a size limit: see `ulimit -f` and the file system's maximum",
+    errno_names.EIO: "the drive or its connection reported a fault: see the kernel log",
+    errno_names.EROFS: "the file system is mounted read-only: remount it or choose another directory",
+    errno_names.EACCES: "this user may not write there: change the permissions or choose another directory",
+    errno_names.EPERM: "this user may not write there: change the permissions or choose another directory",
+    errno_names.ENOENT: "create the directory first or correct the path",
+    errno_names.ENOTDIR: "a directory was expected: correct the path",
+    errno_names.ELOOP: "symbolic links are not followed: name the real path",
+    errno_names.EISDIR: "a directory stands where the swap file should be: move it away or choose another name",
+    errno_names.EMFILE: "too many open files: raise `ulimit -n`",
+    errno_names.EINVAL: "buffer, offset and length must be multiples of the device's block size",
+}
+
+
+class SwapError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class SwapIOError(SwapError, OSError):
+    """A system call on a file failed.
+
+    Attributes: `operation` ("read", "write", "open", ...), `path`, `offset` and `length` in bytes (of the transfer that
+    was asked for; zero where they mean nothing), and `errno`.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        path: str | os.PathLike[str],
+        *,
+        offset: int = 0,
+        length: int = 0,
+        errno: int = errno_names.EIO,
+        detail: str | None = None,
+    ) -> None:
+        self.operation = operation
+        self.path = os.fspath(path)
+        self.offset = offset
+        self.length = length
+        self.detail = detail
+        extent = f" of {length} bytes at offset {offset}" if length else ""
+        found = detail if detail is not None else os.strerror(errno)
+        code = errno_names.errorcode.get(errno, str(errno))
+        advice = f"; {_ADVICE[errno]}" if errno in _ADVICE and detail is None else ""
+        self.message = f"{operation}{extent} in {self.path!r} failed: {found} [{code}]{advice}"
+        super().__init__(errno, self.message)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.operation, self.path, self.offset, self.length, self.errno, self.detail)
+
+
+class SwapFullError(SwapError):
+    """No room: in the swap space for an extent, or on the disk for the swap file. Names bytes needed and bytes free."""
+
+
+class FormatError(SwapError):
+    """A file is not what its name promises: foreign, damaged, or of another version. It has been left as it was."""
+
+
+class SwapInUseError(SwapError):
+    """Another run holds the directory."""
+
+
+class SwapClosedError(SwapError):
+    """The engine, file or space was closed before or while it was asked."""
+
+
+class SwapTimeoutError(SwapError, TimeoutError):
+    """A request was not done in time. It is still in flight: its buffer must not be reused."""
+
+
+class DirectIOWarning(RuntimeWarning):
+    """A file system refuses O_DIRECT; transfers go through the page cache, slower and outside the memory budget."""
+
+
+def _rebuild(
+    operation: str, path: str, offset: int, length: int, errno: int, detail: str | None
+) -> SwapIOError:  # what pickle calls: keyword-only arguments do not survive the default protocol
+    return SwapIOError(operation, path, offset=offset, length=length, errno=errno, detail=detail)

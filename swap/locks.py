@@ -1,0 +1,84 @@
+"""The lock that keeps two runs out of one directory.
+
+Owns a small file beside the swap file and the kernel's lock on it. Does not know what it protects. The kernel drops the
+lock when its holder dies, however it dies, so a lock is never stale; the process id inside is for messages only.
+Guarantees that a foreign file of the same name is neither changed nor removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from swap.errors import FormatError, SwapInUseError, SwapIOError
+from swap.syscalls import SystemCalls
+
+_MARK = b"tiermem swap lock, held by process "
+_LONGEST = 256
+
+
+class DirectoryLock:
+    """An exclusive lock on `path`, held from construction to `release`."""
+
+    def __init__(self, path: str, system: SystemCalls) -> None:
+        """Take the lock. Raises SwapInUseError, FormatError for a foreign file, SwapIOError for anything else."""
+        self.path = path
+        self._system = system
+        self._fd = self._acquire()
+
+    def release(self, *, remove: bool = False) -> None:
+        """Give the lock back; remove its file if asked. Idempotent."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            if remove:  # while still holding it, so that nobody's new lock file is removed
+                os.unlink(self.path)
+        except OSError as error:
+            raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
+        finally:
+            self._system.close(fd)
+
+    def _acquire(self) -> int:
+        while True:
+            try:
+                fd = self._system.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
+            try:
+                if self._claim(fd):
+                    return fd
+            except OSError as error:
+                self._system.close(fd)
+                raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
+            except BaseException:
+                self._system.close(fd)
+                raise
+            self._system.close(fd)
+
+    def _claim(self, fd: int) -> bool:
+        """Lock the open file; False if it was removed by its last holder meanwhile and must be opened anew."""
+        holder = os.pread(fd, _LONGEST, 0)
+        if holder and not holder.startswith(_MARK):
+            raise FormatError(
+                f"expected {self.path!r} to be a lock file of this program, found something else; "
+                "it was left alone: move it away or choose another directory"
+            )
+        try:
+            self._system.lock(fd)
+        except BlockingIOError:
+            who = holder.removeprefix(_MARK).decode(errors="replace").strip() or "unknown"
+            raise SwapInUseError(
+                f"the directory {os.path.dirname(self.path)!r} is in use by process {who}: "
+                "wait for that run to end, or choose another directory"
+            ) from None
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        mine = os.fstat(fd)
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            return False
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, _MARK + f"{os.getpid()}\n".encode(), 0)
+        return True

@@ -1,0 +1,70 @@
+"""The engine's settings and its statistics: values, nothing else.
+
+Owns the defaults and their checks. Does not know the engine. Guarantees that settings which cannot work are refused
+with a ValueError when they are made, not when the first byte moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swap.blocks import ALIGNMENT, is_aligned
+
+BACKENDS = ("threads", "aio", "inline")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How bytes are moved.
+
+    `block_size` bytes per submission; `queue_depth` submissions and `max_bytes_in_flight` bytes at once per device;
+    `stall_seconds` without progress before waiting raises.
+    """
+
+    backend: str = "threads"
+    block_size: int = 8 << 20
+    queue_depth: int = 8
+    max_bytes_in_flight: int = 64 << 20
+    stall_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, found {self.backend!r}")
+        if self.block_size <= 0 or not is_aligned(self.block_size):
+            raise ValueError(f"block_size: expected a positive multiple of {ALIGNMENT} bytes, found {self.block_size}")
+        if not 1 <= self.queue_depth <= 256:
+            raise ValueError(f"queue_depth: expected 1 to 256, found {self.queue_depth}")
+        if self.max_bytes_in_flight <= 0:
+            raise ValueError(f"max_bytes_in_flight: expected a positive number, found {self.max_bytes_in_flight}")
+        if not self.stall_seconds > 0:
+            raise ValueError(f"stall_seconds: expected a positive number, found {self.stall_seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """One device (`st_dev`) since the engine was made. `seconds_busy`: at least one block in flight."""
+
+    device: int
+    bytes_read: int
+    bytes_written: int
+    blocks: int
+    failed_blocks: int
+    seconds_busy: float
+    blocks_in_flight: int
+    high_water_bytes_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Totals since the engine was made, over all `devices`; `seconds_busy` is their sum."""
+
+    bytes_read: int
+    bytes_written: int
+    requests: int
+    failed_requests: int
+    blocks: int
+    failed_blocks: int
+    seconds_busy: float
+    blocks_in_flight: int
+    high_water_bytes_in_flight: int
+    devices: tuple[DeviceStatistics, ...]

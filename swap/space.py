@@ -1,0 +1,253 @@
+"""The swap space: extents over one or several directories.
+
+Owns a swap file and an allocator per directory, and the engine that moves the bytes. Does not know tensors, pages, or
+what an extent holds. Guarantees that extents in use never overlap, that a transfer touches its extent only, that a
+directory is used by one run at a time, and that what `open` has taken is given back if `open` fails half-way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from swap.backends.base import Backend
+from swap.blocks import align_up
+from swap.engine import Engine, OnDone, make_backend
+from swap.errors import DirectIOWarning, SwapClosedError, SwapError, SwapFullError
+from swap.extents import Extent, ExtentAllocator, Piece
+from swap.files import DATA_OFFSET, SwapFile
+from swap.requests import Operation, Priority, Request, Span
+from swap.settings import EngineSettings, EngineStatistics
+from swap.syscalls import SystemCalls
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatistics:
+    """One directory of a space; bytes. `high_water`: most bytes ever allocated at once.
+
+    `device` finds the traffic in `EngineStatistics.devices`; directories on one file system share it.
+    """
+
+    path: str
+    device: int
+    direct: bool
+    nbytes: int
+    allocated: int
+    high_water: int
+    largest_hole: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStatistics:
+    """A swap space at one instant; bytes. `high_water`: most bytes ever allocated at once, all directories together."""
+
+    nbytes: int
+    allocated: int
+    high_water: int
+    directories: tuple[DirectoryStatistics, ...]
+    engine: EngineStatistics
+
+
+class SwapSpace:
+    """Room on disk, handed out in extents. Made by `open`. Every method may be called from any thread."""
+
+    def __init__(self, files: Sequence[SwapFile], engine: Engine) -> None:
+        self.engine = engine
+        self._files = tuple(files)
+        self._allocators = tuple(ExtentAllocator(file.nbytes, start=DATA_OFFSET) for file in files)
+        self._lock = threading.Lock()
+        self._high_water = 0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        directories: Sequence[Path],
+        *,
+        name: str,
+        nbytes: int,
+        settings: EngineSettings | None = None,
+        keep: bool = False,
+        system: SystemCalls | None = None,
+        backend: Backend | None = None,
+    ) -> Self:
+        """Open a space of at least `nbytes`, in equal shares over existing directories.
+
+        `keep` insists on the files an earlier run left and keeps their data (extents must be claimed again); otherwise
+        data left there is forgotten. `system` and `backend` replace the real ones in tests. Warns once, DirectIOWarning, if
+        O_DIRECT is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
+        """
+        if not directories:
+            raise ValueError("expected one or more swap directories, found none")
+        if nbytes <= 0:
+            raise ValueError(f"expected a positive number of bytes, found {nbytes}")
+        settings = settings or EngineSettings()
+        share = align_up(-(-nbytes // len(directories)))
+        files: list[SwapFile] = []
+        try:
+            for directory in directories:
+                _check_distinct(directory, files)
+                files.append(SwapFile.open(directory, name=name, nbytes=share, keep=keep, system=system))
+            backend = backend or make_backend(settings.backend, system)
+        except BaseException:
+            for file in files:
+                file.close(remove=file.created)
+            raise
+        buffered = [file.path for file in files if not file.direct]
+        if buffered:
+            warnings.warn(
+                f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and "
+                "outside the memory budget; choose a directory on a local file system such as ext4 or xfs",
+                DirectIOWarning,
+                stacklevel=2,
+            )
+        return cls(files, Engine(settings, backend=backend))
+
+    @property
+    def direct(self) -> bool:
+        """Whether every directory takes O_DIRECT."""
+        return all(file.direct for file in self._files)
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Take room for `nbytes`, rounded up to 4096, in the directory with most room. Raises SwapFullError."""
+        if nbytes <= 0:
+            raise ValueError(f"expected a positive number of bytes, found {nbytes}")
+        nbytes = align_up(nbytes)
+        with self._lock:
+            self._check_open()
+            # Most room first fills the directories evenly; ties go round by index as each allocation changes the order.
+            order = sorted(range(len(self._files)), key=lambda index: -self._allocators[index].free_bytes)
+            for index in order:
+                offset = self._allocators[index].allocate(nbytes)
+                if offset is not None:
+                    self._high_water = max(self._high_water, sum(a.allocated for a in self._allocators))
+                    return Extent((Piece(index, offset, nbytes),))
+            free = sum(allocator.free_bytes for allocator in self._allocators)
+            largest = max(allocator.largest_hole for allocator in self._allocators)
+        raise SwapFullError(
+            f"the swap space has no room for an extent of {nbytes} bytes: {free} bytes are free, {largest} of them in "
+            "one stretch; open a larger space or add a directory"
+        )
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. No transfer of it may be in flight. Raises SwapError if it is not allocated."""
+        with self._lock:
+            for piece in extent.pieces:
+                self._allocators[piece.directory].free(piece.offset, piece.nbytes)
+
+    def start_read(
+        self,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        priority: Priority = Priority.DEMAND,
+        on_done: OnDone | None = None,
+    ) -> Request:
+        """Start reading an extent into a writable, aligned buffer of its length. Never waits; see `Engine.start`."""
+        return self.engine.start(Operation.READ, self._spans(extent), buffer, priority=priority, on_done=on_done)
+
+    def start_write(
+        self,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        priority: Priority = Priority.WRITE_BACK,
+        on_done: OnDone | None = None,
+    ) -> Request:
+        """Start writing an aligned buffer to an extent of its length. Never waits; see `Engine.start`."""
+        return self.engine.start(Operation.WRITE, self._spans(extent), buffer, priority=priority, on_done=on_done)
+
+    def sync(self) -> None:
+        """Wait for every write started before, then until all of them are durable.
+
+        Raises the error of a write that failed while it waited, or SwapIOError. Writes that had failed before are the
+        business of who started them.
+        """
+        with self._lock:
+            self._check_open()
+        for request in self.engine.pending(Operation.WRITE):
+            request.wait()
+        for file in self._files:
+            file.sync()
+
+    def statistics(self) -> SpaceStatistics:
+        """The space at this instant."""
+        with self._lock:
+            directories = tuple(
+                DirectoryStatistics(
+                    path=os.path.dirname(file.path),
+                    device=file.device,
+                    direct=file.direct,
+                    nbytes=allocator.nbytes,
+                    allocated=allocator.allocated,
+                    high_water=allocator.high_water,
+                    largest_hole=allocator.largest_hole,
+                )
+                for file, allocator in zip(self._files, self._allocators, strict=True)
+            )
+            high_water = self._high_water
+        return SpaceStatistics(
+            nbytes=sum(directory.nbytes for directory in directories),
+            allocated=sum(directory.allocated for directory in directories),
+            high_water=high_water,
+            directories=directories,
+            engine=self.engine.statistics(),
+        )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Close engine and files; remove the files if asked. Idempotent.
+
+        Queued requests fail; call `sync` first to keep them. All files are closed even if something raises; the first
+        error is raised at the end.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        errors: list[SwapError] = []
+        try:
+            self.engine.close()
+        except SwapError as error:
+            errors.append(error)
+        for file in self._files:
+            try:
+                file.close(remove=remove)
+            except SwapError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SwapClosedError("the swap space is closed")
+
+    def _spans(self, extent: Extent) -> list[Span]:
+        with self._lock:
+            self._check_open()
+            for piece in extent.pieces:
+                if not self._allocators[piece.directory].holds(piece.offset, piece.nbytes):
+                    raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
+        return [(self._files[piece.directory], piece.offset, piece.nbytes) for piece in extent.pieces]
+
+
+def _check_distinct(directory: Path, files: Sequence[SwapFile]) -> None:
+    for file in files:
+        if os.path.exists(directory) and os.path.samefile(directory, os.path.dirname(file.path)):
+            raise ValueError(f"expected each swap directory once, found {os.fspath(directory)!r} twice")

@@ -1,0 +1,60 @@
+"""The system calls this package makes on files, as one object.
+
+Owns nothing: every method is one call. Does not know why it is called and handles no error. It is an object so that a
+test can put a faulty one in its place (short transfers, EIO, a full disk, a stall) without patching the os module.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+
+class SystemCalls:
+    """The real system calls. All raise OSError as the os module does; all release the interpreter lock."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        """Open a file and return its descriptor (close-on-exec)."""
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        """Read at `offset` into `view`; return the bytes read, 0 at the end of the file."""
+        return os.preadv(fd, [view], offset)
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write `view` at `offset`; return the bytes written."""
+        return os.pwritev(fd, [view], offset)
+
+    def fdatasync(self, fd: int) -> None:
+        """Make a file's completed writes durable."""
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        """Make a file's, or a directory's, completed changes durable, names included."""
+        os.fsync(fd)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Reserve disk blocks, growing the file."""
+        os.posix_fallocate(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Set a file's size."""
+        os.ftruncate(fd, nbytes)
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes an ordinary user may still write on the file system of `path`."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def lock(self, fd: int) -> None:
+        """Take the exclusive kernel lock of an open file; BlockingIOError if someone has it."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait before trying again."""
+        time.sleep(seconds)

@@ -1,0 +1,48 @@
+"""What the aiofiles backend does about faults of its own."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import swap
+from swap import AlignedBuffer, Engine, EngineSettings, SwapFile
+
+BLOCK = 64 << 10
+
+
+def test_the_end_of_the_file_is_an_error_and_others_go_on(tmp_path: Path) -> None:
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    with Engine(EngineSettings(backend="aio", block_size=BLOCK)) as engine:
+        os.truncate(file.path, 4096 + BLOCK + 100)
+        with pytest.raises(swap.SwapIOError, match="unexpected end of file") as caught:
+            engine.start_read(file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
+        assert (caught.value.operation, caught.value.path) == ("read", file.path)
+        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        file.close()
+        with pytest.raises(swap.SwapClosedError, match="is closed"):
+            engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+
+
+def test_a_file_that_vanished_is_a_clear_error(tmp_path: Path) -> None:
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    os.rename(file.path, f"{file.path}.moved")
+    with Engine(EngineSettings(backend="aio", block_size=BLOCK)) as engine:
+        with pytest.raises(swap.SwapIOError, match="ENOENT"):
+            engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+    file.close()
+
+
+def test_closing_lets_blocks_in_flight_finish_or_fails_them(tmp_path: Path) -> None:
+    file = SwapFile.open(tmp_path, name="r0", nbytes=16 << 20)
+    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=2))
+    done: list[swap.Request] = []
+    buffers = [AlignedBuffer(1 << 20) for _ in range(8)]
+    requests = [engine.start_write(file, 4096, buffer.view, on_done=done.append) for buffer in buffers]
+    engine.close()
+    assert len(done) == len(requests)
+    for request in requests:
+        assert request.error is None or isinstance(request.error, swap.SwapClosedError)
+    for buffer in buffers:
+        buffer.close()
+    file.close()

@@ -1,0 +1,189 @@
+"""Order: priorities, promotion, the reserved share, depth and bytes in flight; on a device driven by hand."""
+
+import pytest
+from doubles import PaperFile, StepBackend
+from hypothesis import given
+from hypothesis import strategies as st
+
+import swap
+from swap import AlignedBuffer, Engine, EngineSettings, Operation, Priority
+from swap.device_queue import SharePolicy
+
+BLOCK = 4096
+
+
+def engine_by_hand(depth: int = 4, max_bytes: int = 1 << 30) -> tuple[Engine, StepBackend]:
+    backend = StepBackend()
+    settings = EngineSettings(block_size=BLOCK, queue_depth=depth, max_bytes_in_flight=max_bytes)
+    return Engine(settings, backend=backend), backend
+
+
+def buffer(blocks: int) -> memoryview:
+    return AlignedBuffer(blocks * BLOCK).view
+
+
+def offsets(blocks: list) -> list[int]:
+    return [block.offset // BLOCK for block in blocks]
+
+
+def test_demand_before_read_ahead_before_write_back() -> None:
+    engine, backend = engine_by_hand(depth=1)
+    file = PaperFile()
+    engine.start_write(file, 0, buffer(1))
+    engine.start_read(file, BLOCK, buffer(1), priority=Priority.READ_AHEAD)
+    engine.start_read(file, 2 * BLOCK, buffer(1), priority=Priority.DEMAND)
+    engine.start_read(file, 3 * BLOCK, buffer(1), priority=Priority.DEMAND)
+    assert offsets(backend.run()) == [2, 3, 1, 0]
+    engine.close()
+
+
+def test_promoted_blocks_jump_the_queue() -> None:
+    engine, backend = engine_by_hand(depth=1)
+    file = PaperFile()
+    engine.start_read(file, 0, buffer(2), priority=Priority.READ_AHEAD)
+    later = engine.start_read(file, 10 * BLOCK, buffer(3), priority=Priority.READ_AHEAD)
+    backend.issue(1)
+    later.promote(Priority.DEMAND)
+    later.promote(Priority.WRITE_BACK)  # never demotes
+    assert later.priority is Priority.DEMAND
+    backend.finish()
+    assert offsets(backend.run()) == [10, 11, 12, 1]
+    later.promote(Priority.DEMAND)
+    later.wait()
+    engine.close()
+
+
+def test_promoting_a_request_half_issued_moves_the_rest() -> None:
+    engine, backend = engine_by_hand(depth=1)
+    file = PaperFile()
+    request = engine.start_read(file, 0, buffer(3), priority=Priority.READ_AHEAD)
+    backend.issue(1)
+    engine.start_read(file, 10 * BLOCK, buffer(1), priority=Priority.DEMAND)
+    request.promote(Priority.DEMAND)
+    backend.finish()
+    assert offsets(backend.run()) == [10, 1, 2]
+    assert request.done
+    engine.close()
+
+
+def test_writes_keep_a_share_of_the_depth_under_reads() -> None:
+    engine, backend = engine_by_hand(depth=4)
+    file = PaperFile()
+    engine.start_read(file, 0, buffer(20))
+    engine.start_write(file, 100 * BLOCK, buffer(5))
+    for _ in range(5):
+        backend.issue()
+        kinds = [block.operation for block in backend.in_flight]
+        assert kinds.count(Operation.READ) == 3
+        assert kinds.count(Operation.WRITE) == 1
+        for block in list(backend.in_flight):
+            backend.finish(block)
+    engine.close()
+
+
+def test_waiting_reads_keep_most_of_the_depth_under_writes() -> None:
+    engine, backend = engine_by_hand(depth=4)
+    file = PaperFile()
+    engine.start_write(file, 100 * BLOCK, buffer(20))
+    assert len(backend.issue()) == 4  # nothing else to do: writes have it all
+    engine.start_read(file, 0, buffer(20))
+    for _ in range(8):
+        backend.finish()
+        backend.issue()
+    assert sum(block.operation is Operation.READ for block in backend.in_flight) == 3
+    engine.close()
+
+
+def test_at_depth_one_the_other_operation_gets_every_fourth_block() -> None:
+    engine, backend = engine_by_hand(depth=1)
+    file = PaperFile()
+    engine.start_read(file, 0, buffer(9))
+    engine.start_write(file, 100 * BLOCK, buffer(2))
+    assert offsets(backend.run()) == [0, 1, 2, 100, 3, 4, 5, 101, 6, 7, 8]
+    engine.close()
+
+
+def test_bytes_in_flight_hold_blocks_back() -> None:
+    engine, backend = engine_by_hand(depth=8, max_bytes=2 * BLOCK)
+    request = engine.start_read(PaperFile(), 0, buffer(5))
+    assert len(backend.issue()) == 2
+    assert engine.statistics().blocks_in_flight == 2
+    backend.finish()
+    assert len(backend.issue()) == 1
+    while backend.in_flight:
+        backend.finish()
+        backend.issue()
+    request.wait()
+    assert engine.statistics().high_water_bytes_in_flight == 2 * BLOCK
+    engine.close()
+
+
+def test_a_block_larger_than_the_limit_goes_alone() -> None:
+    engine, backend = engine_by_hand(depth=8, max_bytes=1)
+    engine.start_read(PaperFile(), 0, buffer(3))
+    assert len(backend.issue()) == 1
+    engine.close()
+
+
+def test_each_device_has_its_own_depth() -> None:
+    engine, backend = engine_by_hand(depth=2)
+    for device in (1, 2):
+        engine.start_read(PaperFile(f"paper{device}", device), 0, buffer(5))
+    assert len(backend.issue()) == 4
+    engine.close()
+
+
+def test_a_request_may_lie_in_several_files() -> None:
+    engine, backend = engine_by_hand(depth=2)
+    files = [PaperFile(f"paper{device}", device) for device in (1, 2)]
+    source, target = buffer(5), buffer(5)
+    source[:] = bytes(range(256)) * (5 * BLOCK // 256)
+    spans = [(files[0], 0, 2 * BLOCK), (files[1], 7 * BLOCK, 3 * BLOCK)]
+    done = []
+    write = engine.start(Operation.WRITE, spans, source, priority=Priority.DEMAND, on_done=done.append)
+    backend.run()
+    read = engine.start(Operation.READ, spans, target, priority=Priority.DEMAND)
+    backend.run()
+    write.wait()
+    read.wait()
+    assert done == [write]
+    assert source == target
+    engine.close()
+
+
+def test_an_error_drops_the_rest_and_waits_for_what_is_in_flight() -> None:
+    engine, backend = engine_by_hand(depth=2)
+    done = []
+    request = engine.start_read(PaperFile(), 0, buffer(9), on_done=done.append)
+    first, second = backend.issue()
+    backend.finish(first, swap.SwapIOError("read", "paper", offset=0, length=BLOCK, errno=5))
+    assert not request.done  # the device still writes into the buffer
+    assert backend.issue() == []
+    backend.finish(second)
+    assert done == [request]
+    with pytest.raises(swap.SwapIOError, match="EIO"):
+        request.wait()
+    assert engine.statistics().failed_requests == 1
+    engine.close()
+
+
+@given(st.integers(1, 64), st.floats(0, 1))
+def test_the_share_leaves_both_something(depth: int, share: float) -> None:
+    policy = SharePolicy.for_depth(depth, share)
+    assert 0 <= policy.reserve <= depth // 2
+    assert policy.prefers_front(0, 0)
+    assert not policy.prefers_front(depth, depth + 3)
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(1, 5)), max_size=20))
+def test_nothing_starves_and_depth_is_kept(depth: int, work: list[tuple[bool, int, int]]) -> None:
+    engine, backend = engine_by_hand(depth=depth)
+    requests = []
+    for read, priority, blocks in work:
+        start = engine.start_read if read else engine.start_write
+        requests.append(start(PaperFile(), 0, buffer(blocks), priority=Priority(priority)))
+    while backend.issue() or backend.in_flight:
+        assert len(backend.in_flight) <= depth
+        backend.finish()
+    assert all(request.done and request.error is None for request in requests)
+    engine.close()

@@ -1,0 +1,320 @@
+"""Every fault a transfer can suffer, injected into the system calls of a real O_DIRECT file."""
+
+import errno
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend
+
+import swap
+from swap import AlignedBuffer, Engine, EngineSettings, SwapFile, SwapIOError
+from swap.backends.inline import InlineBackend
+from swap.backends.threads import ThreadsBackend
+
+BLOCK = 64 << 10
+NBYTES = 4 * BLOCK
+
+
+@pytest.fixture(params=["threads", "inline"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def system() -> FaultySystemCalls:
+    return FaultySystemCalls()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SwapFile]:
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def engine(kind: str, system: FaultySystemCalls) -> Iterator[Engine]:
+    backend = ThreadsBackend(system) if kind == "threads" else InlineBackend(system)
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=2, stall_seconds=30), backend=backend)
+    yield engine
+    engine.close()
+
+
+def filled(nbytes: int = NBYTES) -> AlignedBuffer:
+    buffer = AlignedBuffer(nbytes)
+    buffer.view[:] = os.urandom(nbytes)
+    return buffer
+
+
+def round_trip(engine: Engine, file: SwapFile) -> None:
+    source, target = filled(), AlignedBuffer(NBYTES)
+    engine.start_write(file, 4096, source.view).wait(30)
+    engine.start_read(file, 4096, target.view).wait(30)
+    assert source.view == target.view
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("faults", [(4096,), (5000,), (8192, 512, 4097), (BLOCK - 1,), (1, 8191)])
+def test_short_transfers_are_continued_at_aligned_places(
+    engine: Engine, file: SwapFile, system: FaultySystemCalls, call: str, faults: tuple[int, ...]
+) -> None:
+    system.inject(call, *map(Short, faults))
+    round_trip(engine, file)
+    assert system.calls[call] > NBYTES // BLOCK
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_interrupted_calls_are_repeated(engine: Engine, file: SwapFile, system: FaultySystemCalls, call: str) -> None:
+    system.inject(call, errno.EINTR, errno.EAGAIN, errno.EINTR, None, errno.EAGAIN)
+    round_trip(engine, file)
+    assert system.calls[call] == NBYTES // BLOCK + 4
+    assert len(system.slept) == 2  # EAGAIN pauses, EINTR does not
+
+
+def test_endless_eagain_is_an_error_in_the_end(engine: Engine, file: SwapFile, system: FaultySystemCalls) -> None:
+    system.always("preadv", errno.EAGAIN)
+    with pytest.raises(SwapIOError, match="EAGAIN"):
+        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+    assert 5 < sum(system.slept) < 60
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [("preadv", errno.EIO), ("pwritev", errno.EIO), ("pwritev", errno.ENOSPC), ("pwritev", errno.EDQUOT)],
+)
+def test_an_error_names_operation_path_offset_length_and_errno(
+    engine: Engine, file: SwapFile, system: FaultySystemCalls, call: str, code: int
+) -> None:
+    system.always(call, code)
+    start = engine.start_read if call == "preadv" else engine.start_write
+    done = []
+    request = start(file, 8192, AlignedBuffer(BLOCK).view, on_done=done.append)
+    with pytest.raises(SwapIOError) as caught:
+        request.wait(30)
+    error = caught.value
+    assert error.operation == request.operation == ("read" if call == "preadv" else "write")
+    assert (error.path, error.offset, error.length, error.errno) == (file.path, 8192, BLOCK, code)
+    assert all(word in str(error) for word in (file.path, "8192", str(BLOCK), errno.errorcode[code]))
+    assert done == [request]
+    with pytest.raises(SwapIOError):  # and again for whoever else waits
+        request.wait()
+
+
+def test_after_an_error_others_go_on(engine: Engine, file: SwapFile, system: FaultySystemCalls) -> None:
+    system.inject("pwritev", errno.EIO)
+    with pytest.raises(SwapIOError):
+        engine.start_write(file, 4096, filled().view).wait(30)
+    round_trip(engine, file)
+    statistics = engine.statistics()
+    assert statistics.failed_requests == 1
+    assert statistics.failed_blocks == 1
+    assert statistics.bytes_read == NBYTES
+
+
+def test_the_end_of_the_file_is_an_error(engine: Engine, file: SwapFile) -> None:
+    os.truncate(file.path, 4096 + BLOCK + 100)
+    with pytest.raises(SwapIOError, match="unexpected end of file"):
+        engine.start_read(file, 4096, AlignedBuffer(NBYTES).view).wait(30)
+
+
+def test_writes_that_move_nothing_end_in_an_error(engine: Engine, file: SwapFile, system: FaultySystemCalls) -> None:
+    system.always("pwritev", Short(100))
+    with pytest.raises(SwapIOError, match="takes no more"):
+        engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+
+
+def test_a_closed_file_is_a_clear_error(engine: Engine, file: SwapFile) -> None:
+    file.close()
+    with pytest.raises(swap.SwapClosedError, match="is closed"):
+        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+
+
+def test_a_misplaced_request_is_refused_at_once(engine: Engine, file: SwapFile) -> None:
+    with pytest.raises(ValueError, match="multiples of 4096"):
+        engine.start_read(file, 100, AlignedBuffer(BLOCK).view)
+    with pytest.raises(ValueError, match="as long as the spans"):
+        engine.start(swap.Operation.READ, [(file, 0, 4096)], AlignedBuffer(8192).view, priority=swap.Priority.DEMAND)
+
+
+def test_an_on_done_that_raises_is_not_lost(kind: str, file: SwapFile) -> None:
+    engine = Engine(EngineSettings(backend=kind, block_size=BLOCK))
+
+    def broken(_: swap.Request) -> None:
+        raise ZeroDivisionError("mine")
+
+    request = engine.start_read(file, 4096, AlignedBuffer(BLOCK).view, on_done=broken)
+    while request.error is None:  # set after `done`, by whoever ran the callback
+        time.sleep(0.001)
+    with pytest.raises(ZeroDivisionError):
+        request.wait(30)
+    round_trip(engine, file)  # the worker survived
+    with pytest.raises(swap.SwapError, match="on_done callback raised ZeroDivisionError"):
+        engine.close()
+
+
+def test_on_done_may_start_the_next_request(engine: Engine, file: SwapFile) -> None:
+    buffer = AlignedBuffer(BLOCK)
+    finished = threading.Event()
+    left = [50]
+
+    def again(_: swap.Request) -> None:
+        left[0] -= 1
+        if left[0]:
+            engine.start_read(file, 4096, buffer.view, on_done=again)
+        else:
+            finished.set()
+
+    engine.start_read(file, 4096, buffer.view, on_done=again)
+    assert finished.wait(30)
+
+
+def test_the_buffer_is_held_until_done_and_no_longer(file: SwapFile) -> None:
+    backend = StepBackend()
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=1), backend=backend)
+    buffer = AlignedBuffer(NBYTES)
+    request = engine.start_write(file, 4096, buffer.view)
+    with pytest.raises(BufferError):
+        buffer.close()
+    backend.run()
+    assert request.done
+    buffer.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("code", [0, errno.EIO])
+def test_workers_let_go_of_the_buffer(engine: Engine, file: SwapFile, system: FaultySystemCalls, code: int) -> None:
+    class Watched(AlignedBuffer):
+        pass
+
+    buffer = Watched(NBYTES)
+    alive = weakref.ref(buffer)
+    if code:
+        system.inject("pwritev", code)
+    request = engine.start_write(file, 4096, buffer.view)
+    deadline = time.monotonic() + 30
+    while not request.done and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (request.error is None) == (code == 0)
+    while True:  # the worker drops its last block just after completing it
+        try:
+            buffer.close()
+            break
+        except BufferError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.001)
+    del buffer
+    gc.collect()
+    assert alive() is None
+
+
+def stalled(file: SwapFile, stall_seconds: float) -> tuple[Engine, Stall, swap.Request]:
+    system = FaultySystemCalls()
+    stall = Stall()
+    system.inject("preadv", stall)
+    engine = Engine(
+        EngineSettings(block_size=BLOCK, queue_depth=2, stall_seconds=stall_seconds), backend=ThreadsBackend(system)
+    )
+    request = engine.start_read(file, 4096, AlignedBuffer(BLOCK).view)
+    assert stall.entered.wait(30)
+    return engine, stall, request
+
+
+def test_waiting_with_a_timeout_ends_and_the_request_may_still_succeed(file: SwapFile) -> None:
+    engine, stall, request = stalled(file, 60)
+    with pytest.raises(swap.SwapTimeoutError, match=r"read of 65536 bytes at offset 4096 in .* not done in time"):
+        request.wait(0.02)
+    with pytest.raises(TimeoutError):
+        request.wait(0)
+    stall.release()
+    request.wait(30)
+    engine.close()
+
+
+def test_a_stalled_device_raises_in_the_waiter(file: SwapFile) -> None:
+    engine, stall, request = stalled(file, 0.1)
+    # Other blocks going through do not hide that this one is stuck.
+    for _ in range(3):
+        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+    with pytest.raises(swap.SwapTimeoutError, match=r"read of 65536 bytes at offset 4096 in .* is stalled"):
+        request.wait()
+    stall.release()
+    while not request.done:  # until then it still counts as stalled
+        time.sleep(0.001)
+    request.wait()
+    engine.close()
+
+
+def test_a_queued_request_behind_a_dead_device_is_stalled_too() -> None:
+    engine = Engine(EngineSettings(block_size=BLOCK, stall_seconds=0.05), backend=StepBackend())
+    request = engine.start_read(PaperFile(), 0, AlignedBuffer(BLOCK).view)
+    with pytest.raises(swap.SwapTimeoutError, match="stalled"):
+        request.wait()
+    engine.close()
+
+
+def test_closing_with_a_stalled_device_does_not_hang(file: SwapFile) -> None:
+    engine, stall, request = stalled(file, 0.1)
+    with pytest.raises(swap.SwapTimeoutError, match=r"still in flight.*offset 4096"):
+        engine.close()
+    assert request.done
+    with pytest.raises(swap.SwapTimeoutError, match="must not be reused"):
+        request.wait()
+    stall.release()
+    engine.close()
+
+
+def test_closing_fails_what_is_queued_and_finishes_what_is_in_flight() -> None:
+    backend = StepBackend()
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=1), backend=backend)
+    done = []
+    requests = [
+        engine.start_read(PaperFile(), 0, AlignedBuffer(blocks * BLOCK).view, on_done=done.append) for blocks in (1, 2)
+    ]
+    backend.issue()
+    engine.close()
+    requests[0].wait()
+    with pytest.raises(swap.SwapClosedError, match=r"read of 131072 bytes .* still queued"):
+        requests[1].wait()
+    assert sorted(map(id, done)) == sorted(map(id, requests))
+    engine.close()
+    with pytest.raises(swap.SwapClosedError, match="engine is closed"):
+        engine.start_read(PaperFile(), 0, AlignedBuffer(BLOCK).view)
+
+
+def test_an_on_done_may_close_the_engine(kind: str, file: SwapFile) -> None:
+    engine = Engine(EngineSettings(backend=kind, block_size=BLOCK))
+    closed = threading.Event()
+
+    def close(_: swap.Request) -> None:
+        engine.close()
+        closed.set()
+
+    engine.start_read(file, 4096, AlignedBuffer(BLOCK).view, on_done=close)
+    assert closed.wait(30)
+
+
+def test_a_forked_child_is_told_and_does_no_harm(file: SwapFile) -> None:
+    engine = Engine()
+    round_trip(engine, file)
+    buffer = AlignedBuffer(BLOCK)
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.start_read(file, 4096, buffer.view)
+        except swap.SwapError as error:
+            if "forked child" in str(error):
+                engine.close()
+                file.close(remove=True)
+                os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.path.exists(file.path)
+    round_trip(engine, file)
+    engine.close()

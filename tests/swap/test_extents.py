@@ -1,0 +1,76 @@
+"""The allocator of extents: no overlap, no leak, one hole in the end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swap import ALIGNMENT, Extent, ExtentAllocator, Piece, SwapError
+
+
+def test_best_fit_keeps_large_holes_whole() -> None:
+    allocator = ExtentAllocator(10 * ALIGNMENT, start=ALIGNMENT)
+    offsets = [allocator.allocate(size * ALIGNMENT) for size in (3, 1, 1, 1)]
+    assert offsets == [1 * ALIGNMENT, 4 * ALIGNMENT, 5 * ALIGNMENT, 6 * ALIGNMENT]
+    allocator.free(1 * ALIGNMENT, 3 * ALIGNMENT)
+    allocator.free(5 * ALIGNMENT, ALIGNMENT)
+    assert allocator.allocate(ALIGNMENT) == 5 * ALIGNMENT
+    assert allocator.largest_hole == 4 * ALIGNMENT
+
+
+def test_no_room_is_none_and_changes_nothing() -> None:
+    allocator = ExtentAllocator(2 * ALIGNMENT)
+    assert allocator.allocate(3 * ALIGNMENT) is None
+    assert allocator.allocated == 0
+    assert ExtentAllocator(0).allocate(ALIGNMENT) is None
+
+
+@pytest.mark.parametrize("nbytes", [0, -4096, 1, 4097])
+def test_odd_sizes_are_refused(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        ExtentAllocator(1 << 20).allocate(nbytes)
+
+
+def test_freeing_twice_is_refused() -> None:
+    allocator = ExtentAllocator(1 << 20)
+    offset = allocator.allocate(8192)
+    assert offset is not None
+    with pytest.raises(SwapError, match="8192 allocated there"):
+        allocator.free(offset, 4096)
+    allocator.free(offset, 8192)
+    with pytest.raises(SwapError, match="freed twice"):
+        allocator.free(offset, 8192)
+
+
+def test_extent_adds_its_pieces() -> None:
+    assert Extent((Piece(0, 0, 4096), Piece(1, 8192, 8192))).nbytes == 12288
+    assert Extent((Piece(0, 0, 4096),)) != Extent((Piece(0, 0, 4096),), slot=1)
+
+
+@given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=120))
+def test_ranges_and_holes_partition_the_whole(capacity: int, actions: list[tuple[bool, int]]) -> None:
+    start = 3 * ALIGNMENT
+    allocator = ExtentAllocator(capacity * ALIGNMENT, start=start)
+    used: list[tuple[int, int]] = []
+    for free, size in actions:
+        if free and used:
+            allocator.free(*used.pop(size % len(used)))
+        else:
+            room = allocator.largest_hole
+            offset = allocator.allocate(size * ALIGNMENT)
+            assert (offset is None) == (room < size * ALIGNMENT)
+            if offset is not None:
+                used.append((offset, size * ALIGNMENT))
+        cursor = start
+        previous_was_hole = False
+        for offset, length, is_hole in sorted(
+            [(*r, False) for r in used] + [(*hole, True) for hole in allocator.holes]
+        ):
+            assert offset == cursor
+            assert offset % ALIGNMENT == 0
+            assert not (is_hole and previous_was_hole)
+            cursor, previous_was_hole = offset + length, is_hole
+        assert cursor == start + capacity * ALIGNMENT
+        assert allocator.allocated == sum(length for _, length in used) <= allocator.high_water
+    for extent in used:
+        allocator.free(*extent)
+    assert allocator.holes == (((start, capacity * ALIGNMENT),) if capacity else ())

@@ -1,0 +1,338 @@
+"""Swap files on real file systems: permissions, locks, full disks, foreign files, O_DIRECT and its absence."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doubles import FaultySystemCalls, Short
+
+import swap
+from swap import AlignedBuffer, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
+
+MIB = 1 << 20
+
+
+def open_file(directory: Path, nbytes: int = MIB, **options: object) -> SwapFile:
+    return SwapFile.open(directory, name="r0", nbytes=nbytes, **options)  # type: ignore[arg-type]
+
+
+def write_stamp(file: SwapFile, stamp: bytes) -> None:
+    with swap.Engine(swap.EngineSettings(backend="inline")) as engine, AlignedBuffer(4096) as buffer:
+        buffer.view[:] = stamp * 4096
+        engine.start_write(file, swap.DATA_OFFSET, buffer.view).wait()
+
+
+def test_a_swap_file_is_private_preallocated_and_removed(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    found = os.stat(file.path)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == MIB + swap.DATA_OFFSET
+    assert found.st_blocks * 512 >= found.st_size
+    assert file.reserved
+    file.close(remove=True)
+    file.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    with pytest.raises(swap.SwapInUseError, match=f"in use by process {os.getpid()}"):
+        open_file(tmp_path)
+    code = (
+        "import sys, pathlib, swap\n"
+        "try: swap.SwapFile.open(pathlib.Path(sys.argv[1]), name='r0', nbytes=4096)\n"
+        "except swap.SwapInUseError as error: sys.exit(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=os.getcwd(), check=False).returncode == 7
+    other = SwapFile.open(tmp_path, name="r1", nbytes=4096)  # another rank of the same run
+    other.close()
+    file.close()
+    open_file(tmp_path).close()
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+    code = (
+        "import sys, os, pathlib, swap\n"
+        "file = swap.SwapFile.open(pathlib.Path(sys.argv[1]), name='r0', nbytes=4096)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=os.getcwd(), check=False).returncode == -9
+    open_file(tmp_path, nbytes=4096, keep=True).close()
+
+
+def test_data_are_kept_only_when_asked(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    write_stamp(file, b"k")
+    file.close()
+    file = open_file(tmp_path, keep=True)
+    assert Path(file.path).read_bytes()[swap.DATA_OFFSET :][:4096] == b"k" * 4096
+    file.close()
+    file = open_file(tmp_path, nbytes=4 * MIB)
+    assert os.stat(file.path).st_size == 4 * MIB + swap.DATA_OFFSET
+    file.close()
+    file = open_file(tmp_path, nbytes=MIB)
+    assert os.stat(file.path).st_size == MIB + swap.DATA_OFFSET
+    file.close()
+    with pytest.raises(FormatError, match=f"at least {2 * MIB} bytes of data, found {MIB}"):
+        open_file(tmp_path, nbytes=2 * MIB, keep=True)
+
+
+def test_keeping_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="found none"):
+        open_file(tmp_path, keep=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"my thesis", b"x" * 100_000, b"tiermem-swap", b"tiermem-swapfile"])
+def test_a_foreign_or_damaged_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "r0.swapfile"
+    path.write_bytes(content)
+    for keep in (False, True):
+        with pytest.raises(FormatError, match="left alone"):
+            open_file(tmp_path, keep=keep)
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    file.close()
+    whole = bytearray(Path(file.path).read_bytes())
+    whole[24] ^= 1
+    Path(file.path).write_bytes(whole)
+    with pytest.raises(FormatError, match="damaged"):
+        open_file(tmp_path)
+    assert Path(file.path).read_bytes() == whole
+
+
+def test_an_empty_file_is_what_a_run_that_died_at_once_leaves(tmp_path: Path) -> None:
+    (tmp_path / "r0.swapfile").touch()
+    open_file(tmp_path).close()
+
+
+def test_a_foreign_lock_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "r0.lock").write_text("poetry")
+    with pytest.raises(FormatError, match="lock file"):
+        open_file(tmp_path)
+    assert (tmp_path / "r0.lock").read_text() == "poetry"
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for name in ("r0.swapfile", "r0.lock"):
+        (tmp_path / name).symlink_to(victim)
+        with pytest.raises(SwapIOError, match="links are not followed"):
+            open_file(tmp_path)
+        (tmp_path / name).unlink()
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_directory_or_fifo_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "r0.swapfile").mkdir()
+    with pytest.raises(swap.SwapError, match=r"r0.swapfile"):
+        open_file(tmp_path)
+    (tmp_path / "r0.swapfile").rmdir()
+    os.mkfifo(tmp_path / "r0.swapfile")
+    with pytest.raises(FormatError, match="something else"):
+        open_file(tmp_path)
+
+
+def test_a_missing_directory_and_a_file_instead_of_one(tmp_path: Path) -> None:
+    with pytest.raises(SwapIOError, match=r"absent.*ENOENT.*create the directory") as caught:
+        open_file(tmp_path / "absent")
+    assert caught.value.errno == errno.ENOENT
+    (tmp_path / "plain").touch()
+    with pytest.raises(SwapIOError, match="ENOTDIR"):
+        open_file(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EMFILE])
+def test_a_directory_that_cannot_be_written(tmp_path: Path, code: int) -> None:
+    system = FaultySystemCalls()
+    system.always("open", code)
+    with pytest.raises(SwapIOError, match=errno.errorcode[code]):
+        open_file(tmp_path, system=system)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\0b"])
+def test_odd_names_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="file name"):
+        SwapFile.open(tmp_path, name=name, nbytes=4096)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_found_at_the_start(tmp_path: Path, code: int) -> None:
+    system = FaultySystemCalls()
+    system.always("fallocate", code)
+    with pytest.raises(SwapFullError, match=rf"cannot reserve {MIB + 4096} bytes .* \d+ bytes are free"):
+        open_file(tmp_path, system=system)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_does_not_cost_an_earlier_file(tmp_path: Path) -> None:
+    open_file(tmp_path).close()
+    system = FaultySystemCalls()
+    system.always("fallocate", errno.ENOSPC)
+    with pytest.raises(SwapFullError):
+        open_file(tmp_path, nbytes=8 * MIB, system=system)
+    assert os.stat(tmp_path / "r0.swapfile").st_size == MIB + swap.DATA_OFFSET
+
+
+def test_where_space_cannot_be_reserved_the_free_space_is_looked_at(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    system.always("fallocate", errno.EOPNOTSUPP)
+    file = open_file(tmp_path, system=system)
+    assert not file.reserved
+    assert os.stat(file.path).st_size == MIB + swap.DATA_OFFSET
+    file.close(remove=True)
+    system.free_bytes = lambda path: 1000  # type: ignore[method-assign]
+    with pytest.raises(SwapFullError, match="1000 bytes are free"):
+        open_file(tmp_path, system=system)
+
+
+@pytest.mark.parametrize(
+    ("call", "fault", "match"),
+    [
+        ("pwritev", errno.EIO, "write.*EIO"),
+        ("pwritev", errno.ENOSPC, "cannot reserve"),
+        ("pwritev", Short(512), "only 512 bytes"),
+        ("preadv", errno.EIO, "read.*EIO"),
+        ("fallocate", errno.EIO, "reserve.*EIO"),
+        ("lock", errno.ENOLCK, "lock.*ENOLCK"),
+    ],
+)
+def test_a_fault_while_opening_leaves_nothing(tmp_path: Path, call: str, fault: int | Short, match: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    system = FaultySystemCalls()
+    system.always(call, fault)
+    with pytest.raises(swap.SwapError, match=match):
+        open_file(tmp_path, system=system)
+    assert not (tmp_path / "r0.swapfile").exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+    open_file(tmp_path).close()
+
+
+def test_sync_reports_what_the_drive_says(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    file = open_file(tmp_path, system=system)
+    file.sync()
+    system.inject("fdatasync", errno.EIO)
+    with pytest.raises(SwapIOError, match=r"sync.*EIO"):
+        file.sync()
+    file.close()
+    with pytest.raises(swap.SwapClosedError):
+        file.sync()
+
+
+def test_a_file_put_in_our_place_is_not_removed(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    os.unlink(file.path)
+    Path(file.path).write_text("someone else's")
+    file.close(remove=True)
+    assert Path(file.path).read_text() == "someone else's"
+
+
+def use(space: SwapSpace) -> None:
+    with AlignedBuffer(64 << 10) as source, AlignedBuffer(64 << 10) as target:
+        source.view[:] = os.urandom(64 << 10)
+        extent = space.allocate(64 << 10)
+        space.start_write(extent, source.view).wait(30)
+        space.sync()
+        space.start_read(extent, target.view).wait(30)
+        assert source.view == target.view
+
+
+def test_refused_direct_io_falls_back_with_one_warning(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    system = FaultySystemCalls()
+    system.refuse_direct = True
+    with pytest.warns(swap.DirectIOWarning) as caught:
+        space = SwapSpace.open(directories, name="r0", nbytes=MIB, system=system)
+    assert len(caught) == 1
+    assert not space.direct
+    system.inject("preadv", Short(1001), errno.EINTR)  # odd places are fine in a buffered file
+    use(space)
+    space.close(remove=True)
+
+
+@pytest.fixture
+def memory_directory() -> Iterator[Path]:
+    root = Path("/dev/shm")
+    if not root.is_dir() or not os.access(root, os.W_OK):
+        pytest.skip("no writable /dev/shm on this machine")
+    directory = root / f"swap-test-{os.getpid()}"
+    directory.mkdir()
+    yield directory
+    for leftover in directory.iterdir():
+        leftover.unlink()
+    directory.rmdir()
+
+
+def test_tmpfs_works_whether_or_not_it_takes_direct_io(memory_directory: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        space = SwapSpace.open([memory_directory], name="r0", nbytes=MIB)
+    assert [warning.category for warning in caught] == ([] if space.direct else [swap.DirectIOWarning])
+    use(space)
+    space.close(remove=True)
+
+
+def test_a_real_size_limit(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, resource, swap\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try: swap.SwapFile.open(pathlib.Path(sys.argv[1]), name='r0', nbytes=8 << 20)\n"
+        "except swap.SwapFullError as error: print(error); sys.exit(7)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=os.getcwd(), check=False, capture_output=True, text=True
+    )
+    assert found.returncode == 7, found.stderr
+    assert f"cannot reserve {(8 << 20) + 4096} bytes" in found.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real ext4 file system of 16 MiB, where the machine lets us have one."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    image, point = tmp_path / "image", tmp_path / "mounted"
+    point.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 16 * MIB)
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(point)]):
+        try:
+            made = subprocess.run(command, check=False, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is not installed")
+        if made.returncode:
+            pytest.skip(f"{command[0]} is not possible here: {made.stderr.strip()}")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+def test_a_real_full_disk(small_disk: Path) -> None:
+    with pytest.raises(SwapFullError, match=r"cannot reserve .* bytes are free"):
+        open_file(small_disk, nbytes=64 * MIB)
+    with SwapSpace.open([small_disk], name="r0", nbytes=8 * MIB) as space:
+        use(space)
+        # Others may fill what is left: the room was reserved.
+        with open(small_disk / "other", "wb", buffering=0) as other:
+            with pytest.raises(OSError, match="No space"):
+                other.writelines(bytes(MIB) for _ in range(64))
+        use(space)
+
+
+def test_a_real_read_only_disk(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(SwapIOError, match="read-only"):
+        open_file(small_disk)

@@ -1,0 +1,192 @@
+"""The swap space: placement, extents, sync, closing."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from doubles import FaultySystemCalls, Stall, StepBackend
+
+import swap
+from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
+
+MIB = 1 << 20
+
+
+def test_allocation_is_rounded_up_and_spread_over_directories(tmp_path: Path) -> None:
+    directories = [tmp_path / str(index) for index in range(3)]
+    for directory in directories:
+        directory.mkdir()
+    with SwapSpace.open(directories, name="r0", nbytes=3 * MIB) as space:
+        extents = [space.allocate(5000) for _ in range(6)]
+        assert all(extent.nbytes == 8192 for extent in extents)
+        assert [extent.pieces[0].directory for extent in extents] == [0, 1, 2, 0, 1, 2]
+        assert [d.allocated for d in space.statistics().directories] == [16384] * 3
+        for extent in extents:
+            space.free(extent)
+        statistics = space.statistics()
+        assert (statistics.allocated, statistics.high_water, statistics.nbytes) == (0, 6 * 8192, 3 * MIB)
+
+
+def test_a_space_can_be_driven_by_hand(tmp_path: Path) -> None:
+    backend = StepBackend()
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB, backend=backend) as space:
+        source, target = AlignedBuffer(8192), AlignedBuffer(8192)
+        source.view[:] = b"ab" * 4096
+        extent = space.allocate(8192)
+        written = space.start_write(extent, source.view)
+        assert not written.done
+        backend.run()
+        space.start_read(extent, target.view)
+        backend.run()
+        assert source.view == target.view
+        statistics = space.statistics()
+        (device,) = statistics.engine.devices
+        assert (device.device, device.bytes_read, device.bytes_written) == (
+            statistics.directories[0].device,
+            8192,
+            8192,
+        )
+        assert 0 < device.seconds_busy < 60
+
+
+def test_a_full_space_says_how_full(tmp_path: Path) -> None:
+    with SwapSpace.open([tmp_path], name="r0", nbytes=16384) as space:
+        first, middle, _last = (space.allocate(4096) for _ in range(3))
+        space.free(first)
+        with pytest.raises(SwapFullError, match="extent of 8192 bytes: 8192 bytes are free, 4096 of them in one"):
+            space.allocate(8192)
+        space.free(middle)
+        assert space.allocate(8192).nbytes == 8192
+
+
+def test_a_stale_extent_is_refused(tmp_path: Path) -> None:
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space, AlignedBuffer(4096) as buffer:
+        extent = space.allocate(4096)
+        space.free(extent)
+        with pytest.raises(swap.SwapError, match="not allocated"):
+            space.start_read(extent, buffer.view)
+        with pytest.raises(swap.SwapError, match="freed twice"):
+            space.free(extent)
+
+
+def test_a_buffer_of_another_length_is_refused(tmp_path: Path) -> None:
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space, AlignedBuffer(8192) as buffer:
+        with pytest.raises(ValueError, match="expected a buffer of 4096 bytes"):
+            space.start_write(space.allocate(4096), buffer.view)
+
+
+@pytest.mark.parametrize("name", ["with space", "ümlaut-日本", "new\nline", "quote'\"", "percent%s{}", "-dash"])
+def test_paths_with_odd_characters(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    for backend in ("threads", "aio"):
+        settings = EngineSettings(backend=backend)
+        with SwapSpace.open([directory], name=name, nbytes=MIB, settings=settings) as space:
+            with AlignedBuffer(4096) as buffer:
+                space.start_write(space.allocate(4096), buffer.view).wait(30)
+                space.close(remove=True)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_path_that_is_not_text(tmp_path: Path) -> None:
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    try:
+        directory.mkdir()
+    except OSError:
+        pytest.skip("this file system wants text for names")
+    with SwapSpace.open([directory], name="r0", nbytes=MIB) as space:
+        with pytest.raises(SwapFullError):
+            space.allocate(2 * MIB)
+        with pytest.raises(swap.SwapInUseError):
+            SwapSpace.open([directory], name="r0", nbytes=MIB)
+
+
+def test_a_failure_in_the_last_directory_gives_the_first_back(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(swap.SwapIOError, match="ENOENT"):
+        SwapSpace.open([tmp_path / "a", tmp_path / "absent"], name="r0", nbytes=MIB)
+    assert list((tmp_path / "a").iterdir()) == []
+    with pytest.raises(ValueError, match="twice"):
+        SwapSpace.open([tmp_path / "a", tmp_path / "." / "a"], name="r0", nbytes=MIB)
+    with pytest.raises(ValueError, match="one or more"):
+        SwapSpace.open([], name="r0", nbytes=MIB)
+    with pytest.raises(ValueError, match="positive"):
+        SwapSpace.open([tmp_path], name="r0", nbytes=0)
+
+
+def test_sync_waits_for_writes_under_way(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system)
+    stall = Stall()
+    buffer = AlignedBuffer(4096)
+    system.inject("pwritev", stall)
+    request = space.start_write(space.allocate(4096), buffer.view, on_done=lambda _: order.append("written"))
+    order: list[str] = []
+    real_fdatasync = system.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        order.append("synced")
+        real_fdatasync(fd)
+
+    system.fdatasync = fdatasync  # type: ignore[method-assign]
+    assert stall.entered.wait(30)
+    stall.release()
+    space.sync()
+    assert request.done
+    assert order == ["written", "synced"]
+    space.close(remove=True)
+
+
+def test_sync_raises_for_a_write_that_fails_meanwhile(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    settings = EngineSettings(queue_depth=1)
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, settings=settings, system=system)
+    stall = Stall()
+    buffers = [AlignedBuffer(4096) for _ in range(2)]
+    system.inject("pwritev", stall, errno.EIO)
+    for buffer in buffers:
+        space.start_write(space.allocate(4096), buffer.view)
+    assert stall.entered.wait(30)
+    pending = space.engine.pending(swap.Operation.WRITE)
+    assert len(pending) == 2
+
+    def let_go_and_list(_: swap.Operation) -> list[swap.Request]:
+        stall.release()
+        return pending
+
+    space.engine.pending = let_go_and_list  # type: ignore[method-assign]
+    with pytest.raises(swap.SwapIOError, match="EIO"):
+        space.sync()
+    space.close(remove=True)
+
+
+def test_everything_after_close_is_a_clear_error(tmp_path: Path) -> None:
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB)
+    extent = space.allocate(4096)
+    space.close()
+    space.close(remove=True)
+    with AlignedBuffer(4096) as buffer:
+        for use in (
+            lambda: space.allocate(4096),
+            lambda: space.start_read(extent, buffer.view),
+            lambda: space.start_write(extent, buffer.view),
+            space.sync,
+        ):
+            with pytest.raises(swap.SwapClosedError):
+                use()
+    space.free(extent)
+    assert space.statistics().allocated == 0
+
+
+def test_closing_reports_an_error_and_still_closes_every_file(tmp_path: Path) -> None:
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, settings=EngineSettings(backend="inline"))
+
+    def broken(_: swap.Request) -> None:
+        raise RuntimeError("mine")
+
+    with AlignedBuffer(4096) as buffer:
+        space.start_write(space.allocate(4096), buffer.view, on_done=broken)
+        with pytest.raises(swap.SwapError, match="mine"):
+            space.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
