@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +97,7 @@ def stepped_chain(host: int, device: int | None = None) -> tuple[Chain, list[Ste
     if device is not None:
         arenas[Tier.DEVICE] = SteppedArena(Tier.DEVICE, device)
     edges = {}
-    for low, high in zip(tiers, tiers[1:], strict=False):
+    for low, high in itertools.pairwise(tiers):
         edges[low, high] = SteppedEdge(low, high, flying, store)
         edges[high, low] = SteppedEdge(high, low, flying, store)
     return Chain(arenas, edges), flying, store  # type: ignore[arg-type]

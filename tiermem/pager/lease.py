@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -60,7 +61,7 @@ class Lease:
             self._tensors = {}
             self._release(self, error)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -36,9 +36,7 @@ _STANDSTILL_SECONDS = 0.25
 class Pager:
     """Moves pages among the tiers of a chain and leases them out."""
 
-    def __init__(
-        self, chain: Chain, appetite: dict[Tier, Appetite], *, counters: Counters, timeline: Timeline
-    ) -> None:
+    def __init__(self, chain: Chain, appetite: dict[Tier, Appetite], *, counters: Counters, timeline: Timeline) -> None:
         self.chain = chain
         self._forecast = Forecast()
         self._residency = Residency(chain, self._forecast, counters, ended=self._move_ended)
@@ -209,6 +207,9 @@ class Pager:
     def _pump(self) -> None:
         self._activity.pump_due = False
         self._service.pump()
+        watchers, self._activity.watchers = self._activity.watchers, []
+        for watcher in watchers:
+            watcher.set_result(None)
         if self._service.waiting and not self._activity.watched:
             self._activity.watched = True
             self._loop.call_later(_STANDSTILL_SECONDS, self._watch, self._activity.events)
@@ -234,21 +235,25 @@ class Pager:
     async def _flush(self) -> None:
         self._service.start_flush()
         try:
-            while True:
-                self._touch()
-                await asyncio.sleep(0)
-                if not self._residency.moves and not self._service.unwritten():
-                    return
-                for page in self._residency.pages.values():
-                    if page.error is not None:
-                        raise page.error
-                await asyncio.sleep(0.001)
+            self._touch()
+            await self._next_event()
+            while self._residency.moves or self._service.unwritten():
+                await self._next_event()
+            for page in self._residency.pages.values():
+                if page.error is not None:
+                    raise page.error
         finally:
             self._service.end_flush()
 
     async def _drain(self) -> None:
         while self._residency.moves or self._activity.kernels:
-            await asyncio.sleep(0.001)
+            await self._next_event()
+
+    async def _next_event(self) -> None:
+        """Until something has happened and all that could be done about it has been started."""
+        pumped = self._loop.create_future()
+        self._activity.watchers.append(pumped)
+        await pumped
 
     def _note_stall(self, started: float, ended: float) -> None:
         self._counters.count(stall_seconds=ended - started)
@@ -287,6 +292,7 @@ class _Activity:
         self.waiting_threads = 0
         self.pump_due = False
         self.watched = False
+        self.watchers: list[asyncio.Future[None]] = []
 
     def compute_waits(self) -> None:
         """The computation waits for a task."""

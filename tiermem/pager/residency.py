@@ -16,7 +16,7 @@ keeps the invariants or raises before it changes anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from swap.requests import Priority
 from tiermem.errors import CapacityError, InvariantError
@@ -171,17 +171,15 @@ class Residency:
             page.frames[tier] = frame
         return frame is not None
 
-    def candidates(self, tier: Tier) -> Iterator[tuple[int, Page]]:
+    def candidates(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """Pages that may leave `tier`, farthest next use first; what the caller leaves as it is stays a candidate."""
         return self._drain(self._evictable[tier], lambda page: self._may_leave(page, tier))
 
-    def dirty_candidates(self, tier: Tier) -> Iterator[tuple[int, Page]]:
+    def dirty_candidates(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """Pages whose only copy is on `tier` and which nobody holds, farthest next use first."""
-        return self._drain(
-            self._cleanable[tier], lambda page: self._may_leave(page, tier) and page.is_dirty_on(tier)
-        )
+        return self._drain(self._cleanable[tier], lambda page: self._may_leave(page, tier) and page.is_dirty_on(tier))
 
-    def _drain(self, queue: FarthestFirst, fits: Callable[[Page], bool]) -> Iterator[tuple[int, Page]]:
+    def _drain(self, queue: FarthestFirst, fits: Callable[[Page], bool]) -> Generator[tuple[int, Page], None, None]:
         unused: list[tuple[int, Page]] = []
         try:
             while (entry := queue.pop()) is not None:

@@ -115,7 +115,6 @@ class Service:
     def _serve(self, *, bypass: bool) -> None:
         claimed: set[Tier] = set()
         for request in list(self.waiting):
-            request.short = None
             try:
                 self._advance(request, claimed if not bypass else set())
             except Exception as error:  # noqa: BLE001 - handed to whoever waits for the request
@@ -135,6 +134,7 @@ class Service:
         request.finished(error)
 
     def _advance(self, request: LeaseRequest, claimed: set[Tier]) -> None:
+        request.short = None
         for page in request.pages:
             if page not in request.held and self._step(request, page, claimed):
                 self._residency.hold(page, request.tier, request.intent, request.lane)
@@ -147,6 +147,7 @@ class Service:
             raise page.error
         if page.move is not None and (request.intent is not Intent.READ or tier not in page.valid):
             page.move.promote()
+            request.missed = True
             return False
         if page.doomed or page.exclusive or (request.intent is not Intent.READ and page.is_leased):
             return False
@@ -170,7 +171,11 @@ class Service:
         return residency.chain.arenas[tier].capacity - residency.held[tier] - residency.stuck[tier] >= page.nbytes
 
     def _room(self, request: LeaseRequest, page: Page, tier: Tier, claimed: set[Tier]) -> bool:
-        if self._could_fit(page, request.tier) and tier not in claimed and self._make_room(page, tier, nearer_than=None):
+        if (
+            self._could_fit(page, request.tier)
+            and tier not in claimed
+            and self._make_room(page, tier, nearer_than=None)
+        ):
             return True
         if request.short is None:
             request.short = (tier if self._could_fit(page, request.tier) else request.tier, page.nbytes)

@@ -68,7 +68,9 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def plan_footprint(units: Sequence[UnitSize], budget: int, tile_nbytes: int, look_ahead: int | None = None) -> Footprint:
+def plan_footprint(
+    units: Sequence[UnitSize], budget: int, tile_nbytes: int, look_ahead: int | None = None
+) -> Footprint:
     """Share `budget` bytes out.
 
     Args:
