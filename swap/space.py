@@ -83,8 +83,8 @@ class SwapSpace:
         """Open a space of at least `nbytes`, in equal shares over existing directories.
 
         `keep` insists on the files an earlier run left and keeps their data (extents must be claimed again); otherwise
-        data left there is forgotten. `system` and `backend` replace the real ones in tests. Warns once, DirectIOWarning, if
-        O_DIRECT is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
+        data left there is forgotten. `system` and `backend` replace the real ones in tests. Warns once, DirectIOWarning,
+        if O_DIRECT is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
         """
         if not directories:
             raise ValueError("expected one or more swap directories, found none")
