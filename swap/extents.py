@@ -81,16 +81,24 @@ class ExtentAllocator:
         fitting = [(length, offset) for offset, length in self._holes if length >= nbytes]
         if not fitting:
             return None
-        length, offset = min(fitting)
-        index = bisect.bisect_left(self._holes, (offset, 0))
-        if length == nbytes:
-            del self._holes[index]
-        else:
-            self._holes[index] = (offset + nbytes, length - nbytes)
+        _, offset = min(fitting)
+        self.claim(offset, nbytes)
+        return offset
+
+    def claim(self, offset: int, nbytes: int) -> bool:
+        """Take exactly this range, as it was in an earlier run; False if any of it is in use or outside."""
+        index = bisect.bisect_right(self._holes, offset, key=lambda hole: hole[0]) - 1
+        if index < 0 or nbytes <= 0 or not is_aligned(offset) or not is_aligned(nbytes):
+            return False
+        hole, length = self._holes[index]
+        if offset + nbytes > hole + length:
+            return False
+        rest = [(hole, offset - hole), (offset + nbytes, hole + length - offset - nbytes)]
+        self._holes[index : index + 1] = [(begin, size) for begin, size in rest if size]
         self._used[offset] = nbytes
         self.allocated += nbytes
         self.high_water = max(self.high_water, self.allocated)
-        return offset
+        return True
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give a range back, merging it with the holes it touches. Raises SwapError if it is not allocated as such."""

@@ -82,9 +82,9 @@ class SwapSpace:
     ) -> Self:
         """Open a space of at least `nbytes`, in equal shares over existing directories.
 
-        `keep` insists on the files an earlier run left and keeps their data (extents must be claimed again); otherwise
-        data left there is forgotten. `system` and `backend` replace the real ones in tests. Warns once, DirectIOWarning, if
-        O_DIRECT is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
+        `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise data left there is
+        forgotten. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if O_DIRECT
+        is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
         """
         if not directories:
             raise ValueError("expected one or more swap directories, found none")
@@ -137,6 +137,19 @@ class SwapSpace:
             f"the swap space has no room for an extent of {nbytes} bytes: {free} bytes are free, {largest} of them in "
             "one stretch; open a larger space or add a directory"
         )
+
+    def claim(self, extent: Extent) -> None:
+        """Take an extent that an earlier run had, in a space opened with `keep`. Raises SwapError if it is not free."""
+        with self._lock:
+            self._check_open()
+            for count, piece in enumerate(extent.pieces):
+                if piece.directory >= len(self._files) or not self._allocators[piece.directory].claim(
+                    piece.offset, piece.nbytes
+                ):
+                    for done in extent.pieces[:count]:
+                        self._allocators[done.directory].free(done.offset, done.nbytes)
+                    raise SwapError(f"{extent} cannot be claimed: {piece} is in use, or outside this space")
+            self._high_water = max(self._high_water, sum(a.allocated for a in self._allocators))
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. No transfer of it may be in flight. Raises SwapError if it is not allocated."""

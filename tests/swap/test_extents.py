@@ -46,6 +46,24 @@ def test_extent_adds_its_pieces() -> None:
     assert Extent((Piece(0, 0, 4096),)) != Extent((Piece(0, 0, 4096),), slot=1)
 
 
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), max_size=30))
+def test_claimed_ranges_never_overlap(ranges: list[tuple[int, int]]) -> None:
+    allocator = ExtentAllocator(18 * ALIGNMENT, start=2 * ALIGNMENT)
+    taken: set[int] = set()
+    claimed = []
+    for begin, length in ranges:
+        wanted = set(range(begin, begin + length))
+        fits = wanted <= set(range(2, 20)) and not wanted & taken
+        assert allocator.claim(begin * ALIGNMENT, length * ALIGNMENT) == fits
+        if fits:
+            taken |= wanted
+            claimed.append((begin * ALIGNMENT, length * ALIGNMENT))
+    assert allocator.allocated == len(taken) * ALIGNMENT
+    for extent in claimed:
+        allocator.free(*extent)
+    assert allocator.holes == ((2 * ALIGNMENT, 18 * ALIGNMENT),)
+
+
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=120))
 def test_ranges_and_holes_partition_the_whole(capacity: int, actions: list[tuple[bool, int]]) -> None:
     start = 3 * ALIGNMENT

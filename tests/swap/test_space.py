@@ -50,6 +50,23 @@ def test_a_space_can_be_driven_by_hand(tmp_path: Path) -> None:
         assert 0 < device.seconds_busy < 60
 
 
+def test_kept_data_can_be_claimed_and_read(tmp_path: Path) -> None:
+    with AlignedBuffer(8192) as source, AlignedBuffer(8192) as target:
+        source.view[:] = os.urandom(8192)
+        with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
+            space.allocate(4096)
+            extent = space.allocate(8192)
+            space.start_write(extent, source.view).wait(30)
+        with SwapSpace.open([tmp_path], name="r0", nbytes=MIB, keep=True) as space:
+            space.claim(extent)
+            with pytest.raises(swap.SwapError, match="cannot be claimed"):
+                space.claim(extent)
+            space.start_read(extent, target.view).wait(30)
+            space.free(extent)
+            assert space.statistics().directories[0].largest_hole == MIB
+        assert source.view == target.view
+
+
 def test_a_full_space_says_how_full(tmp_path: Path) -> None:
     with SwapSpace.open([tmp_path], name="r0", nbytes=16384) as space:
         first, middle, _last = (space.allocate(4096) for _ in range(3))
