@@ -24,7 +24,7 @@ from tiermem.optim.split import join, split
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT, StatePlanes
 from tiermem.optim.updates import Settings
 
-SLICE_NUMEL = 131072  # three float32 slices (1.5 MiB) stay in cache while the calls into torch stay few
+SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,19 @@
 """The layout of a unit's optimizer state in tiles.
 
-Owns where each plane (remainder or master, first moment, second moment) lies inside a STATE tile, and how the
-segments of a unit are cut by tile boundaries. Does not know pages, leases or threads: everything here is arithmetic
+Owns where each plane (remainder or master, first moment, second moment) lies inside a STATE tile, and where the
+segments of a unit lie. Does not know pages, leases or threads: everything here is arithmetic
 and views. Guarantees that every plane starts at a multiple of 64 bytes, and that every cut inside a parameter falls on
 a multiple of 64 elements, which the update kernel needs (see "Slicing and bits" in kernels.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
+from tiermem.pager.tiling import TileRange, tile_count, tile_ranges
 
 PLANE_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 SEGMENT_ALIGNMENT = 64  # elements
@@ -70,7 +70,7 @@ class UnitState:
     @property
     def tiles(self) -> int:
         """Number of tiles, of which the last may be short."""
-        return -(-self.numel // self.tile_numel)
+        return tile_count(self.numel, self.tile_numel)
 
     def tile_length(self, tile: int) -> int:
         """Elements in a tile."""
@@ -86,33 +86,16 @@ class UnitState:
         """Size of GRAD page `tile` in bytes."""
         return self.tile_length(tile) * self.dtype.itemsize
 
+    def cuts(self, segment: Segment) -> list[TileRange]:
+        """How a segment falls into tiles; `begin` counts from the segment's start."""
+        return tile_ranges(segment.start, segment.numel, self.tile_numel)
+
     def segment_of(self, parameter: int) -> Segment:
         """The segment of a parameter. Raises `ConfigError` if the unit does not train it."""
         for segment in self.segments:
             if segment.parameter == parameter:
                 return segment
         raise ConfigError(f"parameter {parameter} is not among the trainable parameters of unit {self.unit}")
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a segment that lies in one tile, in elements: where in the tile, in the flat, in the segment."""
-
-    tile: int
-    in_tile: int
-    in_flat: int
-    in_segment: int
-    length: int
-
-
-def cuts(segment: Segment, tile_numel: int) -> Iterator[Cut]:
-    """Cut a segment at tile boundaries, in order."""
-    position = segment.start
-    while position < segment.stop:
-        tile, in_tile = divmod(position, tile_numel)
-        length = min(tile_numel - in_tile, segment.stop - position)
-        yield Cut(tile, in_tile, position, position - segment.start, length)
-        position += length
 
 
 @dataclass(frozen=True, slots=True)
