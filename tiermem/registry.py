@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ class Registry:
         self._lock = threading.Lock()
         # By identity: two parameters never compare equal, however alike their values. Values refer to owners weakly,
         # since an owner holds its parameters and a strong reference would keep the key alive for ever.
-        self._attachments = WeakIdKeyDictionary()
+        self._attachments: MutableMapping[torch.Tensor, tuple[weakref.ref[object], int]] = WeakIdKeyDictionary()
 
     def attach(self, parameter: torch.Tensor, owner: object, index: int) -> None:
         """Record that `owner` knows `parameter` as number `index`. Raises `ConfigError` if another owner has it."""

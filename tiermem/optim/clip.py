@@ -22,9 +22,9 @@ def parameter_norm(slices: Sequence[torch.Tensor]) -> torch.Tensor:
     differ from torch's, whose own depends on the number of threads for large tensors.
     """
     if len(slices) == 1:
-        return torch.linalg.vector_norm(slices[0])
-    parts = [torch.linalg.vector_norm(part, dtype=torch.float32).to(torch.float64) for part in slices]
-    return torch.linalg.vector_norm(torch.stack(parts)).to(slices[0].dtype)
+        return _norm(slices[0])
+    parts = [_norm(part, dtype=torch.float32).to(torch.float64) for part in slices]
+    return _norm(torch.stack(parts)).to(slices[0].dtype)
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -38,7 +38,7 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     for norm in norms:
         by_dtype.setdefault(norm.dtype, []).append(norm)
     ordered = [norm for group in by_dtype.values() for norm in group]
-    return torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
+    return _norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
 
 
 def clip_coefficient(total: torch.Tensor, max_norm: float) -> float:
@@ -54,3 +54,8 @@ def clip_coefficient(total: torch.Tensor, max_norm: float) -> float:
 def is_finite(value: torch.Tensor | float) -> bool:
     """Whether a norm is neither infinite nor NaN."""
     return math.isfinite(float(value))
+
+
+def _norm(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    return norm

@@ -1,8 +1,9 @@
 """Between optimizers and the queue of updates.
 
-Owns who optimizes which parameter, and clipping coefficients that wait for a step. Does not know pages, modules or when to update
-(the schedule decides). Guarantees that an update carries the settings of the moment it was queued, that every gradient
-is claimed by one update only, and that a step with a non-finite norm changes nothing. Used from the compute thread only.
+Owns who optimizes which parameter, and clipping coefficients that wait for a step. Does not know pages, modules or
+when to update (the schedule decides). Guarantees that an update carries the settings of the moment it was queued, that
+every gradient is claimed by one update only, and that a step with a non-finite norm changes nothing. Used from the
+compute thread only.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class UpdateCoordinator:
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
         parameters = self._present(source)
-        if not all(is_finite(self._scale_of.get(p, 1.0)) for p in parameters) or (norm is not None and not is_finite(norm)):
+        if not all(is_finite(self._scale_of.get(p, 1.0)) for p in parameters) or (
+            norm is not None and not is_finite(norm)
+        ):
             self.drop_gradients(source)
             return StepResult(norm, skipped=True)
         ready = set(parameters)
@@ -61,8 +64,8 @@ class UpdateCoordinator:
         """Remember the coefficient for the next step; return the norm. Raises `ConfigError` in "backward"."""
         if not self._schedule.honours_clip_call:
             raise ConfigError(
-                f"update={self._schedule.name!r} updates units before all gradients are known, so clip_grad_norm_ comes "
-                "too late; choose update='forward' or update='step', or pass max_grad_norm to the optimizer"
+                f"update={self._schedule.name!r} updates units before all gradients are known, so clip_grad_norm_ "
+                "comes too late; choose update='forward' or update='step', or pass max_grad_norm to the optimizer"
             )
         return self._clip(source, max_norm)
 
@@ -122,9 +125,7 @@ class UpdateCoordinator:
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         parameters = self._present(source)
         norms = self._gradients.norms(parameters)
-        total = total_norm(
-            [norm * self._scale_of.get(p, 1.0) for p, norm in zip(parameters, norms, strict=True)]
-        )
+        total = total_norm([norm * self._scale_of.get(p, 1.0) for p, norm in zip(parameters, norms, strict=True)])
         coefficient = clip_coefficient(total, max_norm)
         for parameter in parameters:
             self._scale_of[parameter] = self._scale_of.get(parameter, 1.0) * coefficient

@@ -36,6 +36,7 @@ class UpdateSchedule(ABC):
     honours_clip_call: ClassVar[bool] = True
     """Whether gradients are still untouched between backward and step, so that `clip_grad_norm_` can scale them."""
 
+    @abstractmethod
     def gradients_complete(self, unit: int, starter: Starter) -> None:
         """All gradients of a unit have arrived, in backward."""
 
@@ -49,6 +50,9 @@ class StepSchedule(UpdateSchedule):
 
     name = "step"
 
+    def gradients_complete(self, unit: int, starter: Starter) -> None:
+        """Too early."""
+
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and wait."""
         for unit in units:
@@ -60,6 +64,9 @@ class ForwardSchedule(UpdateSchedule):
     """`step()` queues in forward order and returns; the updates run in the shadow of the next forward."""
 
     name = "forward"
+
+    def gradients_complete(self, unit: int, starter: Starter) -> None:
+        """Too early."""
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and return."""

@@ -1,7 +1,8 @@
 """What the AdamW face, the schedules and the runtime ask of each other.
 
 Owns the protocols between the rooms and the small records they exchange. Does not know who implements them. Guarantees
-that parameters are named by their global index here, so that no tensor and no module crosses this line except gradient norms.
+that parameters are named by their global index here, so that no module
+and no tensor but a gradient norm crosses this line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tiermem.optim.updates import Settings, UnitUpdate
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did: the gradient norm before clipping (None if nobody asked), and whether it was skipped."""
+    """What a step did: the gradient norm before clipping (None if nobody asked), and whether it was skipped."""
 
     grad_norm: torch.Tensor | None
     skipped: bool

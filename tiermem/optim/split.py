@@ -8,10 +8,9 @@ restores every master that is not NaN bit for bit (a NaN comes back as a NaN).
 Ties
 ----
 The parameter is the master rounded to nearest, ties to even; the remainder is the master's low 16 bits. Read as a
-signed number the remainder is the signed distance from the parameter, so that (parameter << 16) + remainder is the
-master; at the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits
-cannot do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this
-parameter", is kept in the sign bit of the second moment, which is never negative. About one element in 131072 carries
+signed number the remainder is the distance from the parameter, so that (parameter << 16) + remainder is the master; at
+the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits cannot
+do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this parameter", is kept in the sign bit of the second moment, which is never negative. About one element in 131072 carries
 it, so both directions look for candidates with one quick pass and mend them one by one.
 
 float16 has too few exponent bits for any 16-bit remainder: there the tile holds the whole master. float32 parameters
@@ -96,7 +95,8 @@ def _marked(exp_avg_sq: torch.Tensor, remainder: torch.Tensor, scratch: torch.Te
     if not negative.size:
         return negative
     # A NaN moment may be negative on its own account: only a tie can be marked.
-    return negative[remainder.numpy()[negative] == _TIE]
+    marked: npt.NDArray[np.intp] = negative[remainder.numpy()[negative] == _TIE]
+    return marked
 
 
 def _flags(scratch: torch.Tensor, numel: int) -> npt.NDArray[np.bool_]:

@@ -53,7 +53,9 @@ class UnitState:
 
     def __post_init__(self) -> None:
         if self.dtype not in PARAMETER_DTYPES:
-            raise ConfigError(f"unit {self.unit}: parameters of {self.dtype} cannot be updated, only {PARAMETER_DTYPES}")
+            raise ConfigError(
+                f"unit {self.unit}: parameters of {self.dtype} cannot be updated, only {PARAMETER_DTYPES}"
+            )
         if self.tile_numel <= 0 or self.tile_numel % TILE_MULTIPLE:
             raise ConfigError(
                 f"unit {self.unit}: tile of {self.tile_numel} elements, expected a multiple of {TILE_MULTIPLE}"
