@@ -59,8 +59,11 @@ class Registry:
 
     def _find(self, parameter: torch.Tensor) -> Attachment | None:
         entry = self._attachments.get(parameter)
-        owner = None if entry is None else entry[0]()
-        return None if owner is None else Attachment(owner, entry[1])
+        if entry is None:
+            return None
+        reference, index = entry
+        owner = reference()
+        return None if owner is None else Attachment(owner, index)
 
 
 registry = Registry()

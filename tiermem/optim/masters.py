@@ -2,7 +2,8 @@
 
 Owns what happens to optimizer state outside the update: when a model is materialized, when a checkpoint is written or
 read, and in tests. Does not know models or files. Guarantees that a master read back has the bits of the one stored,
-and that at no time more than one page is leased. The caller sees to it that no update of the unit is pending. All functions wait for pages and raise their errors.
+and that at no time more than one page is leased. The caller sees to it that no update of the unit is pending. All
+functions wait for pages and raise their errors.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ restores every master that is not NaN bit for bit (a NaN comes back as a NaN).
 Ties
 ----
 The parameter is the master rounded to nearest, ties to even; the remainder is the master's low 16 bits. Read as a
-signed number the remainder is the distance from the parameter, so that (parameter << 16) + remainder is the master; at
-the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits cannot
-do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this parameter", is kept in the sign bit of the second moment, which is never negative. About one element in 131072 carries
-it, so both directions look for candidates with one quick pass and mend them one by one.
+signed number the remainder is the distance from the parameter, so that (parameter << 16) + remainder is the master;
+at the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits
+cannot do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this parameter",
+is kept in the sign bit of the second moment, which is never negative. About one element in 131072 carries it, so both
+directions look for candidates with one quick pass and mend them one by one.
 
 float16 has too few exponent bits for any 16-bit remainder: there the tile holds the whole master. float32 parameters
 are their own masters.

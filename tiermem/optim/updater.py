@@ -2,8 +2,8 @@
 
 Owns the requested updates until they are done, and the errors of those that failed. Does not know when updates are
 asked for (the schedules do) nor how one is carried out (the stream does). Guarantees that updates of one unit run in
-the order they were asked for, one at a time, that an error fails that unit only and is raised to whoever waits for it, and
-that no wait outlives the pager's loop.
+the order they were asked for, one at a time, that an error fails that unit only and is raised to whoever waits for
+it, and that no wait outlives the pager's loop.
 """
 
 from __future__ import annotations
