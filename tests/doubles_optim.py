@@ -96,7 +96,7 @@ class FakePager:
 
     async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> FakeLease:
         assert threading.current_thread() is self.thread
-        while (lease := self.grant(keys, intent)) is None:
+        while (lease := self.grant(keys, intent)) is None:  # noqa: ASYNC110 - leases end on any thread
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)
         return lease
@@ -127,9 +127,10 @@ class FakePager:
         """As when the process is being torn down: tasks are cancelled under whoever waits."""
 
         async def cancel() -> None:
-            for task in asyncio.all_tasks():
-                if task is not asyncio.current_task():
-                    task.cancel()
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(cancel(), self.loop).result()
 
@@ -182,7 +183,7 @@ class FakeBook:
         self.gradients: dict[int, torch.Tensor] = {}
 
     def set(self, parameter: int, gradient: torch.Tensor) -> None:
-        self.gradients[parameter] = gradient
+        self.gradients[parameter] = gradient.clone()
         write_gradient(self.pager, self.unit_of[parameter], parameter, gradient)
 
     def present(self, unit: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError
@@ -17,6 +17,7 @@ from tiermem.optim.clip import clip_coefficient, is_finite, parameter_norm, tota
     st.floats(1e-3, 1e3),
     st.integers(0, 1000),
 )
+@settings(deadline=None, max_examples=50)
 def test_same_bits_as_torch(sizes: list[int], dtype: torch.dtype, max_norm: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in sizes]

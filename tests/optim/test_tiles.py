@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError, InvariantError
@@ -14,6 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @given(st.sampled_from(DTYPES), st.integers(1, 5000))
+@settings(deadline=None, max_examples=50)
 def test_planes_are_aligned_and_apart(dtype: torch.dtype, numel: int) -> None:
     buffer = torch.zeros(state_nbytes(dtype, numel), dtype=torch.uint8)
     planes = state_planes(buffer, dtype, numel)

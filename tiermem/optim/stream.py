@@ -182,7 +182,7 @@ class UnitStream:
         except BaseException as error:
             window.close()
             # Not cancelled: a lease granted to a cancelled wait would be held for ever.
-            await loader
+            await asyncio.wait([loader])
             window.fail_waiting(error)
             raise
 
