@@ -273,6 +273,8 @@ def test_an_error_of_an_update_surfaces(schedule: str) -> None:
     with pytest.raises(OSError, match="bad block"):
         harness.service.unit_needed(1)
     harness.service.unit_needed(0)
+    with pytest.raises(OSError, match="bad block"):
+        ours.step()
     harness.close()
 
 

@@ -46,6 +46,7 @@ class UpdateCoordinator:
         """
         if source not in self._source_of.values():
             raise ConfigError("another optimizer was made for the same parameters since; step that one")
+        self._queue.raise_failed()  # before anything is claimed for a step that makes no sense any more
         norm: torch.Tensor | None = None
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)

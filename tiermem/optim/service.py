@@ -75,7 +75,10 @@ class UpdateQueue(Protocol):
     """Carries updates out; the `Updater`, or a fake in tests."""
 
     def start(self, update: UnitUpdate) -> None:
-        """Queue an update. Raises the error of an earlier one that failed."""
+        """Queue an update."""
+
+    def raise_failed(self) -> None:
+        """Raise the error of an update that failed, if any did; does not wait."""
 
     def wait(self, unit: int) -> None:
         """Wait for the unit's queued updates. Raises the error of one that failed."""

@@ -59,10 +59,9 @@ class Updater:
         self._loop_thread: int | None = None
 
     def start(self, update: UnitUpdate) -> None:
-        """Queue an update. Raises the error of an earlier update that failed, of whatever unit."""
+        """Queue an update; it fails, when its turn comes, if an earlier one of the same unit has."""
         if update.unit not in self._stream.units:
             raise InvariantError(f"unit {update.unit} has no optimizer state")
-        self._raise_failed()
         entry = _Entry(update, Future())
         with self._lock:
             self._queue.append(entry)
@@ -99,7 +98,14 @@ class Updater:
         with self._lock:
             entries = [entry for entries in self._unfinished.values() for entry in entries]
         self._wait_for(entries)
-        self._raise_failed()
+        self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raise the first error of an update that failed, if any did; does not wait."""
+        with self._lock:
+            error = next(iter(self._failed.values()), None)
+        if error is not None:
+            raise error
 
     def statistics(self) -> UpdaterStatistics:
         """What has been done so far."""
@@ -114,12 +120,6 @@ class Updater:
             raise InvariantError("an update was waited for on the pager's loop, which has to carry it out")
         for entry in entries:
             self._pager.wait_for(entry.future)
-
-    def _raise_failed(self) -> None:
-        with self._lock:
-            error = next(iter(self._failed.values()), None)
-        if error is not None:
-            raise error
 
     def _start_running(self) -> None:
         try:
