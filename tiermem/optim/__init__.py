@@ -1,1 +1,1 @@
-"""tiermem.optim: see README.md in this folder."""
+"""tiermem.optim: exact AdamW on paged state; see README.md in this folder."""

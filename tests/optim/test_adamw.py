@@ -1,0 +1,391 @@
+"""The optimizer users see, over a fake pager: same numbers as torch's in every schedule, and a real Optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from doubles_optim import FakeBook, FakePager, add_unit, read_parameter, write_parameter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.errors import ConfigError
+from tiermem.optim.adamw import AdamW
+from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.kernels import Workspace
+from tiermem.optim.masters import StateStore
+from tiermem.optim.schedules import make_schedule
+from tiermem.optim.service import UpdateService
+from tiermem.optim.tiles import Segment, UnitState
+from tiermem.optim.updater import Updater
+from tiermem.pager.page import Kind, PageKey
+from tiermem.registry import Registry, registry
+
+pytestmark = pytest.mark.timeout(60)
+
+SIZES = [[700, 3000, 5], [64, 1], [2500]]
+
+
+class Harness:
+    """Parameters of a make-believe model as pages, next to the same parameters under torch's own AdamW."""
+
+    def __init__(
+        self,
+        schedule: str = "step",
+        dtype: torch.dtype = torch.float32,
+        sizes: list[list[int]] = SIZES,
+        tile: int = 2048,
+    ) -> None:
+        self.pager, self.dtype, self.units = FakePager(), dtype, []
+        number = 0
+        for unit, numels in enumerate(sizes):
+            segments, position = [], 0
+            for numel in numels:
+                segments.append(Segment(number, position, numel))
+                position += -(-numel // 64) * 64
+                number += 1
+            self.units.append(UnitState(unit, dtype, tuple(segments), segments[-1].stop, tile))
+            add_unit(self.pager, self.units[-1])
+        by_unit = {state.unit: state for state in self.units}
+        self.store, self.book = StateStore(self.pager, by_unit), FakeBook(self.pager, self.units)
+        self.updater = Updater(self.pager, by_unit, workspace=Workspace(1024))
+        self.service = UpdateCoordinator(self.units, self.updater, self.book, make_schedule(schedule))
+        generator = torch.Generator().manual_seed(1)
+        self.faces: list[torch.nn.Parameter] = []  # what the optimizer is given: placeholders of the right shape
+        self.plain: list[torch.nn.Parameter] = []
+        for parameter, (state, segment) in enumerate((u, s) for u in self.units for s in u.segments):
+            values = torch.randn(segment.numel, generator=generator)
+            write_parameter(self.pager, state, parameter, values)
+            self.store.store_master(state.unit, parameter, values)
+            self.faces.append(torch.nn.Parameter(torch.full((), float("nan"), dtype=dtype).expand(segment.numel)))
+            self.plain.append(torch.nn.Parameter(values))
+            registry.attach(self.faces[-1], self.service, parameter)
+
+    def backward(self, seed: int, without: tuple[int, ...] = (), *, complete: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for state in reversed(self.units):
+            self.service.unit_needed(state.unit)
+            for segment in reversed(state.segments):
+                gradient = torch.randn(segment.numel, generator=generator).to(self.dtype)
+                if segment.parameter not in without:
+                    self.book.set(segment.parameter, gradient)
+                    self.plain[segment.parameter].grad = gradient.to(torch.float32)
+            if complete:
+                self.service.gradients_complete(state.unit)
+
+    def check_same(self) -> None:
+        self.service.wait_updates()
+        for parameter, plain in enumerate(self.plain):
+            state = self.book.unit_of[parameter]
+            assert torch.equal(read_parameter(self.pager, state, parameter), plain.detach().to(self.dtype)), parameter
+            assert torch.equal(self.store.read_master(state.unit, parameter), plain.detach()), parameter
+
+    def close(self) -> None:
+        self.pager.close()
+        for face in self.faces:
+            registry.detach(face)
+
+
+@pytest.fixture
+def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    made = Harness(*getattr(request, "param", ()))
+    yield made
+    made.close()
+
+
+def grouped(parameters: list[torch.nn.Parameter]) -> list[dict]:
+    return [
+        {"params": parameters[:2], "lr": 0.03, "weight_decay": 0.0},
+        {"params": parameters[2:], "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["step", "forward", "backward", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_same_numbers_in_every_schedule(schedule: str, dtype: torch.dtype) -> None:
+    harness = Harness(schedule, dtype)
+    ours = AdamW(grouped(harness.faces), lr=0.01)
+    torchs = torch.optim.AdamW(grouped(harness.plain), lr=0.01, fused=True)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 5) for o in (ours, torchs)]
+    for step in range(5):
+        harness.backward(step, without=((), (1,), (0, 1, 2), (5,), ())[step])
+        for optimizer in (ours, torchs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+    harness.check_same()
+    assert not ours.state
+    assert [ours.steps_of(p) for p in harness.faces] == [int(torchs.state[p]["step"]) for p in harness.plain]
+    harness.close()
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), min_size=1, max_size=3),
+    tile=st.sampled_from([2048, 4096, 10240]),
+    schedule=st.sampled_from(["step", "forward", "backward"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=15, deadline=None)
+def test_same_numbers_for_any_layout(sizes: list[list[int]], tile: int, schedule: str, dtype: torch.dtype) -> None:
+    harness = Harness(schedule, dtype, sizes, tile)
+    pair = AdamW(harness.faces, lr=0.01), torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    for step in range(3):
+        harness.backward(step)
+        for optimizer in pair:
+            optimizer.step()
+    harness.check_same()
+    harness.close()
+
+
+@pytest.mark.parametrize("schedule", ["step", "forward"])
+@pytest.mark.parametrize("by_call", [False, True])
+def test_clipping_has_the_bits_of_torch(schedule: str, by_call: bool) -> None:
+    harness = Harness(schedule)
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=None if by_call else 0.5)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    for step in range(4):
+        harness.backward(step, without=(1,) if step == 2 else ())
+        norm = torch.nn.utils.clip_grad_norm_(harness.plain, 0.5)
+        if by_call:
+            assert torch.equal(ours.clip_grad_norm_(0.5), norm)
+        ours.step()
+        torchs.step()
+        assert torch.equal(ours.grad_norm, norm)
+        ours.zero_grad()
+        torchs.zero_grad()
+    harness.check_same()
+    harness.close()
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_backward_with_clipping_behaves_as_forward_and_says_so_once(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=0.5)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+
+    def train() -> None:
+        for step in range(2):
+            harness.backward(step)
+            torch.nn.utils.clip_grad_norm_(harness.plain, 0.5)
+            ours.step()
+            torchs.step()
+
+    with pytest.warns(UserWarning, match="behaves as 'forward'") as record:
+        train()
+    assert len(record) == 1
+    harness.check_same()
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_backward_refuses_a_clip_call_and_a_second_backward(harness: Harness) -> None:
+    ours = AdamW(harness.faces)
+    harness.backward(0)
+    with pytest.raises(ConfigError, match="'forward' or update='step'"):
+        ours.clip_grad_norm_(1.0)
+    with pytest.raises(ConfigError, match="accumulate"):
+        harness.backward(1)
+
+
+@pytest.mark.parametrize("harness", [("forward",)], indirect=True)
+def test_a_learning_rate_changed_later_does_not_leak_into_queued_updates(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    harness.backward(0)
+    harness.pager.gate.clear()
+    ours.step()
+    torchs.step()
+    ours.param_groups[0]["lr"] = 5.0
+    ours.zero_grad()  # must not take the gradients away from the queued updates
+    harness.pager.gate.set()
+    harness.check_same()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("schedule", ["step", "forward"])
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_norm_that_is_not_finite_skips_the_step(bad: float, schedule: str, by_call: bool) -> None:
+    harness = Harness(schedule)
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=None if by_call else 1e9)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+
+    def step() -> None:
+        if by_call:
+            ours.clip_grad_norm_(1e9)
+        ours.step()
+
+    def two_bad_steps() -> None:
+        for seed in range(2):
+            harness.backward(seed)
+            harness.book.gradients[3][0] = bad
+            step()
+
+    with pytest.warns(UserWarning, match="not finite") as record:
+        two_bad_steps()
+    assert len(record) == 1
+    assert ours.skipped == 2
+    assert ours.steps_of(harness.faces[0]) == 0
+    harness.backward(2)
+    step()
+    torchs.step()
+    harness.check_same()
+    harness.close()
+
+
+@pytest.mark.parametrize("schedule", ["step", "forward", "backward"])
+def test_two_optimizers_share_units(schedule: str) -> None:
+    harness = Harness(schedule)
+    split = [[0, 2, 4], [1, 3, 5]]
+    ours = [AdamW([harness.faces[k] for k in part], lr=0.01 * (n + 1)) for n, part in enumerate(split)]
+    torchs = [
+        torch.optim.AdamW([harness.plain[k] for k in part], lr=0.01 * (n + 1), fused=True)
+        for n, part in enumerate(split)
+    ]
+    for step in range(3):
+        harness.backward(step)
+        for optimizer in (*ours, *torchs):
+            optimizer.step()
+    harness.check_same()
+    assert not any(key.kind.value == "grad" for key in harness.pager.written)
+    harness.close()
+
+
+def test_gradients_dropped_are_not_used(harness: Harness) -> None:
+    ours = AdamW(harness.faces)
+    harness.backward(0)
+    ours.zero_grad()
+    ours.step()
+    harness.check_same()
+    assert ours.steps_of(harness.faces[0]) == 0
+
+
+@pytest.mark.parametrize("schedule", ["step", "forward"])
+def test_an_error_of_an_update_surfaces(schedule: str) -> None:
+    harness = Harness(schedule)
+    ours = AdamW(harness.faces)
+    harness.backward(0)
+    harness.pager.faults[PageKey(1, Kind.STATE, 0)] = OSError("bad block")
+    if schedule == "step":
+        with pytest.raises(OSError, match="bad block"):
+            ours.step()
+    else:
+        ours.step()
+    with pytest.raises(OSError, match="bad block"):
+        harness.service.unit_needed(1)
+    harness.service.unit_needed(0)
+    with pytest.raises(OSError, match="bad block"):
+        ours.step()
+    harness.close()
+
+
+def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    for step in range(3):
+        harness.backward(step, without=(1,) if step == 1 else ())
+        ours.step()
+    saved = ours.state_dict()
+    assert [saved["state"][k]["step"] for k in range(6)] == [3, 2, 3, 3, 3, 3]
+    other = AdamW(harness.faces, lr=5.0)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.01
+    assert other.steps_of(harness.faces[1]) == 2
+    assert not other.state
+    other.param_groups[0]["lr"] = 0.5
+    assert other.claim([0])[0].lr == 0.5
+    assert other.claim([0])[0].step == 5
+    with pytest.raises(ConfigError, match="another optimizer"):
+        ours.step()
+
+
+def test_moments_in_a_state_dict_are_refused(harness: Harness) -> None:
+    ours, torchs = AdamW(harness.faces), torch.optim.AdamW(harness.plain, fused=True)
+    harness.backward(0)
+    torchs.step()
+    with pytest.raises(ConfigError, match="exp_avg"):
+        ours.load_state_dict(torchs.state_dict())
+
+
+def test_schedulers_hooks_and_closures_work(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=torch.tensor(0.01))
+    torch.optim.lr_scheduler.OneCycleLR(AdamW(harness.faces), 0.1, total_steps=10)
+    torch.optim.lr_scheduler.LambdaLR(AdamW(harness.faces), lambda step: 0.5)
+    ours = AdamW(harness.faces, lr=0.01)
+    seen = []
+    ours.register_step_pre_hook(lambda *_: seen.append("before"))
+    ours.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        harness.backward(0)
+        return 1.5
+
+    with torch.no_grad():
+        assert ours.step(closure) == 1.5
+    assert seen == ["before", "after"]
+    assert ours.steps_of(harness.faces[0]) == 1
+    assert isinstance(harness.service, UpdateService)
+
+
+def test_groups_can_be_added(harness: Harness) -> None:
+    ours = AdamW(harness.faces[:3], lr=0.01)
+    ours.add_param_group({"params": harness.faces[3:], "lr": 0.1})
+    harness.backward(0)
+    ours.step()
+    torch.optim.AdamW(
+        [{"params": harness.plain[:3]}, {"params": harness.plain[3:], "lr": 0.1}], lr=0.01, fused=True
+    ).step()
+    harness.check_same()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1.0},
+        {"eps": -1.0},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9, -0.1)},
+        {"weight_decay": -0.1},
+        {"amsgrad": True},
+        {"maximize": True},
+        {"max_grad_norm": 0.0},
+    ],
+)
+def test_impossible_settings_are_refused(harness: Harness, options: dict) -> None:
+    with pytest.raises(ConfigError):
+        AdamW(harness.faces, **options)
+    with pytest.raises(ConfigError):
+        AdamW([{"params": harness.faces, **options}]) if "max_grad_norm" not in options else AdamW([], **options)
+
+
+def test_what_torch_accepts_without_effect_is_accepted(harness: Harness) -> None:
+    AdamW(harness.faces, fused=True, foreach=None, amsgrad=False)
+    with pytest.raises(TypeError, match="nonsense"):
+        AdamW(harness.faces, nonsense=1)
+
+
+def test_parameters_must_belong_to_one_runtime(harness: Harness) -> None:
+    with pytest.raises(ConfigError, match="does not belong to an offloaded model"):
+        AdamW([torch.nn.Parameter(torch.zeros(3))])
+    other = Harness()
+    with pytest.raises(ConfigError, match="two runtimes"):
+        AdamW(harness.faces + other.faces)
+    other.close()
+
+
+def test_the_registry_keeps_nobody_alive() -> None:
+    class Owner:
+        pass
+
+    register, owner, other = Registry(), Owner(), Owner()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    register.attach(parameter, owner, 3)
+    register.attach(parameter, owner, 4)
+    assert register.find(parameter).index == 4
+    with pytest.raises(ConfigError, match="another runtime"):
+        register.attach(parameter, other, 0)
+    del owner
+    assert register.find(parameter) is None
+    register.attach(parameter, other, 1)
+    register.detach(parameter)
+    register.detach(parameter)
+    assert register.find(parameter) is None

@@ -1,0 +1,99 @@
+"""One tile: the bits of fused AdamW for any slicing, and of a float32 master for narrow parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.errors import InvariantError
+from tiermem.optim.kernels import Run, Workspace, adamw_tile
+from tiermem.optim.tiles import state_nbytes, state_planes
+from tiermem.optim.updates import Settings
+
+
+def reference(master: torch.Tensor, lr: float, decay: float, gradients: list[torch.Tensor], dtype: torch.dtype) -> dict:
+    parameter = torch.nn.Parameter(master.clone())
+    optimizer = torch.optim.AdamW([parameter], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, fused=True)
+    for gradient in gradients:
+        parameter.grad = gradient.to(torch.float32)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    return {"parameter": parameter.detach().to(dtype), "first": state["exp_avg"], "second": state["exp_avg_sq"]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(
+    numel=st.integers(1, 5000),
+    slice_numel=st.sampled_from([64, 192, 1024, 8192]),
+    lr=st.floats(0.0, 0.1),
+    decay=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=15, deadline=None)
+def test_same_bits_for_any_slicing(
+    dtype: torch.dtype, numel: int, slice_numel: int, lr: float, decay: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    master = torch.randn(numel, generator=generator)
+    if dtype == torch.bfloat16:  # many exact ties: the hard case of the split
+        bits = master.view(torch.int32)
+        bits[::3] = (bits[::3] & -0x10000) | 0x8000
+    gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(4)]
+    planes = state_planes(torch.zeros(state_nbytes(dtype, numel), dtype=torch.uint8), dtype, numel)
+    parameter = master.to(dtype, copy=True)
+    if dtype == torch.bfloat16:
+        from tiermem.optim.split import split
+
+        scratch = torch.empty(numel, dtype=torch.int32)
+        split(master, parameter, planes.remainder, planes.exp_avg_sq, scratch)
+    if dtype == torch.float16:
+        planes.master.copy_(master)
+    workspace = Workspace(slice_numel)
+    for step, gradient in enumerate(gradients, 1):
+        adamw_tile(parameter, gradient, planes, [Run(0, numel, Settings(lr, 0.9, 0.95, 1e-8, decay, step))], workspace)
+    expected = reference(master, lr, decay, gradients, dtype)
+    assert torch.equal(parameter, expected["parameter"])
+    assert torch.equal(planes.exp_avg, expected["first"])
+    assert torch.equal(planes.exp_avg_sq.abs(), expected["second"])
+
+
+def test_elements_outside_the_runs_are_not_touched() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        buffer = torch.randint(0, 100, (state_nbytes(dtype, 512),), dtype=torch.uint8)
+        parameter, before = torch.ones(512, dtype=dtype), buffer.clone()
+        planes, old = state_planes(buffer, dtype, 512), state_planes(before, dtype, 512)
+        run = Run(128, 100, Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1))
+        adamw_tile(parameter, torch.ones(512, dtype=dtype), planes, [run], Workspace(64))
+        outside = torch.ones(512, dtype=torch.bool)
+        outside[128:228] = False
+        assert (parameter[outside] == 1).all()
+        assert (parameter[~outside] != 1).any()
+        for name in ("remainder", "master", "exp_avg", "exp_avg_sq"):
+            if getattr(planes, name) is not None:
+                assert torch.equal(getattr(planes, name)[outside], getattr(old, name)[outside])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaling_happens_in_the_gradients_dtype_and_leaves_them_alone(dtype: torch.dtype) -> None:
+    gradient = torch.randn(3000).to(dtype)
+    scaled = gradient * 0.3
+    results = []
+    for grad, scale in ((gradient, 0.3), (scaled, 1.0)):
+        planes = state_planes(torch.zeros(state_nbytes(dtype, 3000), dtype=torch.uint8), dtype, 3000)
+        parameter, before = torch.ones(3000, dtype=dtype), grad.clone()
+        run = Run(0, 3000, Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1))
+        adamw_tile(parameter, grad, planes, [run], Workspace(256), scale)
+        assert torch.equal(grad, before)
+        results.append((parameter, planes.exp_avg, planes.exp_avg_sq))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    planes = state_planes(torch.zeros(state_nbytes(torch.float32, 64), dtype=torch.uint8), torch.float32, 64)
+    with pytest.raises(InvariantError):
+        adamw_tile(torch.zeros(64), torch.zeros(32), planes, [], Workspace(64))
+    with pytest.raises(InvariantError):
+        Workspace(100)

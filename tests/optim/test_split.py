@@ -1,0 +1,70 @@
+"""The split of masters is lossless for every class of bit patterns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.optim.split import join, joined, split
+
+HIGH = st.one_of(
+    st.integers(0, 0xFFFF),
+    st.sampled_from([0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x7F7F, 0x7F80, 0x7FC0, 0xFF80, 0xFFFF, 0x3F80, 0x3F81]),
+)
+LOW = st.one_of(st.integers(0, 0xFFFF), st.sampled_from([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]))
+
+
+def from_bits(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.astype(np.uint32).view(np.int32).copy()).view(torch.float32)
+
+
+def check_round_trip(master: torch.Tensor, moment: torch.Tensor) -> None:
+    numel = master.numel()
+    parameter = torch.empty(numel, dtype=torch.bfloat16)
+    remainder = torch.empty(numel, dtype=torch.int16)
+    scratch = torch.empty(numel, dtype=torch.int32)
+    exp_avg_sq, back = moment.clone(), torch.empty(numel)
+    split(master, parameter, remainder, exp_avg_sq, scratch)
+    assert torch.equal(parameter.view(torch.int16), master.to(torch.bfloat16).view(torch.int16))
+    assert torch.equal(exp_avg_sq.abs().view(torch.int32), moment.abs().view(torch.int32))
+    copy = joined(parameter, remainder, exp_avg_sq)
+    join(parameter, remainder, exp_avg_sq, back, scratch)
+    assert torch.equal(copy.view(torch.int32), back.view(torch.int32))
+    nan = master.isnan()
+    assert torch.equal(back.isnan(), nan)
+    assert torch.equal(back.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
+    assert torch.equal(exp_avg_sq.view(torch.int32), moment.view(torch.int32))
+
+
+@given(st.lists(st.tuples(HIGH, LOW), min_size=1, max_size=70))
+@settings(deadline=None, max_examples=50)
+def test_any_bits_come_back(pairs: list[tuple[int, int]]) -> None:
+    bits = np.array([(high << 16) | low for high, low in pairs], dtype=np.uint32)
+    check_round_trip(from_bits(bits), torch.rand(len(pairs)))
+
+
+@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_every_upper_half_comes_back(low: int) -> None:
+    bits = (np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(low)
+    check_round_trip(from_bits(bits), torch.zeros(1 << 16))
+
+
+@given(st.integers(0, 0xFFFF))
+@settings(max_examples=6, deadline=None)
+def test_every_lower_half_comes_back(high: int) -> None:
+    check_round_trip(from_bits(np.arange(1 << 16, dtype=np.uint32) | np.uint32(high << 16)), torch.zeros(1 << 16))
+
+
+def test_a_nan_moment_is_not_taken_for_a_mark() -> None:
+    negative_nan = from_bits(np.array([0xFFC00000, 0xFFC00000, 0xFFC00000]))
+    master = from_bits(np.array([0x3F800000, 0x7FC08000, 0x3F818001]))
+    parameter, remainder = torch.empty(3, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int16)
+    scratch, back = torch.empty(3, dtype=torch.int32), torch.empty(3)
+    split(master, parameter, remainder, negative_nan, scratch)
+    join(parameter, remainder, negative_nan, back, scratch)
+    assert back[0] == master[0]
+    assert back[1].isnan()
+    assert back[2] == master[2]

@@ -1,0 +1,288 @@
+"""The queue and the stream: order, overlap, errors, and no wait without end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from doubles_optim import FakePager, add_unit, read_parameter, write_gradient, write_parameter
+
+from tiermem.errors import ConfigError, InvariantError, TiermemError
+from tiermem.optim.masters import StateStore
+from tiermem.optim.tiles import Segment, UnitState
+from tiermem.optim.updater import Updater
+from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
+from tiermem.pager.page import Intent, Kind, PageKey
+
+pytestmark = pytest.mark.timeout(30)
+
+SETTINGS = Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1)
+
+
+@pytest.fixture
+def pager() -> Iterator[FakePager]:
+    fake = FakePager()
+    yield fake
+    fake.close()
+
+
+def make_units(
+    pager: FakePager, count: int, numel: int = 5000, dtype: torch.dtype = torch.float32
+) -> dict[int, UnitState]:
+    units = {}
+    for unit in range(count):
+        state = UnitState(unit, dtype, (Segment(unit, 0, numel),), numel, 2048)
+        add_unit(pager, state, frozen_numel=100)
+        write_parameter(pager, state, unit, torch.ones(numel))
+        write_gradient(pager, state, unit, torch.ones(numel))
+        units[unit] = state
+    return units
+
+
+def whole(state: UnitState, **options: object) -> UnitUpdate:
+    return UnitUpdate(state.unit, tuple(SegmentUpdate(s, SETTINGS) for s in state.segments), **options)
+
+
+def touched(pager: FakePager) -> list[int]:
+    return [key.unit for key, intent in pager.log if key.kind is Kind.PARAM]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_every_tile_is_updated_and_given_back(pager: FakePager, depth: int) -> None:
+    units = make_units(pager, 2)
+    updater = Updater(pager, units, depth=depth)
+    for state in units.values():
+        updater.start(whole(state))
+    updater.wait_all()
+    assert pager.held == 0
+    assert pager.most_held <= 1 + 2 * depth
+    for unit, state in units.items():
+        assert not updater.pending(unit)
+        assert (read_parameter(pager, state, unit) < 1).all()
+        assert not any(pager.is_written(PageKey(unit, Kind.GRAD, k)) for k in range(state.tiles))
+        assert all(pager.is_written(PageKey(unit, Kind.STATE, k)) for k in range(state.tiles))
+    done = updater.statistics().done
+    assert (done.units, done.tiles, done.elements) == (2, 6, 10000)
+
+
+def test_one_tile_at_a_time_never_holds_two(pager: FakePager) -> None:
+    units = make_units(pager, 1, numel=20000)
+    updater = Updater(pager, units, depth=1)
+    updater.start(whole(units[0]))
+    updater.wait(0)
+    assert pager.most_held == 3
+
+
+def test_the_next_tile_is_leased_while_the_kernel_runs(pager: FakePager) -> None:
+    units = make_units(pager, 1)
+    pager.gate.clear()
+    updater = Updater(pager, units, depth=2)
+    updater.start(whole(units[0]))
+    with pager.changed:
+        assert pager.changed.wait_for(lambda: pager.held == 5, 0.01) or _eventually(lambda: pager.held == 5)
+    pager.gate.set()
+    updater.wait(0)
+
+
+def _eventually(condition: object) -> bool:
+    pause = threading.Event()
+    for _ in range(2000):
+        if condition():  # type: ignore[operator]
+            return True
+        pause.wait(0.005)
+    return False
+
+
+def test_the_first_time_starts_from_zeros_and_later_from_what_is_there(pager: FakePager) -> None:
+    units = make_units(pager, 1)
+    updater = Updater(pager, units)
+    updater.start(whole(units[0]))
+    updater.wait(0)
+    write_gradient(pager, units[0], 0, torch.ones(5000))
+    updater.start(whole(units[0]))
+    updater.wait(0)
+    intents = [intent for key, intent in pager.log if key.kind is Kind.STATE]
+    assert intents == [Intent.FRESH] * 3 + [Intent.WRITE] * 3
+    first, second = StateStore(pager, units).read_moments(0, 0)
+    assert torch.allclose(first, torch.full((5000,), 0.19))
+    assert (second > 0).all()
+
+
+def test_a_tile_without_gradients_is_not_even_read(pager: FakePager) -> None:
+    state = UnitState(0, torch.float32, (Segment(0, 0, 2000), Segment(1, 2048, 2000), Segment(2, 4096, 10)), 4106, 2048)
+    add_unit(pager, state)
+    for parameter in range(3):
+        write_parameter(pager, state, parameter, torch.ones(state.segment_of(parameter).numel))
+    write_gradient(pager, state, 0, torch.ones(2000))
+    write_gradient(pager, state, 2, torch.ones(10))
+    updater = Updater(pager, {0: state})
+    updater.start(UnitUpdate(0, tuple(SegmentUpdate(state.segments[k], SETTINGS) for k in (0, 2))))
+    updater.wait(0)
+    assert {key.tile for key, _ in pager.log if key.kind is Kind.STATE} == {0, 2}
+    assert (read_parameter(pager, state, 1) == 1).all()
+
+
+def test_nothing_to_do_leases_nothing(pager: FakePager) -> None:
+    units = make_units(pager, 1)
+    updater = Updater(pager, units)
+    updater.start(UnitUpdate(0, ()))
+    updater.wait(0)
+    assert pager.log == []
+    assert not pager.is_written(PageKey(0, Kind.GRAD, 0))
+
+
+def test_gradients_wanted_by_another_stay(pager: FakePager) -> None:
+    units = make_units(pager, 1)
+    updater = Updater(pager, units)
+    updater.start(whole(units[0], discard_gradients=False))
+    updater.wait(0)
+    assert all(pager.is_written(PageKey(0, Kind.GRAD, k)) for k in range(3))
+
+
+def test_hurry_moves_a_queued_unit_to_the_front(pager: FakePager) -> None:
+    units = make_units(pager, 4)
+    pager.gate.clear()
+    updater = Updater(pager, units)
+    for state in units.values():
+        updater.start(whole(state))
+    assert _eventually(lambda: touched(pager) == [0])
+    updater.hurry(3)
+    pager.gate.set()
+    updater.wait(3)
+    updater.wait_all()
+    assert touched(pager) == [0, 3, 1, 2]
+
+
+@pytest.mark.parametrize("kind", list(Kind)[:3])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_error_of_a_page_is_raised_to_who_waits_and_other_units_go_on(
+    pager: FakePager, kind: Kind, depth: int
+) -> None:
+    units = make_units(pager, 3)
+    pager.faults[PageKey(1, kind, 0 if kind is Kind.PARAM else 1)] = OSError("bad block")
+    updater = Updater(pager, units, depth=depth)
+    for state in units.values():
+        updater.start(whole(state))
+    for _ in range(2):  # not only the first time
+        with pytest.raises(OSError, match="bad block"):
+            updater.wait(1)
+    with pytest.raises(OSError, match="bad block"):
+        updater.wait_all()
+    updater.wait(0)
+    updater.wait(2)
+    assert (read_parameter(pager, units[2], 2) < 1).all()
+    assert pager.held == 0
+    assert updater.pending(1)
+    with pytest.raises(OSError, match="bad block"):
+        updater.raise_failed()
+
+
+def test_an_error_in_the_kernel_fails_the_tile_and_the_parameters(pager: FakePager) -> None:
+    units = make_units(pager, 2)
+    pager.bytes[PageKey(0, Kind.STATE, 1)] = torch.zeros(64, dtype=torch.uint8)  # too small: the kernel refuses
+    updater = Updater(pager, units, depth=2)
+    updater.start(whole(units[0]))
+    updater.start(whole(units[1]))
+    with pytest.raises(InvariantError, match="STATE tile"):
+        updater.wait(0)
+    updater.wait(1)
+    assert pager.held == 0
+    assert PageKey(0, Kind.PARAM) in pager.failed
+    assert PageKey(0, Kind.STATE, 1) in pager.failed
+    assert PageKey(0, Kind.STATE, 0) not in pager.failed
+
+
+def test_a_second_update_of_a_failed_unit_fails_too(pager: FakePager) -> None:
+    units = make_units(pager, 1)
+    pager.faults[PageKey(0, Kind.PARAM)] = OSError("bad block")
+    pager.gate.clear()
+    updater = Updater(pager, units)
+    updater.start(whole(units[0], discard_gradients=False))
+    updater.start(whole(units[0]))
+    pager.gate.set()
+    with pytest.raises(OSError, match="bad block"):
+        updater.wait_all()
+
+
+def test_a_missing_gradient_is_not_a_lost_update(pager: FakePager) -> None:
+    units = make_units(pager, 1)
+    pager.start_discard([PageKey(0, Kind.GRAD, 2)])
+    updater = Updater(pager, units)
+    updater.start(whole(units[0]))
+    with pytest.raises(InvariantError, match="gradient tile 2"):
+        updater.wait(0)
+    assert (read_parameter(pager, units[0], 0) == 1).all()
+
+
+def test_a_loop_stopped_under_the_queue_ends_every_wait(pager: FakePager) -> None:
+    units = make_units(pager, 3)
+    pager.gate.clear()
+    updater = Updater(pager, units)
+    for state in units.values():
+        updater.start(whole(state))
+    assert _eventually(lambda: pager.held > 0)
+    pager.stop_loop()
+    pager.gate.set()
+    with pytest.raises(TiermemError, match="ended before"):
+        updater.wait_all()
+    with pytest.raises(TiermemError, match="ended before"):
+        updater.wait(2)
+
+
+def test_a_wait_on_the_loop_is_refused(pager: FakePager) -> None:
+    units = make_units(pager, 2)
+    updater = Updater(pager, units)
+    updater.start(whole(units[0]))
+    updater.wait(0)
+    pager.gate.clear()
+    updater.start(whole(units[1]))
+
+    async def wait_there() -> None:
+        updater.wait(1)
+
+    with pytest.raises(InvariantError, match="loop"):
+        pager.start_task(wait_there()).result(10)
+    pager.gate.set()
+    updater.wait_all()
+
+
+def test_wrong_questions_are_refused(pager: FakePager) -> None:
+    with pytest.raises(ConfigError, match="depth"):
+        Updater(pager, {}, depth=0)
+    with pytest.raises(InvariantError, match="no optimizer state"):
+        Updater(pager, {}).start(UnitUpdate(7, ()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masters_and_moments_come_back(pager: FakePager, dtype: torch.dtype) -> None:
+    segments = (Segment(0, 0, 3000), Segment(1, 3008, 100), Segment(2, 3136, 2000))
+    state = UnitState(0, dtype, segments, 5136, 2048)
+    add_unit(pager, state)
+    store = StateStore(pager, {0: state})
+    values = {p: torch.randn(state.segment_of(p).numel) for p in range(3)}
+    values[1] = torch.full((100,), 1.00390625)  # an exact tie in bfloat16
+    for parameter, value in values.items():
+        write_parameter(pager, state, parameter, value)
+        store.store_master(0, parameter, value)
+    for parameter, value in values.items():
+        assert torch.equal(store.read_master(0, parameter), value)
+        assert not store.read_moments(0, parameter)[0].any()
+    first, second = torch.randn(3000), torch.rand(3000)
+    store.store_moments(0, 0, first, second)
+    assert torch.equal(store.read_moments(0, 0)[0], first)
+    assert torch.equal(store.read_moments(0, 0)[1], second)
+    assert torch.equal(store.read_master(0, 0), values[0])
+    assert pager.held == 0
+
+
+def test_exact_parameters_write_no_state(pager: FakePager) -> None:
+    state = UnitState(0, torch.bfloat16, (Segment(0, 0, 3000),), 3000, 2048)
+    add_unit(pager, state)
+    store, value = StateStore(pager, {0: state}), torch.randn(3000).bfloat16()
+    write_parameter(pager, state, 0, value)
+    store.store_master(0, 0, value.float())
+    assert not pager.is_written(PageKey(0, Kind.STATE, 0))
+    assert torch.equal(store.read_master(0, 0), value.float())
+    assert not store.read_moments(0, 0)[1].any()

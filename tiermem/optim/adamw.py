@@ -1,0 +1,209 @@
+"""The optimizer that users see.
+
+Owns hyperparameters, param groups and step counts. Does not know pages, tiles or threads: it finds the runtime of its
+parameters in the registry and asks it to update them. Guarantees to be a `torch.optim.Optimizer` for everybody who
+looks (schedulers, trainers, checkpoints of the loop), and to hold no tensor of a parameter's size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from tiermem.errors import ConfigError
+from tiermem.optim.service import StepResult, UpdateService
+from tiermem.optim.updates import Settings
+from tiermem.registry import registry
+
+_WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
+_UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW for the parameters of a model given to `tiermem.offload`.
+
+    Same numbers as `torch.optim.AdamW(fused=True)`. Gradients are used up by `step()`: they do not add to the next
+    step's even without `zero_grad()`. With `max_grad_norm` every step first clips by the global norm.
+
+    Raises:
+        ConfigError: a hyperparameter is out of range, or the parameters do not belong to one offloaded model.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        **unsupported: object,
+    ) -> None:
+        _check_torch_options(unsupported)
+        if max_grad_norm is not None and not max_grad_norm > 0.0:
+            raise ConfigError(f"max_grad_norm must be positive or None, found {max_grad_norm}")
+        self.max_grad_norm = max_grad_norm
+        self.skipped = 0
+        self._service: UpdateService | None = None
+        self._index_of: dict[torch.Tensor, int] = {}
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._steps: dict[int, int] = {}
+        self._last = StepResult(None, skipped=False)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_group(defaults)
+        super().__init__(params, defaults)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Global gradient norm, before clipping, of the last step or `clip_grad_norm_` call; None if neither asked."""
+        return self._last.grad_norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; as torch's, and the parameters must belong to the same runtime as the others."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
+            _check_group(group)
+            service, indices = self._resolve(group["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._service = service
+        for parameter, index in zip(group["params"], indices, strict=True):
+            self._index_of[parameter] = index
+            self._group_of[index] = group
+        service.attach_optimizer(self, indices)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients; return what `closure`, if given, returned.
+
+        Depending on `Config.update` the updates are done, or only queued, when this returns; an error of one is raised
+        here, by the next use of its unit or by the next step. A gradient norm that is not finite skips the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        result = self._runtime().step(self)
+        self._last = StepResult(result.grad_norm if result.grad_norm is not None else self.grad_norm, result.skipped)
+        if result.skipped:
+            self.skipped += 1
+            if self.skipped == 1:
+                warnings.warn(
+                    "a step was skipped because its gradient norm is not finite; optimizer.skipped counts such steps",
+                    stacklevel=3,
+                )
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no step has used."""
+        super().zero_grad(set_to_none)
+        self._runtime().drop_gradients(self)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip this optimizer's gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; return the norm.
+
+        Raises `ConfigError` in the "backward" schedule, which names those that can.
+        """
+        norm = self._runtime().clip_gradients(self, max_norm)
+        self._last = StepResult(norm, self._last.skipped)
+        return norm
+
+    def claim(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
+        """For the runtime: settings of these parameters for the step now beginning; counts the step."""
+        settings = {}
+        for index in parameters:
+            group = self._group_of[index]
+            self._steps[index] = self._steps.get(index, 0) + 1
+            settings[index] = Settings(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=self._steps[index],
+            )
+        return settings
+
+    def steps_of(self, parameter: torch.Tensor) -> int:
+        """How many updates a parameter has had (or has queued)."""
+        return self._steps.get(self._index_of[parameter], 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with only the step count as state of a parameter; masters and moments are pages, see `commit`."""
+        packed = super().state_dict()
+        packed["state"] = {
+            number: {"step": self._steps[self._index_of[parameter]]}
+            for number, parameter in enumerate(self._parameters())
+            if self._index_of[parameter] in self._steps
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore groups and step counts. Raises `ConfigError` for a state with moments, as torch's AdamW saves it."""
+        for entry in state_dict["state"].values():
+            if set(entry) - {"step"}:
+                raise ConfigError(
+                    f"this optimizer state carries {sorted(set(entry) - {'step'})}; moments of an offloaded model are "
+                    "pages and come back with offload(..., resume=...), not with load_state_dict"
+                )
+        super().load_state_dict(state_dict)
+        self._steps = {self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()}
+        self.state.clear()
+        # The base class has replaced the groups by new dictionaries.
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._group_of[self._index_of[parameter]] = group
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _runtime(self) -> UpdateService:
+        if self._service is None:
+            raise ConfigError("this optimizer has no parameters")
+        return self._service
+
+    def _resolve(self, parameters: Iterable[torch.Tensor]) -> tuple[UpdateService, list[int]]:
+        service, indices = self._service, []
+        for parameter in parameters:
+            found = registry.find(parameter)
+            if found is None or not isinstance(found.owner, UpdateService):
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} does not belong to an offloaded model; call "
+                    "tiermem.offload(model, config) first, or use torch.optim.AdamW"
+                )
+            if service is not None and found.owner is not service:
+                raise ConfigError("the parameters belong to two runtimes; make one optimizer for each")
+            service = found.owner
+            indices.append(found.index)
+        if service is None:
+            raise ConfigError("a param group without parameters came first; there is no runtime to ask")
+        return service, indices
+
+
+def _check_torch_options(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if name in _UNSUPPORTED and value:
+            raise ConfigError(f"tiermem.AdamW does not support {name}={value!r}")
+        if name not in _UNSUPPORTED | _WITHOUT_EFFECT:
+            raise TypeError(f"AdamW got an unexpected argument {name!r}")
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ConfigError("Tensor lr must be 1-element")
+    if not float(lr) >= 0.0:
+        raise ConfigError(f"Invalid learning rate: {lr}")
+    if not eps >= 0.0:
+        raise ConfigError(f"Invalid epsilon value: {eps}")
+    for position, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"Invalid beta parameter at index {position}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ConfigError(f"Invalid weight_decay value: {weight_decay}")

@@ -1,0 +1,61 @@
+"""The global gradient norm and the clipping coefficient.
+
+Owns the arithmetic of `torch.nn.utils.clip_grad_norm_`, taken apart so that it works on per-parameter norms. Does not
+know where gradients live. Guarantees the bits of torch's function when the per-parameter norms are
+`torch.linalg.vector_norm` of each whole gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tiermem.errors import ConfigError
+
+
+def parameter_norm(slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of one parameter's gradient that lies in several slices (one per tile), in the gradient's dtype.
+
+    One slice gives the bits torch gives. Several are combined in float64: at least as accurate, but the last bit may
+    differ from torch's, whose own depends on the number of threads for large tensors.
+    """
+    if len(slices) == 1:
+        return _norm(slices[0])
+    parts = [_norm(part, dtype=torch.float32).to(torch.float64) for part in slices]
+    return _norm(torch.stack(parts)).to(slices[0].dtype)
+
+
+def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all parameters from the norms of each, in the optimizer's parameter order; 0-dim.
+
+    As `torch.nn.utils.get_total_norm`, which takes parameters dtype by dtype in the order of first appearance.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for norm in norms:
+        by_dtype.setdefault(norm.dtype, []).append(norm)
+    ordered = [norm for group in by_dtype.values() for norm in group]
+    return _norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
+
+
+def clip_coefficient(total: torch.Tensor, max_norm: float) -> float:
+    """The factor for every gradient, max_norm / (total + 1e-6) and at most 1, computed in the dtype of `total`.
+
+    Raises `ConfigError` if `max_norm` is negative or not a number.
+    """
+    if not max_norm >= 0.0:
+        raise ConfigError(f"max_norm must be a number not below 0, found {max_norm}")
+    return float(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0).item())
+
+
+def is_finite(value: torch.Tensor | float) -> bool:
+    """Whether a norm is neither infinite nor NaN."""
+    return math.isfinite(float(value))
+
+
+def _norm(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    return norm

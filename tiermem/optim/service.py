@@ -1,0 +1,93 @@
+"""What the AdamW face, the schedules and the runtime ask of each other.
+
+Owns the protocols between the rooms and the small records they exchange. Does not know who implements them. Guarantees
+that parameters are named by their global index here, so that no module
+and no tensor but a gradient norm crosses this line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tiermem.optim.updates import Settings, UnitUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did: the gradient norm before clipping (None if nobody asked), and whether it was skipped."""
+
+    grad_norm: torch.Tensor | None
+    skipped: bool
+
+
+class SettingsSource(Protocol):
+    """An optimizer, as seen from below: it knows hyperparameters and step counts."""
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Clip every step to this norm, or do not clip."""
+
+    def claim(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
+        """Settings of these parameters for the step now beginning; their step counts advance by one."""
+
+
+@runtime_checkable
+class UpdateService(Protocol):
+    """What an optimizer asks of the runtime that owns its parameters."""
+
+    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
+        """From now on `source` is the optimizer of `parameters` (all of them, in its own order)."""
+
+    def step(self, source: SettingsSource) -> StepResult:
+        """Update every parameter of `source` that has a gradient, according to the schedule."""
+
+    def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of `source` so that their norm is at most `max_norm`; return the norm before."""
+
+    def drop_gradients(self, source: SettingsSource) -> None:
+        """Forget the gradients of `source` that no update has claimed."""
+
+    def wait_updates(self) -> None:
+        """Wait until all queued updates are done. Raises the error of one that failed."""
+
+
+class GradientBook(Protocol):
+    """Who has a gradient; kept by the runtime. Called on the compute thread only."""
+
+    def present(self, unit: int) -> Sequence[int]:
+        """The parameters of a unit that have a gradient which no update has claimed."""
+
+    def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """The 2-norm of each parameter's whole gradient, 0-dim, in the gradient's dtype. May wait for I/O."""
+
+    def claimed(self, unit: int, parameters: Sequence[int]) -> None:
+        """An update now owns these gradients: they are no longer present, and the next contribution starts anew."""
+
+    def drop(self, parameters: Sequence[int]) -> None:
+        """Forget these gradients, as if backward had not produced them."""
+
+
+class UpdateQueue(Protocol):
+    """Carries updates out; the `Updater`, or a fake in tests."""
+
+    def start(self, update: UnitUpdate) -> None:
+        """Queue an update."""
+
+    def raise_failed(self) -> None:
+        """Raise the error of an update that failed, if any did; does not wait."""
+
+    def wait(self, unit: int) -> None:
+        """Wait for the unit's queued updates. Raises the error of one that failed."""
+
+    def wait_all(self) -> None:
+        """Wait for all queued updates. Raises the error of one that failed."""
+
+    def pending(self, unit: int) -> bool:
+        """Whether an update of the unit is queued or running, or has failed."""
+
+    def hurry(self, unit: int) -> None:
+        """Move the unit's queued updates to the front."""

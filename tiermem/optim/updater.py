@@ -1,0 +1,174 @@
+"""The queue of updates.
+
+Owns the requested updates until they are done, and the errors of those that failed. Does not know when updates are
+asked for (the schedules do) nor how one is carried out (the stream does). Guarantees that updates of one unit run in
+the order they were asked for, one at a time, that an error fails that unit only and is raised to whoever waits for
+it, and that no wait outlives the pager's loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tiermem.errors import InvariantError, TiermemError
+from tiermem.optim.kernels import Workspace
+from tiermem.optim.stream import StreamStatistics, UnitStream, UpdatePager
+from tiermem.optim.tiles import UnitState
+from tiermem.optim.updates import UnitUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class UpdaterStatistics:
+    """What has been done, and how many updates are queued or running."""
+
+    done: StreamStatistics
+    queued: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    update: UnitUpdate
+    future: Future[None]
+
+
+class Updater:
+    """Runs unit updates in order.
+
+    `start`, `pending` and `hurry` never wait; the others may be called from any thread but the pager's loop.
+    """
+
+    def __init__(
+        self,
+        pager: UpdatePager,
+        units: Mapping[int, UnitState],
+        *,
+        depth: int = 2,
+        workspace: Workspace | None = None,
+    ) -> None:
+        self._pager = pager
+        self._stream = UnitStream(pager, units, depth=depth, workspace=workspace)
+        self._lock = threading.Lock()
+        self._queue: deque[_Entry] = deque()
+        self._unfinished: dict[int, list[_Entry]] = {}
+        self._failed: dict[int, BaseException] = {}
+        self._running = False
+        self._loop_thread: int | None = None
+
+    def start(self, update: UnitUpdate) -> None:
+        """Queue an update; it fails, when its turn comes, if an earlier one of the same unit has."""
+        if update.unit not in self._stream.units:
+            raise InvariantError(f"unit {update.unit} has no optimizer state")
+        entry = _Entry(update, Future())
+        with self._lock:
+            self._queue.append(entry)
+            self._unfinished.setdefault(update.unit, []).append(entry)
+            must_run = not self._running
+            self._running = True
+        if must_run:
+            self._start_running()
+
+    def pending(self, unit: int) -> bool:
+        """Whether an update of the unit is queued or running, or has failed, so that `wait` has something to say."""
+        with self._lock:
+            return unit in self._unfinished or unit in self._failed
+
+    def hurry(self, unit: int) -> None:
+        """Move the unit's queued updates to the front, in their order."""
+        with self._lock:
+            wanted = [entry for entry in self._queue if entry.update.unit == unit]
+            others = [entry for entry in self._queue if entry.update.unit != unit]
+            self._queue = deque(wanted + others)
+
+    def wait(self, unit: int) -> None:
+        """Wait for the unit's updates. Raises the error of one that failed, every time."""
+        with self._lock:
+            entries = list(self._unfinished.get(unit, ()))
+        self._wait_for(entries)
+        with self._lock:
+            error = self._failed.get(unit)
+        if error is not None:
+            raise error
+
+    def wait_all(self) -> None:
+        """Wait for all updates. Raises the first error, after all have ended."""
+        with self._lock:
+            entries = [entry for entries in self._unfinished.values() for entry in entries]
+        self._wait_for(entries)
+        self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raise the first error of an update that failed, if any did; does not wait."""
+        with self._lock:
+            error = next(iter(self._failed.values()), None)
+        if error is not None:
+            raise error
+
+    def statistics(self) -> UpdaterStatistics:
+        """What has been done so far."""
+        with self._lock:
+            queued = sum(len(entries) for entries in self._unfinished.values())
+        return UpdaterStatistics(self._stream.statistics(), queued)
+
+    # The queue
+
+    def _wait_for(self, entries: Sequence[_Entry]) -> None:
+        if entries and threading.get_ident() == self._loop_thread:
+            raise InvariantError("an update was waited for on the pager's loop, which has to carry it out")
+        for entry in entries:
+            self._pager.wait_for(entry.future)
+
+    def _start_running(self) -> None:
+        try:
+            task = self._pager.start_task(self._run_queue())
+        except BaseException as error:
+            self._end_all(error)
+            raise
+        task.add_done_callback(self._run_ended)
+
+    def _run_ended(self, task: Future[None]) -> None:
+        """The runner ends by itself only with an empty queue; otherwise the loop was stopped under it."""
+        error = TiermemError("the pager ended before the queued updates") if task.cancelled() else task.exception()
+        if error is not None:
+            self._end_all(error)
+
+    def _end_all(self, error: BaseException) -> None:
+        with self._lock:
+            entries = [entry for entries in self._unfinished.values() for entry in entries]
+            self._queue.clear()
+            self._running = False
+        for entry in entries:
+            self._end(entry, error)
+
+    def _end(self, entry: _Entry, error: BaseException | None) -> None:
+        unit = entry.update.unit
+        with self._lock:
+            entries = self._unfinished.get(unit, [])
+            if entry in entries:
+                entries.remove(entry)
+            if not entries:
+                self._unfinished.pop(unit, None)
+            if error is not None:
+                self._failed.setdefault(unit, error)
+        # Never with the error: whoever waits reads it from `_failed`, however many wait and however late.
+        if not entry.future.done():
+            entry.future.set_result(None)
+
+    async def _run_queue(self) -> None:
+        self._loop_thread = threading.get_ident()
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._running = False
+                    return
+                entry = self._queue.popleft()
+                error = self._failed.get(entry.update.unit)
+            if error is None:
+                try:
+                    await self._stream.run(entry.update)
+                except Exception as raised:  # noqa: BLE001 - recorded, and raised to whoever waits for the unit
+                    error = raised
+            self._end(entry, error)
