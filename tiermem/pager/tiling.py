@@ -1,0 +1,54 @@
+"""How a run of elements falls into tiles.
+
+Owns the integer arithmetic of tiles and nothing else. Does not know what the elements are, where they live or how
+many bytes they have. Guarantees that the pieces of a run cover it exactly, in order and without overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TileRange:
+    """A piece of a run that lies within one tile; all numbers count elements.
+
+    Elements `[begin, begin + length)` of the run, counted from the run's own start, are elements
+    `[begin_in_tile, begin_in_tile + length)` of tile number `tile`.
+    """
+
+    tile: int
+    begin_in_tile: int
+    begin: int
+    length: int
+
+
+def tile_count(length: int, tile: int) -> int:
+    """Return how many tiles of `tile` elements hold `length` elements; the last one may be shorter."""
+    _demand_tile(tile)
+    if length < 0:
+        raise ValueError(f"a length is not negative, found {length}")
+    return -(-length // tile)
+
+
+def tile_ranges(start: int, length: int, tile: int) -> list[TileRange]:
+    """Cut the run of `length` elements that begins at element `start` of a tiled sequence at the tile boundaries.
+
+    An empty run has no pieces. Raises ValueError for a negative start or length, or a tile without elements.
+    """
+    _demand_tile(tile)
+    if start < 0 or length < 0:
+        raise ValueError(f"start and length are not negative, found {start} and {length}")
+    ranges = []
+    begin = 0
+    while begin < length:
+        number, begin_in_tile = divmod(start + begin, tile)
+        piece = min(tile - begin_in_tile, length - begin)
+        ranges.append(TileRange(number, begin_in_tile, begin, piece))
+        begin += piece
+    return ranges
+
+
+def _demand_tile(tile: int) -> None:
+    if tile <= 0:
+        raise ValueError(f"a tile holds at least one element, found {tile}")
