@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
@@ -38,7 +39,7 @@ class MemoryLease:
             self.pager.errors[key] = error
         self.release()
 
-    def __enter__(self) -> MemoryLease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def deferred_init() -> Iterator[None]:
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedTensorMixin):
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
             return None
         known = moved.get(id(parameter))
         # The number of an object that is gone may be given to another one.
@@ -37,7 +37,7 @@ def deferred_init() -> Iterator[None]:
         moved[id(parameter)] = (weakref.ref(parameter), bare)
         return bare
 
-    handle = register_module_parameter_registration_hook(move)
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -51,7 +51,7 @@ def backward_number() -> int:
 def call_at_backward_end(function: Callable[[], None]) -> None:
     """Have `function` called when the backward running on this thread is through (not if it fails)."""
     try:
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # noqa: SLF001
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         queue = engine.queue_callback
     except AttributeError as error:
         raise _moved("torch.autograd.Variable._execution_engine.queue_callback") from error
@@ -65,6 +65,11 @@ def viewers(tensor: torch.Tensor) -> int:
         return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001
     except AttributeError as error:
         raise _moved("torch._C._storage_Use_Count") from error
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often `tensor`, or a view of it, was written in place."""
+    return int(tensor._version)  # noqa: SLF001 - torch documents it, under this name
 
 
 def _unused(_: Any) -> Any:

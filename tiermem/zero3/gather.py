@@ -22,6 +22,7 @@ from torch import nn
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.pager.page import Intent, PageKey
 from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout, slot_view
 from tiermem.zero3.placeholder import Placeholders
@@ -152,7 +153,7 @@ class Gatherer:
         base = state.base if state.base is not None else self._take(state, writable=writable)
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
             parameter.data = slot_view(base, slot)
-        state.versions = tuple(parameter._version for parameter in state.parameters)
+        state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         state.presence = Presence.GATHERED
         self._lingering.pop(unit, None)
         self._gathers += 1
@@ -248,6 +249,6 @@ class Gatherer:
         if state.writable:
             return None
         for parameter, slot, version in zip(state.parameters, state.layout.slots, state.versions, strict=True):
-            if parameter._version != version:
+            if version_of(parameter) != version:
                 return slot.names[0]
         return None

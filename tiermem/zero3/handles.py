@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import Pack, Unpack, pop_hooks, push_hooks, top_hooks
+from tiermem.zero3.engine import Pack, Unpack, pop_hooks, push_hooks, top_hooks, version
 from tiermem.zero3.layout import view_bytes
 
 
@@ -38,7 +38,7 @@ class Handle:
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
         self.tally = tally
         self.generation = tally.generation
         tally.alive += 1
@@ -55,13 +55,14 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: a packed object that leads back to its own graph would never be freed.
         self.tensor = tensor.detach()
-        self.version = self.tensor._version
+        self.version = version(self.tensor)
 
     def restore(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        found = version(self.tensor)
+        if found != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {found}; expected "
                 f"version {self.version} instead."
             )
         return self.tensor

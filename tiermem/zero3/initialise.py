@@ -90,7 +90,7 @@ def mark(values: torch.Tensor) -> torch.Tensor:
 
 
 def is_marked(values: torch.Tensor) -> bool:
-    """Whether any element still is what `mark` wrote (never for bool and unsigned integers, which have no odd value)."""
+    """Whether any element still is what `mark` wrote; never for bool and unsigned integers, which have no odd value."""
     if values.dtype.is_floating_point or values.dtype.is_complex:
         return bool(torch.isnan(values).any())
     return not _has_no_mark(values.dtype) and bool((values == torch.iinfo(values.dtype).min).any())

@@ -9,12 +9,12 @@ were wherever torch permits it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from tiermem.errors import ConfigError
 from tiermem.pager.page import Intent
@@ -51,7 +51,7 @@ class Materializer:
     store_master: StoreMaster
     init: Initializer | None = None
     weights: WeightSource | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def run(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
         """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
@@ -156,7 +156,7 @@ def _info(member: Member) -> ParameterInfo:
 def _check(divided: ModelUnits) -> None:
     for _, member in divided.members():
         parameter = member.parameter
-        if isinstance(parameter, UninitializedTensorMixin):
+        if is_lazy(parameter):
             raise ConfigError(f"parameter {member.names[0]} has no shape yet: run the lazy module once before offload")
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
@@ -173,7 +173,7 @@ def _replace(member: Member, old: nn.Parameter, values: torch.Tensor) -> nn.Para
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), values, old.requires_grad)  # noqa: SLF001
     new.__dict__.update(old.__dict__)
     try:
-        torch.utils.swap_tensors(old, new)
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except RuntimeError:
         # Somebody keeps a weak reference, as torch's recurrent modules do: register the new object instead.
         for place in member.places:

@@ -13,7 +13,6 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -153,7 +152,8 @@ class GatherScheduler:
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
                 hook = _gradient_hook(self._gradient_arrived, unit, member.number)
-                self._hooks.append(parameters[member.number].register_post_accumulate_grad_hook(hook))
+                register = parameters[member.number].register_post_accumulate_grad_hook
+                self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
         call = _Call(module)
@@ -297,7 +297,7 @@ def _output_hook(demand: Callable[[int], torch.Tensor], units: tuple[int, ...]) 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)
+                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     return after
 

@@ -125,11 +125,10 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> ModelUnits:
     points = tuple(_points(modules, roots, owner))
     needs = {id(point.module): point.units for point in points}
     units = []
-    for root in order:
-        number = numbers[root]
-        borrowed = tuple(unit for unit in needs.get(root, ()) if unit != number)
-        name = names[root] or type(model).__name__
-        units.append(Unit(number, name, root_modules[root], tuple(owned[root]), borrowed))
+    for key, number in numbers.items():
+        borrowed = tuple(unit for unit in needs.get(key, ()) if unit != number)
+        name = names[key] or type(model).__name__
+        units.append(Unit(number, name, root_modules[key], tuple(owned[key]), borrowed))
     return ModelUnits(model, tuple(units), points)
 
 
@@ -154,10 +153,7 @@ def _inside_atomic(modules: Sequence[tuple[str, nn.Module]]) -> set[int]:
 def _roots(
     model: nn.Module, modules: Sequence[tuple[str, nn.Module]], wanted: Wanted, inside_atomic: set[int]
 ) -> set[int]:
-    if wanted is not None:
-        chosen = _wished(modules, wanted)
-    else:
-        chosen = _hinted(modules) or _list_children(model)
+    chosen = _hinted(modules) or _list_children(model) if wanted is None else _wished(modules, wanted)
     chosen -= inside_atomic
     covered = {id(inner) for _, module in modules if id(module) in chosen for inner in module.modules()}
     atomic = {id(module) for _, module in modules if is_atomic(module)} - inside_atomic - covered
