@@ -80,7 +80,18 @@ class GatherStatistics:
 class _UnitState:
     """One unit's lease and views."""
 
-    __slots__ = ("base", "holds", "layout", "lease", "parameters", "presence", "versions", "viewers", "writable")
+    __slots__ = (
+        "base",
+        "counted",
+        "holds",
+        "layout",
+        "lease",
+        "parameters",
+        "presence",
+        "versions",
+        "viewers",
+        "writable",
+    )
 
     def __init__(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
         self.layout = layout
@@ -92,6 +103,7 @@ class _UnitState:
         self.viewers = 0
         self.versions: tuple[int, ...] = ()
         self.writable = False
+        self.counted = False
 
 
 class Gatherer:
@@ -109,8 +121,7 @@ class Gatherer:
         self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
         self._placeholders = placeholders
         self._collectives = collectives
-        # Lingering units; True once counted as leaks.
-        self._lingering: dict[int, bool] = {}
+        self._lingering: set[int] = set()
         self._gathers = 0
         self._leaks = 0
         # Address of each gathered frame, to its unit; the pack hook looks here for every saved tensor.
@@ -155,7 +166,7 @@ class Gatherer:
             parameter.data = slot_view(base, slot)
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         state.presence = Presence.GATHERED
-        self._lingering.pop(unit, None)
+        self._lingering.discard(unit)
         self._gathers += 1
         return base
 
@@ -173,7 +184,7 @@ class Gatherer:
             written = self._written(state)
             self.put_placeholders(unit)
             state.presence = Presence.LINGERING
-            self._lingering[unit] = False
+            self._lingering.add(unit)
         free = state.presence is Presence.SHARDED or self._try_release(state)
         if written is not None:
             raise TiermemError(
@@ -183,10 +194,10 @@ class Gatherer:
         return free
 
     def count_leaks(self) -> None:
-        """Note, once each, the units that linger where nobody has reason to look at them."""
-        for unit, counted in self._lingering.items():
-            if not counted:
-                self._lingering[unit] = True
+        """Note, once per lease, the units that linger where nobody has reason to look at them."""
+        for unit in self._lingering:
+            if not self._units[unit].counted:
+                self._units[unit].counted = True
                 self._leaks += 1
 
     def recheck(self) -> None:
@@ -227,7 +238,7 @@ class Gatherer:
             lease.release()
             raise
         state.lease, state.base, state.writable = lease, base, writable
-        state.viewers = viewers(base)
+        state.viewers, state.counted = viewers(base), False
         self.frames[base.untyped_storage().data_ptr()] = state.layout.unit
         return base
 
@@ -240,7 +251,7 @@ class Gatherer:
         lease = state.lease
         state.base = state.lease = None
         state.presence = Presence.SHARDED
-        self._lingering.pop(state.layout.unit, None)
+        self._lingering.discard(state.layout.unit)
         lease.release()
         return True
 
