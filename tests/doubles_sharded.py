@@ -61,7 +61,7 @@ class Sharded:
 
     def gradient(self, name: str) -> torch.Tensor | None:
         unit, slot = self.slots[name]
-        if slot.parameter not in self.scheduler.gradients(unit):
+        if slot.parameter not in self.scheduler.gradients.numbers(unit):
             return None
         layout = self.layouts[unit]
         tiles = [
@@ -94,7 +94,7 @@ def run(model: nn.Module, step: Step, seed: int) -> torch.Tensor | None:
 
 
 def compare(model: nn.Module, step: Step, *, steps: int = 2, reference: nn.Module | None = None, **settings) -> Sharded:
-    """Run `step` (which calls backward) on the plain and the sharded model: same result, same gradients, bit for bit."""
+    """Run `step` (which calls backward) on the plain and the sharded model: same result and gradients, bit for bit."""
     plain = reference if reference is not None else copy.deepcopy(model)
     sharded = Sharded(model, **settings)
     for number in range(steps):
@@ -111,7 +111,7 @@ def check_gradients(sharded: Sharded, plain: nn.Module) -> None:
     for name, parameter in plain.named_parameters():
         assert same(sharded.gradient(name), parameter.grad), f"another gradient: {name}"
         if parameter.grad is not None:
-            unit, slot = sharded.slots[name]
+            _, slot = sharded.slots[name]
             norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-            torch.testing.assert_close(sharded.scheduler.norm(slot.parameter), norm)
+            torch.testing.assert_close(sharded.scheduler.gradients.norm(slot.parameter), norm)
     assert all(parameter.grad is None for parameter in sharded.parameters)

@@ -7,11 +7,15 @@ import gc
 
 import pytest
 import torch
+from doubles_pager import MemoryPager
 from doubles_sharded import Sharded, same
 from torch import nn
 
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.zero3.deferred import deferred_init
+from tiermem.zero3.lend import restore
+from tiermem.zero3.materialize import Materializer, plan_layouts
+from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.units import find_units
 
 transformers = pytest.importorskip("transformers")
@@ -218,4 +222,36 @@ def test_write_into_a_parameter_lent_for_reading_is_noticed():
     sharded = Sharded(model)
     with pytest.raises(TiermemError, match="write=True"):
         model(torch.randn(2, 3))
+    assert sharded.leased() == []
+
+
+def test_pages_that_exist_are_adopted():
+    with deferred_init():
+        model = small()
+    divided = find_units(model)
+    layouts = plan_layouts(divided, dtype=torch.bfloat16, tile_numel=2048)
+    materializer = Materializer(MemoryPager(), Placeholders(), lambda unit, slot, values: None)
+    parameters = materializer.adopt(divided, layouts)
+    assert [id(p) for p in parameters] == [id(p) for p in model.parameters()]
+    assert all(p.dtype == torch.bfloat16 and p.requires_grad and torch.isnan(p).all() for p in parameters)
+
+
+def test_gradient_is_read_back_across_tiles():
+    model = nn.Linear(90, 70)
+    sharded = Sharded(model)
+    assert sharded.scheduler.gradients.read(0) is None
+    model(torch.ones(1, 90)).sum().backward()
+    assert same(sharded.scheduler.gradients.read(0), torch.ones(70, 90))
+    assert same(sharded.scheduler.gradients.read(1), torch.ones(70))
+    assert sharded.leased() == []
+
+
+def test_model_has_its_values_again_after_restore():
+    model = small()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+    sharded.scheduler.close()
+    restore(sharded.gatherer, sharded.layouts, sharded.parameters, needed=sharded.unit_needed)
+    x = torch.randn(5, 6)
+    assert same(model(x).detach(), plain(x).detach())
     assert sharded.leased() == []

@@ -65,7 +65,7 @@ def test_composites_of_torch_are_atomic():
     model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
     assert names(model) == ["0", "1", "2"]
     assert names(model, ["Linear"]) == ["0", "1", "2"]
-    assert len(names(nn.Transformer(4, 2, 2, 3, 8))) == 2 + 3 + 2
+    assert len(names(nn.Transformer(4, 2, 2, 3, 8, batch_first=True))) == 2 + 3 + 2
 
 
 def test_module_shared_by_two_layers():

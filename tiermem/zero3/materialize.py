@@ -68,12 +68,27 @@ class Materializer:
         for module in divided.model.modules():
             initialiser.run_buffers(module)
         # Only now: while others are initialised, an absent parameter has to bear being written (see initialise).
+        return self._stand_in(divided, layouts)
+
+    def adopt(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+        """Leave placeholders in place of all parameters, whose pages exist already; returns them by number.
+
+        What values the model has are dropped. Raises what `run` raises for devices and buffers.
+        """
+        _check(divided)
+        initialiser = Initialiser(divided.model, self.init)
+        for module in divided.model.modules():
+            initialiser.run_buffers(module)
+        return self._stand_in(divided, layouts)
+
+    def _stand_in(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+        parameters: dict[int, nn.Parameter] = {}
         for layout, unit in zip(layouts, divided.units, strict=True):
             members = {member.number: member for member in unit.members}
             for slot in layout.slots:
-                if slot.parameter in absent:
-                    standing = self.placeholders.of(slot.shape, slot.dtype, self.device)
-                    parameters[slot.parameter] = _replace(members[slot.parameter], parameters[slot.parameter], standing)
+                standing = self.placeholders.of(slot.shape, slot.dtype, self.device)
+                member = members[slot.parameter]
+                parameters[slot.parameter] = _replace(member, member.parameter, standing)
         return [parameters[number] for number in range(len(parameters))]
 
     def _unit(
@@ -166,8 +181,8 @@ def _check(divided: ModelUnits) -> None:
 
 
 def _replace(member: Member, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Give a parameter values of another device (which `.data =` refuses); returns it, or its successor."""
-    if old.device == values.device:
+    """Give a parameter other values, to or from meta too (which `.data =` refuses); returns it, or its successor."""
+    if not old.is_meta and not values.is_meta:
         old.data = values
         return old
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), values, old.requires_grad)  # noqa: SLF001

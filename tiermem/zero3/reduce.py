@@ -92,6 +92,28 @@ class GradientStore:
         """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
         return self._norms[parameter]
 
+    def read(self, parameter: int) -> torch.Tensor | None:
+        """Return a copy of this step's gradient in the parameter's shape, or None if it has none; waits."""
+        if parameter not in self._norms:
+            return None
+        self.release()
+        unit, slot = self._places[parameter]
+        layout = self._layouts[unit]
+        whole: torch.Tensor | None = None
+        for piece in layout.ranges(slot):
+            lease = self._pager.lease([layout.gradient_key(piece.tile)], Intent.READ)
+            try:
+                page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
+                if whole is None:
+                    whole = page.new_empty(slot.numel)
+                kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
+                whole[piece.begin : piece.begin + piece.length].copy_(kept)
+            finally:
+                lease.release()
+        if whole is None:
+            whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
+        return whole.as_strided(slot.shape, slot.stride)
+
     def reset(self) -> None:
         """Begin a new step: the pages now belong to whoever took note of them."""
         self.release()

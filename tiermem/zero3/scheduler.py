@@ -13,6 +13,7 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -87,13 +88,10 @@ class GatherScheduler:
         """What units were used in which order."""
         return self._order
 
-    def gradients(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of the unit's parameters that have a gradient in this step."""
-        return self._gradients.numbers(unit)
-
-    def norm(self, parameter: int) -> torch.Tensor:
-        """The L2 norm of this parameter's accumulated gradient, 0-d."""
-        return self._gradients.norm(parameter)
+    @property
+    def gradients(self) -> GradientStore:
+        """Which parameters have gradients in this step, and their norms."""
+        return self._gradients
 
     def settle(self) -> None:
         """Let go of everything outside the calls in progress: before an update, and whenever the model is at rest.
@@ -178,20 +176,22 @@ class GatherScheduler:
                 return
 
     def _finish(self, call: _Call) -> None:
-        try:
+        with ExitStack() as last:  # every unit is let go of, whatever happens to the others
+            for unit in call.units:
+                last.callback(self._let_go, unit)
             if call.pushed:
-                self._saved.leave()
-        finally:
-            for unit in reversed(call.units):
-                if self._gatherer.unhold(unit) or unit in self._backward:
-                    continue
-                if backward_number() >= 0:
-                    # Recomputed for backward, which is about to use it: fetching it again would be a waste.
-                    self._watch_backward()
-                    self._release_backward(keep=unit)
-                    self._backward[unit] = None
-                elif not self._gatherer.reshard(unit):
-                    self._gatherer.count_leaks()
+                last.callback(self._saved.leave)
+
+    def _let_go(self, unit: int) -> None:
+        if self._gatherer.unhold(unit) or unit in self._backward:
+            return
+        if backward_number() >= 0:
+            # Recomputed for backward, which is about to use it: fetching it again would be a waste.
+            self._watch_backward()
+            self._release_backward(keep=unit)
+            self._backward[unit] = None
+        elif not self._gatherer.reshard(unit):
+            self._gatherer.count_leaks()
 
     def _bring(self, unit: int, phase: Phase) -> torch.Tensor:
         """Gather a unit for a call or for backward; waits."""
