@@ -1,0 +1,257 @@
+"""Models with weights, without, and half of each become the same pages."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from doubles_pager import MemoryPager
+from doubles_sharded import Sharded, same
+from torch import nn
+
+from tiermem.errors import ConfigError, TiermemError
+from tiermem.zero3.deferred import deferred_init
+from tiermem.zero3.lend import restore
+from tiermem.zero3.materialize import Materializer, plan_layouts
+from tiermem.zero3.placeholder import Placeholders
+from tiermem.zero3.units import find_units
+
+transformers = pytest.importorskip("transformers")
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+
+
+def test_weights_of_a_present_model_move_out():
+    model = small()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model, dtype=torch.bfloat16)
+    for name, parameter in plain.named_parameters():
+        assert same(sharded.value(name), parameter.detach().bfloat16())
+        _, slot = sharded.slots[name]
+        assert same(sharded.masters[slot.parameter].view(parameter.shape), parameter.detach())
+        placeholder = model.get_parameter(name)
+        assert placeholder.shape == parameter.shape
+        assert placeholder.dtype == torch.bfloat16
+        assert torch.isnan(placeholder).all()
+    assert sharded.leased() == []
+
+
+def test_one_unit_at_a_time():
+    """While a unit is written, the earlier ones have lost their storage."""
+    present = []
+    original = Sharded.store_master
+
+    class Watching(Sharded):
+        def store_master(self, unit, slot, values):
+            gc.collect()
+            present.append(sum(p.device.type == "cpu" and p.untyped_storage().nbytes() > 8 for p in model.parameters()))
+            original(self, unit, slot, values)
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6)))
+    Watching(model)
+    assert max(present) == 2
+
+
+def test_deferred_init_keeps_ties_subclasses_and_buffers():
+    class Special(nn.Parameter):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.head = nn.Linear(4, 8)
+            self.head.weight = self.embed.weight
+            shared = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.one, self.two = shared, shared
+            self.special = Special(torch.ones(2))
+            self.special.note = "kept"
+            self.register_buffer("table", torch.arange(5))
+
+    with deferred_init():
+        model = Model()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert model.one is model.two
+    assert not model.one.requires_grad
+    assert type(model.special) is Special
+    assert model.special.note == "kept"
+    assert model.table.tolist() == [0, 1, 2, 3, 4]
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_absent_model_is_initialised_by_reset_parameters():
+    with deferred_init():
+        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.LSTM(9, 4), nn.MultiheadAttention(4, 2))
+    identities = [id(p) for p in model[0].parameters()]
+    sharded = Sharded(model)
+    assert [id(p) for p in model[0].parameters()] == identities
+    for name, _ in model.named_parameters():
+        assert torch.isfinite(sharded.value(name)).all(), name
+    assert torch.isfinite(model[2](model[1](model[0](torch.randn(3, 6))))[0]).all()
+
+
+def test_init_is_called_for_modules_that_own_parameters():
+    with deferred_init():
+        model = small()
+    called = []
+
+    def init(module):
+        called.append(module)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(2.0)
+
+    sharded = Sharded(model, init=init)
+    assert called == [model[0], model[1], model[2]]
+    assert (sharded.value("2.weight") == 2).all()
+
+
+def test_parameter_nobody_initialises_is_named():
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.secret = nn.Parameter(torch.ones(3))
+
+    with deferred_init():
+        model = Bare()
+    with pytest.raises(ConfigError, match="secret"):
+        Sharded(model)
+
+
+def test_meta_buffer_is_initialised_or_named():
+    with torch.device("meta"):
+        model = small()
+    Sharded(model)
+    assert (model[1].running_var == 1).all()
+
+    class Table(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("table", torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(Table())
+    with pytest.raises(ConfigError, match=r"0\.table"):
+        Sharded(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
+    make = {
+        "llama": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+            )
+        ),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)
+        ),
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+        ),
+    }[kind]
+    torch.manual_seed(0)
+    plain = make()
+    with deferred_init():
+        model = make()
+    sharded = Sharded(model)
+    for name, parameter in plain.named_parameters():
+        value = sharded.value(name)
+        if parameter.numel() >= 256:
+            assert 0.7 < value.std() / parameter.std() < 1.4, name
+        elif parameter.std() == 0:
+            assert same(value, parameter.detach()), name
+
+
+def test_weights_are_streamed_in():
+    plain = small()
+    values = dict(plain.named_parameters())
+
+    class Source:
+        def fill(self, names, into):
+            into.copy_(values[names[0]].detach())
+            return True
+
+    with deferred_init():
+        model = small()
+    sharded = Sharded(model, weights=Source())
+    for name, parameter in plain.named_parameters():
+        assert same(sharded.value(name), parameter.detach())
+
+
+def test_model_without_parameters_is_refused():
+    with pytest.raises(ConfigError, match="no parameters"):
+        find_units(nn.ReLU())
+
+
+def test_lent_for_writing_reports_what_changed():
+    model = small()
+    sharded = Sharded(model)
+    written = []
+    with sharded.lend([0], written=lambda unit, slot, values: written.append((slot.names[0], values.clone()))):
+        with torch.no_grad():
+            model[0].weight.fill_(3.0)
+    assert [name for name, _ in written] == ["0.weight"]
+    assert (written[0][1] == 3).all()
+    assert (sharded.value("0.weight") == 3).all()
+
+
+def test_written_placeholder_is_noticed():
+    model = small()
+    Sharded(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(TiermemError, match="write=True"):
+        model(torch.randn(2, 6))
+    assert torch.isfinite(model(torch.randn(2, 6))).all()
+
+
+def test_write_into_a_parameter_lent_for_reading_is_noticed():
+    class Clamping(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = Clamping(3, 3)
+    sharded = Sharded(model)
+    with pytest.raises(TiermemError, match="write=True"):
+        model(torch.randn(2, 3))
+    assert sharded.leased() == []
+
+
+def test_pages_that_exist_are_adopted():
+    with deferred_init():
+        model = small()
+    divided = find_units(model)
+    layouts = plan_layouts(divided, dtype=torch.bfloat16, tile_numel=2048)
+    materializer = Materializer(MemoryPager(), Placeholders(), lambda unit, slot, values: None)
+    parameters = materializer.adopt(divided, layouts)
+    assert [id(p) for p in parameters] == [id(p) for p in model.parameters()]
+    assert all(p.dtype == torch.bfloat16 and p.requires_grad and torch.isnan(p).all() for p in parameters)
+
+
+def test_gradient_is_read_back_across_tiles():
+    model = nn.Linear(90, 70)
+    sharded = Sharded(model)
+    assert sharded.scheduler.gradients.read(0) is None
+    model(torch.ones(1, 90)).sum().backward()
+    assert same(sharded.scheduler.gradients.read(0), torch.ones(70, 90))
+    assert same(sharded.scheduler.gradients.read(1), torch.ones(70))
+    assert sharded.leased() == []
+
+
+def test_model_has_its_values_again_after_restore():
+    model = small()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+    sharded.scheduler.close()
+    restore(sharded.gatherer, sharded.layouts, sharded.parameters, needed=sharded.unit_needed)
+    x = torch.randn(5, 6)
+    assert same(model(x).detach(), plain(x).detach())
+    assert sharded.leased() == []

@@ -1,0 +1,134 @@
+"""Tiles, layouts, order, placeholders: arithmetic and records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.errors import ConfigError, TiermemError
+from tiermem.pager.tiling import tile_count, tile_ranges
+from tiermem.zero3.layout import ParameterInfo, contiguous_stride, dense_stride, memory_order, plan_layout, slot_view
+from tiermem.zero3.order import Access, OrderRecorder, Phase
+from tiermem.zero3.placeholder import Placeholders
+
+NUMBERS = st.integers(0, 10_000)
+
+
+@given(start=NUMBERS, length=NUMBERS, tile=st.integers(1, 3000))
+def test_ranges_cover_exactly_without_overlap(start, length, tile):
+    at = 0
+    for piece in tile_ranges(start, length, tile):
+        assert piece.begin == at
+        assert piece.length > 0
+        assert piece.tile * tile + piece.begin_in_tile == start + at
+        assert piece.begin_in_tile + piece.length <= tile
+        at += piece.length
+    assert at == length
+
+
+@given(length=NUMBERS, tile=st.integers(1, 3000))
+def test_count_is_the_number_of_ranges(length, tile):
+    assert tile_count(length, tile) == len(tile_ranges(0, length, tile))
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1, 1), (0, -1, 1), (0, 1, 0)])
+def test_wrong_numbers_are_refused(wrong):
+    with pytest.raises(ValueError, match="found"):
+        tile_ranges(*wrong)
+
+
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool, torch.uint8])
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
+
+
+@given(shapes=SHAPES, data=st.data())
+def test_slots_do_not_overlap_and_trainable_ones_come_first(shapes, data):
+    infos = []
+    for number, shape in enumerate(shapes):
+        dtype = data.draw(DTYPES)
+        trainable = dtype.is_floating_point and data.draw(st.booleans())
+        infos.append(ParameterInfo(number, (f"p{number}",), shape, contiguous_stride(shape), dtype, trainable))
+    layout = plan_layout(0, "u", infos, dtype=torch.bfloat16, tile_numel=2048)
+    end = 0
+    for slot in layout.slots:
+        assert slot.offset >= end
+        assert slot.offset % (64 * slot.dtype.itemsize if slot.trainable else 64) == 0
+        assert slot.dtype == (torch.bfloat16 if infos[slot.parameter].dtype.is_floating_point else slot.dtype)
+        end = slot.offset + slot.nbytes
+    assert end <= layout.nbytes
+    assert [slot.trainable for slot in layout.slots] == sorted((slot.trainable for slot in layout.slots), reverse=True)
+    assert sum(layout.tile_nbytes(tile) for tile in range(layout.tiles)) == layout.trainable_numel * 2
+    assert sorted(slot.parameter for slot in layout.slots) == list(range(len(infos)))
+
+
+@given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
+def test_dense_strides_are_kept_and_memory_order_matches(shape, data):
+    permutation = data.draw(st.permutations(range(len(shape))))
+    tensor = torch.randn([shape[axis] for axis in permutation]).permute(
+        *[permutation.index(axis) for axis in range(len(shape))]
+    )
+    info = ParameterInfo(0, ("p",), tuple(tensor.shape), tensor.stride(), tensor.dtype, True)
+    layout = plan_layout(0, "u", [info], dtype=torch.float32, tile_numel=2048)
+    slot = layout.slots[0]
+    base = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    slot_view(base, slot).copy_(tensor)
+    assert torch.equal(base.view(torch.float32)[: slot.numel], memory_order(tensor, slot))
+    assert torch.equal(slot_view(base, slot), tensor)
+
+
+def test_strides_with_holes_become_contiguous():
+    assert dense_stride((3, 4), (8, 1)) == (4, 1)
+    assert dense_stride((3, 4), (0, 0)) == (4, 1)
+    assert dense_stride((3, 4), (1, 3)) == (1, 3)
+
+
+def test_impossible_layouts_are_refused():
+    info = ParameterInfo(0, ("p",), (2,), (1,), torch.complex64, True)
+    with pytest.raises(ConfigError, match="complex64"):
+        plan_layout(0, "u", [info], dtype=torch.float32, tile_numel=2048)
+    with pytest.raises(ConfigError, match="2048"):
+        plan_layout(0, "u", [], dtype=torch.float32, tile_numel=1000)
+
+
+def record(order, accesses, contributions=()):
+    for unit, phase in accesses:
+        order.access(unit, phase)
+    for parameter in contributions:
+        order.contribution(parameter)
+
+
+def test_order_is_frozen_and_deviation_recorded_again():
+    order = OrderRecorder()
+    first = [(0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD)]
+    record(order, first, [7, 7])
+    assert not order.all_arrived((7,))
+    step = order.finish()
+    assert step.accesses == tuple(Access(*access) for access in first)
+    record(order, first[:2], [7])
+    assert order.on_course
+    assert not order.all_arrived((7,))
+    assert order.contribution(7) == 2
+    assert order.all_arrived((7,))
+    record(order, [(0, Phase.BACKWARD)])
+    assert not order.on_course
+    second = order.finish()
+    assert order.deviations == 1
+    assert order.expected is second
+    assert len(step.accesses) == 3
+
+
+def test_placeholders_are_truthful_and_free():
+    placeholders = Placeholders()
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        standing = placeholders.of((1000, 1000), dtype, cpu)
+        assert standing.shape == (1000, 1000)
+        assert standing.dtype == dtype
+        assert standing.untyped_storage().nbytes() == dtype.itemsize
+    placeholders.check("nothing")
+    placeholders.of((3,), torch.bfloat16, cpu).fill_(1)
+    with pytest.raises(TiermemError, match="bfloat16"):
+        placeholders.check("unit u")
+    placeholders.check("it is mended")

@@ -1,0 +1,94 @@
+"""How a model is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tiermem.errors import ConfigError
+from tiermem.zero3.units import find_units
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+
+
+def names(model, wanted=None):
+    return [unit.name for unit in find_units(model, wanted).units]
+
+
+def test_children_of_module_lists_and_what_is_left():
+    assert names(Tied()) == ["embed", "layers.0", "layers.1", "norm", "head"]
+
+
+def test_tied_parameter_belongs_to_the_first_and_is_borrowed():
+    divided = find_units(Tied())
+    assert divided.units[0].members[0].names == ("embed.weight", "head.weight")
+    assert divided.units[4].borrowed == (0,)
+    assert [member.names[0] for member in divided.units[4].members] == ["head.bias"]
+
+
+def test_every_parameter_belongs_to_one_unit_in_the_order_of_the_model():
+    model = Tied()
+    divided = find_units(model)
+    numbers = [member.number for _, member in divided.members()]
+    assert sorted(numbers) == list(range(len(list(model.parameters()))))
+    by_number = {member.number: member.parameter for _, member in divided.members()}
+    assert [id(by_number[number]) for number in sorted(numbers)] == [id(p) for p in model.parameters()]
+
+
+def test_wishes():
+    model = Tied()
+    assert names(model, ["Sequential", model.norm]) == names(model)
+    assert names(model, lambda module: module is model.layers[1]) == [
+        "embed",
+        "layers.0.0",
+        "layers.0.2",
+        "layers.1",
+        "norm",
+        "head",
+    ]
+    assert names(model, [model]) == ["Tied"]
+    for wrong in (["Missing"], [nn.ReLU()], lambda module: False):
+        with pytest.raises(ConfigError):
+            find_units(model, wrong)
+
+
+def test_composites_of_torch_are_atomic():
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
+    assert names(model) == ["0", "1", "2"]
+    assert names(model, ["Linear"]) == ["0", "1", "2"]
+    assert len(names(nn.Transformer(4, 2, 2, 3, 8, batch_first=True))) == 2 + 3 + 2
+
+
+def test_module_shared_by_two_layers():
+    shared = nn.Linear(4, 4)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4))])
+    divided = find_units(model)
+    assert divided.units[1].borrowed == (0,)
+
+
+def test_hook_points_cover_every_module_that_owns_parameters():
+    model = Tied()
+    points = {id(point.module): point.units for point in find_units(model).points}
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            assert id(module) in points
+    assert points[id(model.head)] == (0, 4)
+
+
+def test_parameters_registered_in_lists():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = nn.ParameterList([torch.ones(2), torch.ones(3)])
+
+    assert names(Holder()) == ["items"]

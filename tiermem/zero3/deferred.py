@@ -1,0 +1,51 @@
+"""Building a model without memory for its parameters.
+
+Owns the context manager `deferred_init`. Does not know units or how values come later (`materialize`). Guarantees that
+a parameter registered inside has no storage, while its class, its attributes, `requires_grad` and ties stay; buffers
+are real.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Give parameters registered inside no storage: they go to the meta device as their module receives them.
+
+    One parameter's memory is allocated at a time, by the module's own constructor, and dropped at once. Values set by
+    the constructor are lost: `tiermem.offload` initialises again (`init=`, `reset_parameters`, `_init_weights`).
+    """
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return None
+        known = moved.get(id(parameter))
+        # The number of an object that is gone may be given to another one.
+        if known is not None and known[0]() is parameter:
+            return known[1]
+        bare = _without_storage(parameter)
+        moved[id(parameter)] = (weakref.ref(parameter), bare)
+        return bare
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _without_storage(parameter: nn.Parameter) -> nn.Parameter:
+    values = torch.empty_like(parameter, device="meta")
+    bare: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)  # noqa: SLF001
+    bare.__dict__.update(parameter.__dict__)
+    return bare

@@ -1,0 +1,82 @@
+"""The few things asked of torch's autograd engine that have no public name.
+
+Owns every call into torch's private interface made by this package. Does not know units or pages. Guarantees that a
+torch which moved one of them is reported by name, as a TiermemError, at the first use and not as wrong numbers later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tiermem.errors import TiermemError
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def top_hooks() -> tuple[Pack, Unpack] | None:
+    """Return the pair of saved-tensor hooks autograd would call now on this thread, or None.
+
+    Autograd calls the topmost pair only (see `torch.autograd.graph.saved_tensors_hooks`), hence whoever pushes a pair
+    and wants the ones below to go on working has to find them and call them itself.
+    """
+    try:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public way to ask
+    except (AttributeError, TypeError) as error:
+        raise _moved("torch._C._autograd._top_saved_tensors_default_hooks(bool)") from error
+    return top  # type: ignore[no-any-return,unused-ignore]
+
+
+def push_hooks(pack: Pack, unpack: Unpack) -> None:
+    """Make (pack, unpack) the topmost saved-tensor hooks of this thread."""
+    torch.autograd.graph.saved_tensors_hooks(pack, unpack).__enter__()
+
+
+def pop_hooks() -> None:
+    """Remove the topmost saved-tensor hooks of this thread."""
+    torch.autograd.graph.saved_tensors_hooks(_unused, _unused).__exit__()
+
+
+def backward_number() -> int:
+    """Return the number of the backward running on this thread (nested ones have larger numbers), or -1."""
+    try:
+        return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+    except AttributeError as error:
+        raise _moved("torch._C._current_graph_task_id") from error
+
+
+def call_at_backward_end(function: Callable[[], None]) -> None:
+    """Have `function` called when the backward running on this thread is through (not if it fails)."""
+    try:
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+        queue = engine.queue_callback
+    except AttributeError as error:
+        raise _moved("torch.autograd.Variable._execution_engine.queue_callback") from error
+    queue(function)
+
+
+def viewers(tensor: torch.Tensor) -> int:
+    """Return how many tensors and storages hold on to the bytes of `tensor`."""
+    try:
+        count = torch._C._storage_Use_Count  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+        return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001
+    except AttributeError as error:
+        raise _moved("torch._C._storage_Use_Count") from error
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often `tensor`, or a view of it, was written in place."""
+    return int(tensor._version)  # noqa: SLF001 - torch documents it, under this name
+
+
+def _unused(_: Any) -> Any:
+    raise TiermemError("these hooks are never active")
+
+
+def _moved(name: str) -> TiermemError:
+    return TiermemError(
+        f"torch {torch.__version__} has no {name}, which tiermem needs; use a torch version that tiermem supports"
+    )

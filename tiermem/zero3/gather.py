@@ -1,0 +1,265 @@
+"""The parameters of units, present or not.
+
+Owns what `param.data` is: a view of a leased frame, or a placeholder; and the leases for it. Does not know modules,
+autograd or when a unit is due. Guarantees that a frame somebody still looks at is not given back (see "Leak guard"),
+and that a write into a gathered parameter that was only lent for reading is reported.
+
+Leak guard. When a unit is resharded its own views are gone, so the storage of its frame must have as many holders as
+when the lease was granted. If it has more, a tensor somewhere still views the parameters (a module returned its weight,
+a node of the graph is just using it): the lease stays, the unit *lingers*, and it is looked at again later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tiermem.errors import InvariantError, TiermemError
+from tiermem.pager.page import Intent, PageKey
+from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.engine import version as version_of
+from tiermem.zero3.engine import viewers
+from tiermem.zero3.layout import UnitLayout, slot_view
+from tiermem.zero3.placeholder import Placeholders
+
+
+class Lease(Protocol):
+    """The part of a pager's lease used here."""
+
+    def tensor(self, key: PageKey) -> torch.Tensor:
+        """The page's bytes, 1-D uint8."""
+        ...
+
+    def release(self) -> None:
+        """Give the hold back."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Give the hold back; the contents are garbage."""
+        ...
+
+
+class Pager(Protocol):
+    """The part of the pager used by this package."""
+
+    def add_page(self, key: PageKey, nbytes: int) -> None:
+        """Announce a page."""
+        ...
+
+    def lease(self, keys: Sequence[PageKey], intent: Intent) -> Lease:
+        """Hold pages near the computation; waits."""
+        ...
+
+    def start_discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget the contents of pages."""
+        ...
+
+
+class Presence(enum.Enum):
+    """What a unit's parameters are."""
+
+    SHARDED = "sharded"  # placeholders, no lease
+    GATHERED = "gathered"  # views of the leased frame
+    LINGERING = "lingering"  # placeholders, but the frame is still looked at, hence still leased
+
+
+@dataclass(frozen=True, slots=True)
+class GatherStatistics:
+    """Counts since the start; `lingering` is the present number of units."""
+
+    gathers: int
+    leaks: int
+    lingering: int
+
+
+class _UnitState:
+    """One unit's lease and views."""
+
+    __slots__ = (
+        "base",
+        "counted",
+        "holds",
+        "layout",
+        "lease",
+        "parameters",
+        "presence",
+        "versions",
+        "viewers",
+        "writable",
+    )
+
+    def __init__(self, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters[slot.parameter] for slot in layout.slots)
+        self.presence = Presence.SHARDED
+        self.holds = 0
+        self.lease: Lease | None = None
+        self.base: torch.Tensor | None = None
+        self.viewers = 0
+        self.versions: tuple[int, ...] = ()
+        self.writable = False
+        self.counted = False
+
+
+class Gatherer:
+    """Gathers and reshards units by number. `parameters` by global number. One thread at a time."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        layouts: Sequence[UnitLayout],
+        parameters: Sequence[nn.Parameter],
+        placeholders: Placeholders,
+        collectives: Collectives,
+    ) -> None:
+        self._pager = pager
+        self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
+        self._placeholders = placeholders
+        self._collectives = collectives
+        self._lingering: set[int] = set()
+        self._gathers = 0
+        self._leaks = 0
+        # Address of each gathered frame, to its unit; the pack hook looks here for every saved tensor.
+        self.frames: dict[int, int] = {}
+
+    def presence(self, unit: int) -> Presence:
+        """What the unit's parameters are now."""
+        return self._units[unit].presence
+
+    def holds(self, unit: int) -> int:
+        """How many module calls rely on the unit being gathered."""
+        return self._units[unit].holds
+
+    def hold(self, unit: int) -> None:
+        """Count one more module call that relies on the unit. It must be gathered."""
+        if self._units[unit].presence is not Presence.GATHERED:
+            raise InvariantError(f"unit {unit} is held while {self._units[unit].presence.value}")
+        self._units[unit].holds += 1
+
+    def unhold(self, unit: int) -> int:
+        """Count one module call less; returns how many are left. Does not reshard."""
+        state = self._units[unit]
+        if state.holds == 0:
+            raise InvariantError(f"unit {unit} has no holds to give back")
+        state.holds -= 1
+        return state.holds
+
+    def gather(self, unit: int, *, writable: bool = False) -> torch.Tensor:
+        """Make the unit's parameters views of its frame; waits for the frame. Returns the unit's bytes.
+
+        `writable` takes the frame for writing, which no other lease on the unit may hinder.
+        Raises what the pager raises (CapacityError, an I/O error), and TiermemError for a written placeholder.
+        """
+        state = self._units[unit]
+        if state.presence is Presence.GATHERED and state.base is not None and not writable:
+            return state.base
+        if writable and state.presence is not Presence.SHARDED:
+            raise TiermemError(f"unit {state.layout.name} is in use and cannot be written now: {self.explain(unit)}")
+        self._placeholders.check(f"unit {state.layout.name}")
+        base = state.base if state.base is not None else self._take(state, writable=writable)
+        for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+            parameter.data = slot_view(base, slot)
+        state.versions = tuple(version_of(parameter) for parameter in state.parameters)
+        state.presence = Presence.GATHERED
+        self._lingering.discard(unit)
+        self._gathers += 1
+        return base
+
+    def reshard(self, unit: int) -> bool:
+        """Make the parameters placeholders and give the lease back; returns False if the unit lingers instead.
+
+        Nothing happens, and True is returned, if it is sharded. Raises TiermemError, after resharding, if a parameter
+        was written in place without permission.
+        """
+        state = self._units[unit]
+        if state.holds:
+            raise InvariantError(f"unit {unit} is resharded while {state.holds} module call(s) rely on it")
+        written = None
+        if state.presence is Presence.GATHERED:
+            written = self._written(state)
+            self.put_placeholders(unit)
+            state.presence = Presence.LINGERING
+            self._lingering.add(unit)
+        free = state.presence is Presence.SHARDED or self._try_release(state)
+        if written is not None:
+            raise TiermemError(
+                f"parameter {written} was written in place while it was gathered for reading; the write may be lost. "
+                "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+            )
+        return free
+
+    def count_leaks(self) -> None:
+        """Note, once per lease, the units that linger where nobody has reason to look at them."""
+        for unit in self._lingering:
+            if not self._units[unit].counted:
+                self._units[unit].counted = True
+                self._leaks += 1
+
+    def recheck(self) -> None:
+        """Release the units that linger and are no longer looked at."""
+        for unit in tuple(self._lingering):
+            self._try_release(self._units[unit])
+
+    def put_placeholders(self, unit: int) -> None:
+        """Set `param.data` of every parameter of the unit to a placeholder of its slot's dtype."""
+        state = self._units[unit]
+        for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+            parameter.data = self._placeholders.of(slot.shape, slot.dtype, parameter.device)
+
+    def explain(self, unit: int) -> str:
+        """Say, for an error message, why a unit is not released."""
+        state = self._units[unit]
+        if state.presence is Presence.SHARDED:
+            return "it is not held"
+        if state.holds:
+            return f"{state.holds} module call(s) are using it"
+        return (
+            "a tensor that views its parameters is still alive (a module returned its weight, or somebody keeps such "
+            "a tensor); clone() what is kept"
+        )
+
+    def statistics(self) -> GatherStatistics:
+        """Return the counts."""
+        return GatherStatistics(self._gathers, self._leaks, len(self._lingering))
+
+    def _take(self, state: _UnitState, *, writable: bool) -> torch.Tensor:
+        key = state.layout.key
+        lease = self._pager.lease([key], Intent.WRITE if writable else Intent.READ)
+        try:
+            base = self._collectives.all_gather(lease.tensor(key))
+            if base.storage_offset() != 0:
+                raise InvariantError(f"the frame of {key} does not begin its storage")
+        except BaseException:
+            lease.release()
+            raise
+        state.lease, state.base, state.writable = lease, base, writable
+        state.viewers, state.counted = viewers(base), False
+        self.frames[base.untyped_storage().data_ptr()] = state.layout.unit
+        return base
+
+    def _try_release(self, state: _UnitState) -> bool:
+        if state.base is None or state.lease is None:
+            raise InvariantError(f"unit {state.layout.unit} lingers without a lease")
+        if viewers(state.base) > state.viewers:
+            return False
+        del self.frames[state.base.untyped_storage().data_ptr()]
+        lease = state.lease
+        state.base = state.lease = None
+        state.presence = Presence.SHARDED
+        self._lingering.discard(state.layout.unit)
+        lease.release()
+        return True
+
+    @staticmethod
+    def _written(state: _UnitState) -> str | None:
+        if state.writable:
+            return None
+        for parameter, slot, version in zip(state.parameters, state.layout.slots, state.versions, strict=True):
+            if version_of(parameter) != version:
+                return slot.names[0]
+        return None

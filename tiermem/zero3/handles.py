@@ -1,0 +1,179 @@
+"""What autograd keeps in place of a view of a gathered parameter.
+
+Owns the pair of saved-tensor hooks and the handles. Does not know how a unit is gathered: it asks `demand` for the
+bytes. Guarantees that the graph never keeps a frame alive through tensors saved while the hooks are on, that hooks
+active outside go on seeing every other tensor, and that an ordinary saved tensor changed in place is still reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.engine import Pack, Unpack, pop_hooks, push_hooks, top_hooks, version
+from tiermem.zero3.layout import view_bytes
+
+
+class Tally:
+    """How many handles on a unit are alive, and how often its values have changed since the start."""
+
+    __slots__ = ("alive", "generation")
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.generation = 0
+
+
+class Handle:
+    """A view of a unit's flat buffer, wherever that may be when it is needed. `offset` counts elements of `dtype`."""
+
+    __slots__ = ("dtype", "generation", "offset", "shape", "stride", "tally", "unit")
+
+    def __init__(self, unit: int, tensor: torch.Tensor, tally: Tally) -> None:
+        self.unit = unit
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        self.tally = tally
+        self.generation = tally.generation
+        tally.alive += 1
+
+    def __del__(self) -> None:
+        self.tally.alive -= 1
+
+
+class _Kept:
+    """An ordinary saved tensor. Autograd does not compare versions of hooked tensors, so that is done here."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a packed object that leads back to its own graph would never be freed.
+        self.tensor = tensor.detach()
+        self.version = version(self.tensor)
+
+    def restore(self) -> torch.Tensor:
+        found = version(self.tensor)
+        if found != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {found}; expected "
+                f"version {self.version} instead."
+            )
+        return self.tensor
+
+
+class _Foreign:
+    """What the hooks outside made of a tensor."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Unpack) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class _Scope:
+    """One push of the hooks: remembers the pair it covers, which autograd itself would no longer call."""
+
+    __slots__ = ("hooks", "outer", "pair")
+
+    def __init__(self, hooks: SavedTensorHooks, outer: tuple[Pack, Unpack] | None) -> None:
+        self.hooks = hooks
+        self.outer = outer
+        # One object each, so that it can be recognised again on torch's stack.
+        self.pair = (self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = self.hooks.recognise(tensor)
+        if handle is not None:
+            return handle
+        if self.outer is None:
+            return _Kept(tensor)
+        pack, unpack = self.outer
+        return _Foreign(pack(tensor), unpack)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            return self.hooks.restore(packed)
+        if isinstance(packed, _Foreign):
+            return packed.unpack(packed.packed)
+        return packed.restore()  # type: ignore[no-any-return]
+
+
+class SavedTensorHooks:
+    """The hooks of one model. `frames` maps the address of each gathered frame to its unit.
+
+    `demand(unit)` returns the unit's bytes as a 1-D uint8 tensor that begins its storage; it may wait.
+    """
+
+    def __init__(self, units: int, frames: Mapping[int, int], demand: Callable[[int], torch.Tensor]) -> None:
+        self._frames = frames
+        self._demand = demand
+        self._tallies = tuple(Tally() for _ in range(units))
+        self._scopes: list[_Scope] = []
+
+    def enter(self) -> bool:
+        """Put the hooks on top, unless they are there; returns whether it pushed (then `leave` must follow).
+
+        The rule looks at the top alone, never at what lies below. So a checkpointed region pushes at the same places
+        when it is recomputed, though nothing around it is there the second time, and saves the same tensors.
+        """
+        outer = top_hooks()
+        if outer is not None and self._owns(outer):
+            return False
+        scope = _Scope(self, outer)
+        push_hooks(*scope.pair)
+        self._scopes.append(scope)
+        return True
+
+    def leave(self) -> None:
+        """Undo the latest `enter` that pushed. Raises TiermemError if somebody else's hooks lie on top."""
+        scope = self._scopes.pop()
+        top = top_hooks()
+        if top is None or top[0] is not scope.pair[0]:
+            raise TiermemError(
+                "saved-tensor hooks were left in another order than they were entered: a module entered "
+                "torch.autograd.graph.saved_tensors_hooks in its forward and did not leave it"
+            )
+        pop_hooks()
+
+    def outstanding(self, unit: int) -> int:
+        """How many saved views of this unit a living graph still has."""
+        return self._tallies[unit].alive
+
+    def values_changed(self, unit: int) -> None:
+        """Say that the unit was updated: handles made before are stale from now on."""
+        self._tallies[unit].generation += 1
+
+    def recognise(self, tensor: torch.Tensor) -> Handle | None:
+        """Return a handle if `tensor` views the frame of a gathered unit."""
+        kind = type(tensor)
+        if (kind is not torch.Tensor and not issubclass(kind, nn.Parameter)) or tensor.layout is not torch.strided:
+            return None
+        try:
+            unit = self._frames.get(tensor.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):
+            return None  # a wrapper without storage
+        if unit is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        return Handle(unit, tensor, self._tallies[unit])
+
+    def restore(self, handle: Handle) -> torch.Tensor:
+        """Return the view again, on whatever frame the unit has now; waits if it has none."""
+        if handle.generation != handle.tally.generation:
+            raise RuntimeError(
+                f"the graph kept parameters of unit {handle.unit} that the optimizer has updated since: a backward "
+                "through a graph built before optimizer.step() would use the wrong values (plain PyTorch refuses too)"
+            )
+        base = self._demand(handle.unit)
+        return view_bytes(base, handle.dtype, handle.offset, handle.shape, handle.stride)
+
+    def _owns(self, pair: tuple[Pack, Unpack]) -> bool:
+        scope = getattr(pair[0], "__self__", None)
+        return isinstance(scope, _Scope) and scope.hooks is self

@@ -1,0 +1,120 @@
+"""Values for a module that was built without them.
+
+Owns who is called to initialise what, and the marks by which forgotten values are found. Does not know pages or units
+beyond their root module. Guarantees that memory nobody initialised never becomes a weight or a buffer.
+
+Why parents are called too: many models initialise a layer's parts from the class above (a residual projection scaled
+by depth, an embedding from the whole model), children first. While one unit is being initialised every other parameter
+is on the meta device, where writing does nothing, so calling the parents of each unit repeats exactly that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from tiermem.errors import ConfigError
+
+Initializer = Callable[[nn.Module], object]
+
+
+class Initialiser:
+    """Calls `init`, or the model's own `_init_weights`, or `reset_parameters`, on the modules of a unit."""
+
+    def __init__(self, model: nn.Module, init: Initializer | None) -> None:
+        self._init = init
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._own: dict[int, Initializer] = {}
+        self._parents: dict[int, list[nn.Module]] = {}
+        # Parents of modules that are present would write into them again: only a wholly absent model is walked upwards.
+        self._deferred = all(parameter.is_meta for parameter in model.parameters())
+        self._note(model, None, [])
+
+    def run(self, root: nn.Module, owners: set[int]) -> None:
+        """Initialise what lies at and below `root`; `owners`: ids of the modules whose own parameters are fresh.
+
+        Raises ConfigError naming a meta buffer that is left without values.
+        """
+        below = list(_children_first(root))
+        buffers = [(module, marked) for module in below if id(module) in owners and (marked := _real_buffers(module))]
+        above = self._parents.get(id(root), []) if self._deferred else []
+        with torch.no_grad():
+            for module in (*below, *above):
+                if self._init is not None:
+                    if id(module) in owners:
+                        self._init(module)
+                elif id(module) in self._own:
+                    if self._deferred or id(module) in owners:
+                        self._own[id(module)](module)
+                elif id(module) in owners:
+                    _reset(module)
+        for module, names in buffers:
+            self._check_buffers(module, names)
+
+    def run_buffers(self, module: nn.Module) -> None:
+        """Give values to the meta buffers of a module outside all units. Raises ConfigError if that fails."""
+        names = _real_buffers(module)
+        if not names:
+            return
+        with torch.no_grad():
+            (self._init or self._own.get(id(module)) or _reset)(module)
+        self._check_buffers(module, names)
+
+    def _note(self, module: nn.Module, own: Initializer | None, parents: list[nn.Module]) -> None:
+        if id(module) in self._parents:
+            return
+        own = getattr(module, "_init_weights", None) or own
+        if own is not None:
+            self._own[id(module)] = own
+        self._parents[id(module)] = parents
+        for child in module.children():
+            self._note(child, own, [module, *parents])
+
+    def _check_buffers(self, module: nn.Module, names: list[str]) -> None:
+        for name in names:
+            if is_marked(getattr(module, name)):
+                raise ConfigError(
+                    f"buffer {self._names[id(module)]}.{name} is on the meta device and initialising its module left "
+                    "it without values: build the model under tiermem.deferred_init(), where buffers stay real, or "
+                    "pass init="
+                )
+
+
+def mark(values: torch.Tensor) -> torch.Tensor:
+    """Fill `values` with what `is_marked` finds again: NaN, or the smallest integer. Returns it."""
+    if values.dtype.is_floating_point or values.dtype.is_complex:
+        return values.fill_(float("nan"))
+    return values.zero_() if _has_no_mark(values.dtype) else values.fill_(torch.iinfo(values.dtype).min)
+
+
+def is_marked(values: torch.Tensor) -> bool:
+    """Whether any element still is what `mark` wrote; never for bool and unsigned integers, which have no odd value."""
+    if values.dtype.is_floating_point or values.dtype.is_complex:
+        return bool(torch.isnan(values).any())
+    return not _has_no_mark(values.dtype) and bool((values == torch.iinfo(values.dtype).min).any())
+
+
+def _has_no_mark(dtype: torch.dtype) -> bool:
+    return dtype == torch.bool or not dtype.is_signed
+
+
+def _real_buffers(module: nn.Module) -> list[str]:
+    """Give the module's meta buffers storage, marked; returns their names."""
+    names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+    for name in names:
+        setattr(module, name, mark(torch.empty_like(getattr(module, name), device="cpu")))
+    return names
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module

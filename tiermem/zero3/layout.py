@@ -1,0 +1,195 @@
+"""Where each parameter of a unit lies in the unit's flat buffer.
+
+Owns the arithmetic of slots, offsets and tiles, and the one function that lays a view over bytes. Does not know
+modules, pages or values. Guarantees that slots do not overlap, trainable ones come first in elements of one dtype,
+and that the same parameters give the same layout on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiermem.errors import ConfigError
+from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.tiling import TileRange, tile_count, tile_ranges
+
+ALIGN_NUMEL = 64
+ALIGN_NBYTES = 64
+TILE_MULTIPLE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """What a layout has to know of a parameter: its global number, all its names, its form."""
+
+    number: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place. `offset` in bytes; `start` and `numel` in elements of `dtype`.
+
+    The elements lie in memory order: a dense parameter (channels last, for one) keeps its strides, so slot element
+    i is the i-th element in memory of a tensor of this shape and stride.
+    """
+
+    parameter: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def start(self) -> int:
+        """First element, counted in elements of this slot's dtype from the start of the flat buffer."""
+        return self.offset // self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """The flat buffer of one unit: trainable slots first, then frozen ones."""
+
+    unit: int
+    name: str
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    trainable_numel: int
+    nbytes: int
+    tile_numel: int
+
+    @property
+    def trainable(self) -> tuple[Slot, ...]:
+        """The slots that are trained, by start."""
+        return tuple(slot for slot in self.slots if slot.trainable)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the trainable elements make."""
+        return tile_count(self.trainable_numel, self.tile_numel)
+
+    @property
+    def key(self) -> PageKey:
+        """The page that holds the flat buffer."""
+        return PageKey(self.unit, Kind.PARAM)
+
+    def gradient_key(self, tile: int) -> PageKey:
+        """The page that holds tile `tile` of the gradient."""
+        return PageKey(self.unit, Kind.GRAD, tile)
+
+    def tile_nbytes(self, tile: int) -> int:
+        """Bytes of gradient tile `tile`."""
+        numel = min(self.tile_numel, self.trainable_numel - tile * self.tile_numel)
+        return numel * self.dtype.itemsize
+
+    def ranges(self, slot: Slot) -> list[TileRange]:
+        """The pieces of a trainable slot by tile."""
+        return tile_ranges(slot.start, slot.numel, self.tile_numel)
+
+
+def plan_layout(
+    unit: int, name: str, parameters: Sequence[ParameterInfo], *, dtype: torch.dtype, tile_numel: int
+) -> UnitLayout:
+    """Lay out a unit's parameters.
+
+    Floating-point parameters become `dtype`; all others keep theirs and are frozen. Trainable ones start at multiples
+    of 64 elements, frozen ones at multiples of 64 bytes. Raises ConfigError for a tile that is not a positive multiple
+    of 2048 elements, and for a trainable complex parameter.
+    """
+    if tile_numel <= 0 or tile_numel % TILE_MULTIPLE:
+        raise ConfigError(f"a tile holds a positive multiple of {TILE_MULTIPLE} elements, found {tile_numel}")
+    trainable = [info for info in parameters if info.trainable]
+    frozen = [info for info in parameters if not info.trainable]
+    slots: list[Slot] = []
+    numel = 0
+    for info in trainable:
+        if not info.dtype.is_floating_point:
+            raise ConfigError(
+                f"parameter {info.names[0]} is {info.dtype} and requires a gradient; only floating-point parameters "
+                "are trained: freeze it with requires_grad_(False) or store its parts as real parameters"
+            )
+        start = _align(numel, ALIGN_NUMEL)
+        slots.append(_slot(info, dtype, start * dtype.itemsize))
+        numel = start + slots[-1].numel
+    nbytes = numel * dtype.itemsize
+    for info in frozen:
+        offset = _align(nbytes, ALIGN_NBYTES)
+        slots.append(_slot(info, dtype if info.dtype.is_floating_point else info.dtype, offset))
+        nbytes = offset + slots[-1].nbytes
+    return UnitLayout(unit, name, dtype, tuple(slots), numel, max(nbytes, 1), tile_numel)
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return `stride` if it covers `numel` elements without holes or overlaps, else the contiguous one."""
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if step != expected:
+            return contiguous_stride(shape)
+        expected *= size
+    return tuple(stride) if math.prod(shape) else contiguous_stride(shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a row-major tensor."""
+    steps: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def view_bytes(
+    base: torch.Tensor, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Lay a tensor over the storage of `base`; `offset` in elements of `dtype` from the storage's first byte."""
+    empty = torch.empty(0, dtype=dtype, device=base.device)
+    return empty.set_(base.untyped_storage(), offset, tuple(shape), tuple(stride))
+
+
+def slot_view(base: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return the parameter in `slot` as a view of the unit's bytes `base` (1-D uint8, starting its storage)."""
+    return view_bytes(base, slot.dtype, slot.start, slot.shape, slot.stride)
+
+
+def memory_order(tensor: torch.Tensor, slot: Slot, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return `tensor` (of the slot's shape) as 1-D in the slot's memory order; copies only if it must.
+
+    `dtype` defaults to the slot's.
+    """
+    dtype = dtype or slot.dtype
+    if tuple(tensor.stride()) != slot.stride or tensor.dtype != dtype:
+        arranged = torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=tensor.device)
+        tensor = arranged.copy_(tensor)
+    return tensor.as_strided((slot.numel,), (1,))
+
+
+def _slot(info: ParameterInfo, dtype: torch.dtype, offset: int) -> Slot:
+    stride = dense_stride(info.shape, info.stride)
+    return Slot(info.number, info.names, info.shape, stride, dtype, info.trainable, offset)
+
+
+def _align(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,76 @@
+"""Real storage for a while, outside of forward and backward.
+
+Owns the borrowing of whole units by the user: to look, to write, to keep. Does not know hooks or optimizer state.
+Guarantees that a written parameter is reported, so that its master can follow, and that placeholders return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tiermem.zero3.gather import Gatherer, Presence
+from tiermem.zero3.layout import Slot, UnitLayout
+
+Written = Callable[[int, Slot, torch.Tensor], None]
+
+
+@contextmanager
+def lend(
+    gatherer: Gatherer,
+    layouts: Sequence[UnitLayout],
+    units: Sequence[int],
+    *,
+    needed: Callable[[int], None],
+    written: Written | None = None,
+) -> Iterator[None]:
+    """Gather `units` for the body; all of them are in memory together.
+
+    `needed(unit)` is called before, and waits for updates. With `written` the body may write: afterwards it is called
+    with (unit, slot, values: 1-D in memory order, the slot's dtype) for every parameter whose bytes changed.
+    Raises TiermemError if a unit to be written is in use, and what the pager raises.
+    """
+    before: dict[int, torch.Tensor] = {}
+    held: list[int] = []
+    try:
+        for unit in units:
+            if gatherer.presence(unit) is Presence.SHARDED:
+                needed(unit)
+            base = gatherer.gather(unit, writable=written is not None)
+            gatherer.hold(unit)
+            held.append(unit)
+            if written is not None:
+                before[unit] = base.clone()
+        yield
+    finally:
+        for unit in reversed(held):
+            if written is not None:
+                _report(layouts[unit], gatherer.gather(unit), before.pop(unit), written)
+            if gatherer.unhold(unit) == 0 and not gatherer.reshard(unit):
+                gatherer.count_leaks()
+
+
+def restore(
+    gatherer: Gatherer,
+    layouts: Sequence[UnitLayout],
+    parameters: Sequence[nn.Parameter],
+    *,
+    needed: Callable[[int], None],
+) -> None:
+    """Give every parameter storage of its own again, unit by unit; needs the memory of the whole model; waits."""
+    for layout in layouts:
+        with lend(gatherer, layouts, [layout.unit], needed=needed):
+            copies = [parameters[slot.parameter].data.clone() for slot in layout.slots]
+        for slot, values in zip(layout.slots, copies, strict=True):
+            parameters[slot.parameter].data = values
+
+
+def _report(layout: UnitLayout, now: torch.Tensor, before: torch.Tensor, written: Written) -> None:
+    for slot in layout.slots:
+        piece = slice(slot.offset, slot.offset + slot.nbytes)
+        # Bytes, not values: a NaN is equal to itself and -0.0 is not 0.0.
+        if not torch.equal(now[piece], before[piece]):
+            written(layout.unit, slot, now[piece].view(slot.dtype))

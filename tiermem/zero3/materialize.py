@@ -1,0 +1,197 @@
+"""From a model to pages, one unit at a time.
+
+Owns the turning of parameters (present, on the meta device, or streamed from a file) into PARAM pages. Does not know
+hooks, gradients or optimizer state: master values are handed to a callback. Guarantees that never more than one unit
+has storage beyond the budget, that no uninitialised memory becomes a weight, and that parameters stay the objects they
+were wherever torch permits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from tiermem.errors import ConfigError
+from tiermem.pager.page import Intent
+from tiermem.zero3.gather import Pager
+from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
+from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout, slot_view
+from tiermem.zero3.placeholder import Placeholders
+from tiermem.zero3.units import Member, ModelUnits, Unit
+
+StoreMaster = Callable[[int, Slot, torch.Tensor], None]
+
+
+class WeightSource(Protocol):
+    """Weights read from somewhere, one parameter at a time."""
+
+    def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
+        """Write the parameter known by any of `names` into `values` (CPU); False if it is not there."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Materializer:
+    """How the parameters of a model get their values, and where those go.
+
+    `store_master(unit, slot, values)` is called for each trainable parameter while its unit's page is being written:
+    `values` are the original, uncast values (1-D, in the slot's memory order), valid during the call only.
+    `init` is called on every module whose own parameters have just received storage; None means the model's own
+    `_init_weights`, else each module's `reset_parameters`. `weights` win over both. `device` is where the computation
+    will be, hence what placeholders say.
+    """
+
+    pager: Pager
+    placeholders: Placeholders
+    store_master: StoreMaster
+    init: Initializer | None = None
+    weights: WeightSource | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def run(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+        """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
+
+        Raises ConfigError for parameters on other devices than cpu or meta, and for a parameter or buffer that the
+        initialisation left without values.
+        """
+        _check(divided)
+        initialiser = Initialiser(divided.model, self.init)
+        parameters = {member.number: member.parameter for _, member in divided.members()}
+        absent = {number for number, parameter in parameters.items() if parameter.is_meta}
+        for unit in divided.units:
+            self._unit(unit, layouts[unit.number], initialiser, parameters, absent)
+        for module in divided.model.modules():
+            initialiser.run_buffers(module)
+        # Only now: while others are initialised, an absent parameter has to bear being written (see initialise).
+        return self._stand_in(divided, layouts)
+
+    def adopt(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+        """Leave placeholders in place of all parameters, whose pages exist already; returns them by number.
+
+        What values the model has are dropped. Raises what `run` raises for devices and buffers.
+        """
+        _check(divided)
+        initialiser = Initialiser(divided.model, self.init)
+        for module in divided.model.modules():
+            initialiser.run_buffers(module)
+        return self._stand_in(divided, layouts)
+
+    def _stand_in(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+        parameters: dict[int, nn.Parameter] = {}
+        for layout, unit in zip(layouts, divided.units, strict=True):
+            members = {member.number: member for member in unit.members}
+            for slot in layout.slots:
+                standing = self.placeholders.of(slot.shape, slot.dtype, self.device)
+                member = members[slot.parameter]
+                parameters[slot.parameter] = _replace(member, member.parameter, standing)
+        return [parameters[number] for number in range(len(parameters))]
+
+    def _unit(
+        self,
+        unit: Unit,
+        layout: UnitLayout,
+        initialiser: Initialiser,
+        parameters: dict[int, nn.Parameter],
+        absent: set[int],
+    ) -> None:
+        fresh = [member for member in unit.members if member.number in absent]
+        for member in fresh:
+            old = parameters[member.number]
+            values = mark(torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu"))
+            parameters[member.number] = _replace(member, old, values)
+        missing = [member for member in unit.members if not self._load(member, parameters[member.number])]
+        if any(member.number in absent for member in missing):
+            initialiser.run(unit.root, {id(member.places[0].module) for member in fresh})
+            if self.weights is not None:
+                for member in unit.members:  # the initialisation of a module writes all of its parameters
+                    self._load(member, parameters[member.number])
+        for member in fresh:
+            if is_marked(parameters[member.number].data):
+                raise ConfigError(
+                    f"parameter {member.names[0]} was built without storage, and initialising its module left it "
+                    "without values: pass init= or weights="
+                )
+        self._write(layout, parameters)
+        for member in unit.members:
+            old = parameters[member.number]
+            if member.number in absent:
+                values = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
+                parameters[member.number] = _replace(member, old, values)
+
+    def _load(self, member: Member, parameter: nn.Parameter) -> bool:
+        return self.weights is not None and self.weights.fill(member.names, parameter.data)
+
+    def _write(self, layout: UnitLayout, parameters: dict[int, nn.Parameter]) -> None:
+        self.pager.add_page(layout.key, layout.nbytes)
+        for tile in range(layout.tiles):
+            self.pager.add_page(layout.gradient_key(tile), layout.tile_nbytes(tile))
+        lease = self.pager.lease([layout.key], Intent.FRESH)
+        try:
+            base = lease.tensor(layout.key)
+            base.zero_()  # the gaps are written too: let them be the same in every run
+            for slot in layout.slots:
+                parameter = parameters[slot.parameter]
+                values = parameter.data
+                slot_view(base, slot).copy_(values)
+                if slot.trainable:
+                    self.store_master(layout.unit, slot, memory_order(values, slot, dtype=values.dtype))
+                # The last reference to the original values, unless their owner keeps one.
+                parameter.data = self.placeholders.of(slot.shape, slot.dtype, self.device)
+        except BaseException as error:
+            lease.fail(error)
+            raise
+        lease.release()
+
+
+def plan_layouts(divided: ModelUnits, *, dtype: torch.dtype, tile_numel: int) -> tuple[UnitLayout, ...]:
+    """Return the layouts of all units, by number. Raises what `plan_layout` raises."""
+    return tuple(
+        plan_layout(unit.number, unit.name, [_info(each) for each in unit.members], dtype=dtype, tile_numel=tile_numel)
+        for unit in divided.units
+    )
+
+
+def _info(member: Member) -> ParameterInfo:
+    parameter = member.parameter
+    return ParameterInfo(
+        number=member.number,
+        names=member.names,
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()),
+        dtype=parameter.dtype,
+        trainable=parameter.requires_grad,
+    )
+
+
+def _check(divided: ModelUnits) -> None:
+    for _, member in divided.members():
+        parameter = member.parameter
+        if is_lazy(parameter):
+            raise ConfigError(f"parameter {member.names[0]} has no shape yet: run the lazy module once before offload")
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"parameter {member.names[0]} is on {parameter.device}; offload takes models on cpu or meta, and "
+                "brings the parameters to the device itself"
+            )
+
+
+def _replace(member: Member, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Give a parameter other values, to or from meta too (which `.data =` refuses); returns it, or its successor."""
+    if not old.is_meta and not values.is_meta:
+        old.data = values
+        return old
+    new: nn.Parameter = torch.Tensor._make_subclass(type(old), values, old.requires_grad)  # noqa: SLF001
+    new.__dict__.update(old.__dict__)
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        # Somebody keeps a weak reference, as torch's recurrent modules do: register the new object instead.
+        for place in member.places:
+            setattr(place.module, place.attribute, new)
+        return new
+    return old

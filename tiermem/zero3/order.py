@@ -1,0 +1,106 @@
+"""The order in which a step uses its units, recorded so that the next step can be planned.
+
+Owns the record of one step and the frozen result of the last one. Does not know pages, modules or what is done with
+the order. Guarantees that a frozen order never changes, and that a step which deviates is recorded like any other:
+a surprise is counted, never an error.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+class Phase(enum.Enum):
+    """Why a unit is used: to compute forward, to compute backward, or to write its gradients."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of a unit, from when it was needed until it was let go."""
+
+    unit: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """A finished step: accesses in order, and gradient contributions by global parameter number (absent: none)."""
+
+    accesses: tuple[Access, ...] = ()
+    contributions: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class OrderRecorder:
+    """Records the present step and compares it with the one before."""
+
+    def __init__(self) -> None:
+        self._expected: StepOrder | None = None
+        self._accesses: list[Access] = []
+        self._contributions: Counter[int] = Counter()
+        self._on_course = True
+        self._deviations = 0
+
+    @property
+    def expected(self) -> StepOrder | None:
+        """What the last finished step did; None during the first."""
+        return self._expected
+
+    @property
+    def position(self) -> int:
+        """How many accesses this step has made."""
+        return len(self._accesses)
+
+    @property
+    def on_course(self) -> bool:
+        """Whether this step has, so far, done what is expected (False while nothing is)."""
+        return self._expected is not None and self._on_course
+
+    @property
+    def deviations(self) -> int:
+        """How many finished steps differed from the one before."""
+        return self._deviations
+
+    def access(self, unit: int, phase: Phase) -> None:
+        """Note the next access."""
+        access = Access(unit, phase)
+        if self._expected is not None and self._on_course:
+            ahead = self._expected.accesses
+            self._on_course = self.position < len(ahead) and ahead[self.position] == access
+        self._accesses.append(access)
+
+    def contribution(self, parameter: int) -> int:
+        """Note that a gradient arrived; returns how many have arrived for this parameter in this step."""
+        self._contributions[parameter] += 1
+        return self._contributions[parameter]
+
+    def forget_contributions(self) -> None:
+        """Say that the gradients of this step were dropped: it begins again as far as they are concerned."""
+        self._contributions.clear()
+
+    def all_arrived(self, parameters: tuple[int, ...]) -> bool:
+        """Whether every one of `parameters` has had exactly the contributions the last step had, and one at least."""
+        if self._expected is None:
+            return False
+        before = self._expected.contributions
+        return any(self._contributions[number] for number in parameters) and all(
+            self._contributions[number] == before.get(number, 0) for number in parameters
+        )
+
+    def finish(self) -> StepOrder:
+        """Freeze the present step, make it what is expected of the next, and begin that one."""
+        step = StepOrder(tuple(self._accesses), MappingProxyType(dict(self._contributions)))
+        if self._expected is not None and step != self._expected:
+            self._deviations += 1
+        self._expected = step
+        self._accesses = []
+        self._contributions = Counter()
+        self._on_course = True
+        return step

@@ -1,0 +1,61 @@
+"""What stands in for a parameter while its unit is sharded.
+
+Owns one scalar per dtype and device, expanded to any shape. Does not know units. Guarantees true shape, dtype and
+device at no memory, that reading a floating-point placeholder gives NaN, and that a write into one is noticed.
+
+A write into an expanded tensor mostly raises in torch itself, but `fill_`, `zero_` and writes into tensors of one
+element go through and change the shared scalar. `check` finds them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tiermem.errors import TiermemError
+
+
+class Placeholders:
+    """The shared scalars behind all placeholders of a model."""
+
+    def __init__(self) -> None:
+        self._scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of this shape, dtype and device that has no storage of its own."""
+        scalar = self._scalars.get((dtype, device))
+        if scalar is None:
+            scalar = _marker(dtype, device)
+            self._scalars[dtype, device] = scalar
+        return scalar.expand(shape)
+
+    def check(self, names: str) -> None:
+        """Raise TiermemError if somebody wrote into a placeholder; `names` says where it was noticed.
+
+        The scalars are mended first, so that one such write is reported once.
+        """
+        written = [key for key, scalar in self._scalars.items() if not _is_marker(scalar)]
+        for dtype, device in written:
+            self._scalars[dtype, device].copy_(_marker(dtype, device))
+        if written:
+            dtypes = ", ".join(str(dtype) for dtype, _ in written)
+            raise TiermemError(
+                f"a parameter ({dtypes}) was written while its values were paged out; noticed while gathering {names}. "
+                "The write is lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+            )
+
+
+def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN where there is one; the smallest value of integers, False, as they have none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    if dtype == torch.bool:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.full((), torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def _is_marker(scalar: torch.Tensor) -> bool:
+    if scalar.device.type != "cpu":
+        return True  # reading it would make the computation wait for the device
+    if scalar.dtype.is_floating_point or scalar.dtype.is_complex:
+        return bool(torch.isnan(scalar))
+    return bool(scalar == _marker(scalar.dtype, scalar.device))

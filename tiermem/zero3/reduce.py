@@ -1,0 +1,166 @@
+"""Gradients, from autograd into pages.
+
+Owns the leases on GRAD tiles, and for each parameter the flag, the count and the norm of this step's gradient. Does
+not know modules, the order of units or the update. Guarantees the bits of plain accumulation (old plus new, in the
+parameter's dtype), that `p.grad` is None afterwards, and that a tile is read only after it was written in this step.
+
+A tile holds several parameters: the first write of a step takes it FRESH, every later one WRITE. What lies in the gaps,
+and in the place of a parameter without gradient, is undefined; `numbers` says which parameters count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tiermem.errors import InvariantError
+from tiermem.pager.page import Intent, PageKey
+from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.gather import Lease, Pager
+from tiermem.zero3.layout import Slot, UnitLayout, memory_order
+
+
+class GradientStore:
+    """Takes gradients of parameters (by global number) and keeps them as pages.
+
+    `hold_tiles`: lease all tiles of a unit at its first gradient and keep them until `release` or until another
+    unit's gradient comes (one visit to the pager per unit). Otherwise each tile is leased while it is written, which
+    needs the memory of a single tile.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        layouts: Sequence[UnitLayout],
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        *,
+        hold_tiles: bool = True,
+    ) -> None:
+        self._pager = pager
+        self._layouts = tuple(layouts)
+        self._parameters = tuple(parameters)
+        self._collectives = collectives
+        self._hold_tiles = hold_tiles
+        self._places: dict[int, tuple[int, Slot]] = {
+            slot.parameter: (layout.unit, slot) for layout in layouts for slot in layout.trainable
+        }
+        self._trainable = tuple(tuple(slot.parameter for slot in layout.trainable) for layout in layouts)
+        self._written: set[PageKey] = set()
+        self._norms: dict[int, torch.Tensor] = {}
+        self._held: tuple[int, Lease] | None = None
+
+    def accumulate(self, parameter: int) -> None:
+        """Move `p.grad` of this parameter into its pages, adding to what it had in this step; waits for the pages.
+
+        Sparse gradients are made dense. Raises what the pager raises.
+        """
+        owner = self._parameters[parameter]
+        gradient, owner.grad = owner.grad, None
+        if gradient is None:
+            return
+        unit, slot = self._places[parameter]
+        layout = self._layouts[unit]
+        flat = self._collectives.reduce_scatter(memory_order(_plain(gradient), slot))
+        if self._held is not None and self._held[0] != unit:
+            self.release()
+        if self._hold_tiles and self._held is None and layout.tiles:
+            self._held = (unit, self._lease(layout, range(layout.tiles)))
+        self._store(layout, slot, flat, add=parameter in self._norms)
+        # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
+        # so that a device is not waited for.
+        self._norms[parameter] = torch.linalg.vector_norm(flat, dtype=_norm_dtype(flat.dtype))
+
+    def release(self) -> None:
+        """Give back the tiles of the unit written last."""
+        if self._held is not None:
+            lease = self._held[1]
+            self._held = None
+            lease.release()
+
+    def numbers(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of the unit's parameters that have a gradient in this step, by place."""
+        return tuple(number for number in self._trainable[unit] if number in self._norms)
+
+    def trainable(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of all the unit's trainable parameters, by place."""
+        return self._trainable[unit]
+
+    def norm(self, parameter: int) -> torch.Tensor:
+        """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
+        return self._norms[parameter]
+
+    def read(self, parameter: int) -> torch.Tensor | None:
+        """Return a copy of this step's gradient in the parameter's shape, or None if it has none; waits."""
+        if parameter not in self._norms:
+            return None
+        self.release()
+        unit, slot = self._places[parameter]
+        layout = self._layouts[unit]
+        whole: torch.Tensor | None = None
+        for piece in layout.ranges(slot):
+            lease = self._pager.lease([layout.gradient_key(piece.tile)], Intent.READ)
+            try:
+                page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
+                if whole is None:
+                    whole = page.new_empty(slot.numel)
+                kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
+                whole[piece.begin : piece.begin + piece.length].copy_(kept)
+            finally:
+                lease.release()
+        if whole is None:
+            whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
+        return whole.as_strided(slot.shape, slot.stride)
+
+    def reset(self) -> None:
+        """Begin a new step: the pages now belong to whoever took note of them."""
+        self.release()
+        self._written.clear()
+        self._norms.clear()
+
+    def drop(self) -> None:
+        """Forget this step's gradients and their pages."""
+        pages = list(self._written)
+        self.reset()
+        if pages:
+            self._pager.start_discard(pages)
+
+    def _lease(self, layout: UnitLayout, tiles: Sequence[int]) -> Lease:
+        keys = [layout.gradient_key(tile) for tile in tiles]
+        fresh = [key not in self._written for key in keys]
+        if any(fresh) and not all(fresh):
+            raise InvariantError(f"some gradient tiles of unit {layout.name} are written in this step and some are not")
+        lease = self._pager.lease(keys, Intent.FRESH if all(fresh) else Intent.WRITE)
+        self._written.update(keys)
+        return lease
+
+    def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool) -> None:
+        """Write `flat` to the pages; with `add`, first add to `flat` what they hold, so that it is the whole."""
+        for piece in layout.ranges(slot):
+            lease = self._held[1] if self._held is not None else self._lease(layout, [piece.tile])
+            try:
+                page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
+                kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
+                fresh = flat[piece.begin : piece.begin + piece.length]
+                if add:
+                    fresh.add_(kept)
+                kept.copy_(fresh)
+            except BaseException as error:
+                self._held = None
+                lease.fail(error)
+                raise
+            if self._held is None:
+                lease.release()
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Dense, and free of a graph of its own (backward with create_graph), in which case it is not changed either."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.detach().to_dense()
+    return gradient.detach().clone() if gradient.requires_grad else gradient
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,243 @@
+"""Which parameters are gathered together, and whose call gathers them.
+
+Owns the division of a model into units and the hook points. Does not know pages, bytes or hooks themselves. Guarantees
+that every parameter belongs to exactly one unit, and that a module which reads parameters has a hook point that
+gathers them all.
+
+Two kinds of modules are hook points. A unit's root gathers everything its subtree reads, once for the whole layer.
+Every other module that owns parameters gathers those again (a count, if the root has done it): checkpointing that
+recomputes a layer calls its inner modules and not its root, and users call inner modules directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tiermem.errors import ConfigError
+
+Wanted = Callable[[nn.Module], bool] | Iterable[nn.Module | str] | None
+
+# Torch's own modules that hold others and do call them as modules, so that their parts can be units.
+_ORCHESTRATORS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Place:
+    """One attribute of one module that is a parameter."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Member:
+    """A parameter: its number among all of the model's, and every place it is registered at, owner first."""
+
+    number: int
+    places: tuple[Place, ...]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The object registered now."""
+        found: nn.Parameter = getattr(self.places[0].module, self.places[0].attribute)
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All qualified names."""
+        return tuple(place.name for place in self.places)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unit:
+    """Parameters gathered together: the module that stands for them, those it owns, and units it reads besides."""
+
+    number: int
+    name: str
+    root: nn.Module
+    members: tuple[Member, ...]
+    borrowed: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HookPoint:
+    """A module whose call needs the parameters of `units`."""
+
+    module: nn.Module
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ModelUnits:
+    """A model divided: the units by number, and the hook points in the order of the modules."""
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    points: tuple[HookPoint, ...]
+
+    def members(self) -> Iterator[tuple[int, Member]]:
+        """Yield (unit number, member) over all units."""
+        for unit in self.units:
+            for member in unit.members:
+                yield unit.number, member
+
+    def units_of(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the units that own the parameters of `module` and of all modules below it."""
+        owner = {id(member.parameter): unit for unit, member in self.members()}
+        return tuple(dict.fromkeys(owner[id(parameter)] for parameter in module.parameters()))
+
+
+def find_units(model: nn.Module, wanted: Wanted = None) -> ModelUnits:
+    """Divide `model`.
+
+    `wanted`: modules, class names, or a predicate. By default Hugging Face's `_no_split_modules` hint, else the
+    children of the outermost ModuleLists. What is left becomes one unit for every module that directly owns
+    parameters. Parameters registered at several places belong to the first unit that meets them.
+    Raises ConfigError for a model without parameters and for a wish that matches nothing.
+    """
+    modules = list(model.named_modules())
+    inside_atomic = _inside_atomic(modules)
+    roots = _roots(model, modules, wanted, inside_atomic)
+    root_of = _assign(model, roots)
+    places = _places(modules)
+    if not places:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to page")
+
+    names = {id(module): name for name, module in modules}
+    owned: dict[int, list[Member]] = {}
+    owner_root: dict[int, int] = {}
+    root_modules: dict[int, nn.Module] = {}
+    for number, (parameter, at) in enumerate(places.items()):
+        first = at[0]
+        root = root_of.get(id(first.module), first.module)
+        root_modules[id(root)] = root
+        owned.setdefault(id(root), []).append(Member(number, tuple(at)))
+        owner_root[parameter] = id(root)
+    order = [id(module) for _, module in modules if id(module) in owned]
+    numbers = {root: number for number, root in enumerate(order)}
+    owner = {parameter: numbers[root] for parameter, root in owner_root.items()}
+
+    points = tuple(_points(modules, roots, owner))
+    needs = {id(point.module): point.units for point in points}
+    units = []
+    for key, number in numbers.items():
+        borrowed = tuple(unit for unit in needs.get(key, ()) if unit != number)
+        name = names[key] or type(model).__name__
+        units.append(Unit(number, name, root_modules[key], tuple(owned[key]), borrowed))
+    return ModelUnits(model, tuple(units), points)
+
+
+def is_atomic(module: nn.Module) -> bool:
+    """True for torch's own composites (and classes derived from them), which may read their children's parameters.
+
+    `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` are examples.
+    """
+    if isinstance(module, (*_CONTAINERS, *_ORCHESTRATORS)) or next(module.children(), None) is None:
+        return False
+    return any(
+        base.__module__.startswith("torch.nn.modules.") for base in type(module).__mro__ if base is not nn.Module
+    )
+
+
+def _inside_atomic(modules: Sequence[tuple[str, nn.Module]]) -> set[int]:
+    return {
+        id(inner) for _, module in modules if is_atomic(module) for inner in module.modules() if inner is not module
+    }
+
+
+def _roots(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], wanted: Wanted, inside_atomic: set[int]
+) -> set[int]:
+    chosen = _hinted(modules) or _list_children(model) if wanted is None else _wished(modules, wanted)
+    chosen -= inside_atomic
+    covered = {id(inner) for _, module in modules if id(module) in chosen for inner in module.modules()}
+    atomic = {id(module) for _, module in modules if is_atomic(module)} - inside_atomic - covered
+    return chosen | atomic
+
+
+def _wished(modules: Sequence[tuple[str, nn.Module]], wanted: Wanted) -> set[int]:
+    if callable(wanted):
+        chosen = {id(module) for _, module in modules if wanted(module)}
+    else:
+        wishes = [wanted] if isinstance(wanted, str) else list(wanted or ())
+        classes = {wish for wish in wishes if isinstance(wish, str)}
+        given = {id(wish) for wish in wishes if not isinstance(wish, str)}
+        foreign = given - {id(module) for _, module in modules}
+        if foreign:
+            raise ConfigError(f"units= names {len(foreign)} module(s) that are not part of the model")
+        missing = classes - {type(module).__name__ for _, module in modules}
+        if missing:
+            raise ConfigError(f"units= names classes the model does not have: {', '.join(sorted(missing))}")
+        chosen = given | {id(module) for _, module in modules if type(module).__name__ in classes}
+    if not chosen:
+        raise ConfigError("units= matches no module of the model")
+    return chosen
+
+
+def _hinted(modules: Sequence[tuple[str, nn.Module]]) -> set[int]:
+    hints: set[str] = set()
+    for _, module in modules:
+        hints.update(getattr(module, "_no_split_modules", None) or ())
+    found = [module for _, module in modules if type(module).__name__ in hints]
+    inner = {id(below) for module in found for below in module.modules() if below is not module}
+    return {id(module) for module in found} - inner
+
+
+def _list_children(model: nn.Module) -> set[int]:
+    """The children, with parameters, of ModuleLists not inside another such child."""
+    if isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward:
+        return {id(child) for child in model.children() if next(child.parameters(), None) is not None}
+    found: set[int] = set()
+    for child in model.children():
+        found |= _list_children(child)
+    return found
+
+
+def _assign(model: nn.Module, roots: set[int]) -> dict[int, nn.Module]:
+    """The nearest root at or above each module, for the modules that have one; the first path to a module decides."""
+    root_of: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    pending: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
+    while pending:
+        module, root = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if id(module) in roots:
+            root = module
+        if root is not None:
+            root_of[id(module)] = root
+        pending.extend((child, root) for child in reversed(list(module.children())))
+    return root_of
+
+
+def _places(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, list[Place]]:
+    """All places by parameter identity, in the order of `model.parameters()`."""
+    places: dict[int, list[Place]] = {}
+    for prefix, module in modules:
+        for attribute, parameter in module._parameters.items():  # noqa: SLF001 - the registry, tied entries included
+            if parameter is not None:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                places.setdefault(id(parameter), []).append(Place(module, attribute, name))
+    return places
+
+
+def _points(modules: Sequence[tuple[str, nn.Module]], roots: set[int], owner: dict[int, int]) -> Iterator[HookPoint]:
+    for _, module in modules:
+        read = _subtree(module, roots) if id(module) in roots else [module]
+        needed = dict.fromkeys(owner[id(parameter)] for inner in read for parameter in inner.parameters(recurse=False))
+        if needed:
+            yield HookPoint(module, tuple(needed))
+
+
+def _subtree(root: nn.Module, roots: set[int]) -> Iterator[nn.Module]:
+    """The modules of `root`, leaving out what belongs to roots below it."""
+    yield root
+    for child in root.children():
+        if id(child) not in roots:
+            yield from _subtree(child, roots)
