@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import run_limited, run_python_limited
 
 import tiermem
-from limits import run_limited, run_python_limited
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
