@@ -27,6 +27,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             last = runtime.statistics().last
+            if last is None:
+                raise RuntimeError("the step was not counted")
             stalls.append(last.stall_seconds)
             read.append(last.bytes_read)
             written.append(last.bytes_written)

@@ -20,6 +20,10 @@ FLOORS = {
     "tiermem.config": 1,
     "tiermem.stats": 1,
     "tiermem.timeline": 1,
+    "tiermem.registry": 1,
+    # Words of the memory room without state or torch; the hall speaks them too.
+    "tiermem.memory.sizes": 1,
+    "tiermem.memory.tiers": 1,
     "tiermem.memory": 2,
     "tiermem.pager": 3,
     "tiermem.zero3": 4,
@@ -34,6 +38,8 @@ FLOORS = {
 }
 WINGS = frozenset({"tiermem.zero3", "tiermem.optim"})
 SWAP_MAY_USE = frozenset({"swap", "aiofiles", "xxhash"}) | sys.stdlib_module_names
+# Importable under TYPE_CHECKING only: what is never imported at run time is no dependency.
+SWAP_MAY_USE_FOR_TYPES = frozenset({"typing_extensions"})
 MAY_IMPORT_SWAP = frozenset(
     {
         "swap",
@@ -71,6 +77,7 @@ class Import:
 
     target: str
     line: int
+    for_types: bool = False  # under `if TYPE_CHECKING:`
 
 
 def check(root: Path) -> list[Violation]:
@@ -85,18 +92,23 @@ def check(root: Path) -> list[Violation]:
             violations.append(Violation(relative, 1, f"{name} has no floor; give it one in tools/check_layers.py"))
             continue
         for found in imports(tree, name, path.name == "__init__.py", frozenset(modules)):
-            message = judge(home, name, found.target)
+            message = judge(home, name, found)
             if message is not None:
                 violations.append(Violation(relative, found.line, message))
         violations.extend(Violation(relative, line, message) for line, message in check_names_used(home, name, tree))
     return sorted(set(violations), key=lambda violation: (str(violation.path), violation.line, violation.message))
 
 
-def judge(home: str, name: str, target: str) -> str | None:
-    """Say what is wrong with module `name`, of room `home`, importing `target`; None if it may."""
+def judge(home: str, name: str, found: Import) -> str | None:
+    """Say what is wrong with module `name`, of room `home`, having the import `found`; None if it may."""
+    target = found.target
     if home == "swap":
-        top = target.partition(".")[0]
-        return None if top in SWAP_MAY_USE else f"swap may not import {target}: standard library, aiofiles, xxhash only"
+        allowed = SWAP_MAY_USE | (SWAP_MAY_USE_FOR_TYPES if found.for_types else frozenset())
+        return (
+            None
+            if target.partition(".")[0] in allowed
+            else f"swap may not import {target}: standard library, aiofiles, xxhash only"
+        )
     if is_within(target, "swap"):
         return (
             None if home in MAY_IMPORT_SWAP else f"{name} may not import {target}: above the pager nobody speaks bytes"
@@ -143,16 +155,23 @@ def module_name(root: Path, path: Path) -> str:
 
 def imports(tree: ast.Module, name: str, is_package: bool, modules: frozenset[str]) -> Iterator[Import]:
     """Yield all imports of a module, `from package import module` resolved to the module where it is one."""
+    guarded = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno)
+                yield Import(alias.name, node.lineno, id(node) in guarded)
         elif isinstance(node, ast.ImportFrom):
             base = absolute(node, name, is_package)
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 known = full in modules or full in NOT_BELOW_ZERO3
-                yield Import(full if known else base, node.lineno)
+                yield Import(full if known else base, node.lineno, id(node) in guarded)
 
 
 def absolute(node: ast.ImportFrom, name: str, is_package: bool) -> str:

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiermem.config import Config
+from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
 
-import swap
 import tiermem
 
 
-@dataclasses.dataclass(frozen=True)
-class PlainConfig:
-    swap_dirs: tuple[str, ...] = ()
-    host_memory: int | str = "auto"
-    device_memory: int | str = "auto"
-    param_dtype: str = "bfloat16"
-    update: str = "auto"
-
-    @classmethod
-    def load(cls, path: Path) -> PlainConfig:
-        return cls(**json.loads(path.read_text()))
-
-
 class PlainRuntime:
-    def __init__(self, config: PlainConfig) -> None:
-        self.config = dataclasses.replace(config, host_memory=1 << 20)
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self.calls: list[str] = []
 
-    def statistics(self) -> Any:
-        return SimpleNamespace(last=SimpleNamespace(seconds=1.0, stall_seconds=0.25, bytes_read=30, bytes_written=20))
+    def statistics(self) -> Statistics:
+        edges = (EdgeStatistics(READ_EDGE, nbytes=30), EdgeStatistics(WRITE_EDGE, nbytes=20))
+        last = StepStatistics(seconds=1.0, stall_seconds=0.0, edges=edges)
+        return Statistics(last=last, tiers=(TierStatistics("HOST", 1 << 20, 0, 0),))
 
     def timeline(self, path: Path) -> None:
         path.write_text("[]")
@@ -52,7 +39,7 @@ class PlainCore:
         self.resumes: list[object] = []
         self.error: Exception | None = None
 
-    def offload(self, model: torch.nn.Module, config: PlainConfig, *, resume: object = False) -> PlainRuntime:
+    def offload(self, model: torch.nn.Module, config: Config, *, resume: object = False) -> PlainRuntime:
         if self.error is not None:
             raise self.error
         self.resumes.append(resume)
@@ -65,18 +52,12 @@ class PlainAdamW(torch.optim.AdamW):
         super().__init__(params, **rest)
 
 
-class SwapError(Exception):
-    pass
-
-
 @pytest.fixture
 def plain_core(monkeypatch: pytest.MonkeyPatch) -> PlainCore:
     core = PlainCore()
-    monkeypatch.setattr(tiermem, "Config", PlainConfig, raising=False)
+    monkeypatch.setattr(tiermem, "Config", Config, raising=False)
     monkeypatch.setattr(tiermem, "Runtime", PlainRuntime, raising=False)
     monkeypatch.setattr(tiermem, "AdamW", PlainAdamW, raising=False)
     monkeypatch.setattr(tiermem, "deferred_init", contextlib.nullcontext, raising=False)
     monkeypatch.setattr(tiermem, "offload", core.offload, raising=False)
-    if not hasattr(swap, "SwapError"):
-        monkeypatch.setattr(swap, "SwapError", SwapError, raising=False)
     return core

@@ -1,4 +1,4 @@
-"""Amounts, disk space, doctor, learning rate: the small parts of the command line."""
+"""Disk space, doctor, learning rate: the small parts of the command line."""
 
 from __future__ import annotations
 
@@ -9,33 +9,8 @@ from typing import Any
 import pytest
 
 from tiermem.cli import disk, main
-from tiermem.cli.amounts import format_amount, parse_amount
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("1", 1), ("512MiB", 512 * 2**20), ("1.5 GiB", 3 * 2**29), ("2GB", 2 * 10**9), (" 7 kib ", 7168), ("3B", 3)],
-)
-def test_amounts_are_read(text: str, nbytes: int) -> None:
-    assert parse_amount(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1GiB", "1 GiBB", "GiB", "1.2.3GiB", "0.1B", "lots"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="512MiB"):
-        parse_amount(text)
-
-
-def test_amounts_are_written() -> None:
-    assert [format_amount(n) for n in (0, 1023, 1024, 3 * 2**29, 200 * 2**20)] == [
-        "0 B",
-        "1023 B",
-        "1.00 KiB",
-        "1.50 GiB",
-        "200.0 MiB",
-    ]
 
 
 def test_directories_on_one_file_system_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

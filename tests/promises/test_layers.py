@@ -36,7 +36,7 @@ def tree(tmp_path: Path) -> Path:
         "swap/engine.py",
         "import os\nimport aiofiles\nimport xxhash\nfrom swap import space\nfrom . import space",
     )
-    plant(tmp_path, "swap/space.py", "")
+    plant(tmp_path, "swap/space.py", "if TYPE_CHECKING:\n    from typing_extensions import Buffer")
     plant(
         tmp_path, "tiermem/memory/arena.py", "import torch\nfrom swap.space import Extent\nfrom tiermem.errors import X"
     )
@@ -74,6 +74,8 @@ def test_a_tree_in_order_has_no_violation(tree: Path) -> None:
         ("swap/bad.py", "import torch", "swap may not import torch"),
         ("swap/bad.py", "import numpy as np", "swap may not import numpy"),
         ("swap/bad.py", "from tiermem.errors import TiermemError", "swap may not import tiermem"),
+        ("swap/bad.py", "from typing_extensions import Buffer", "swap may not import typing_extensions"),
+        ("swap/bad.py", "if TYPE_CHECKING:\n    import torch", "swap may not import torch"),
         ("tiermem/memory/bad.py", "import torch.distributed as dist", "no ranks and no modules below zero3"),
         ("tiermem/pager/bad.py", "from torch import distributed", "no ranks and no modules below zero3"),
         ("tiermem/pager/bad.py", "from torch import nn", "no ranks and no modules below zero3"),

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiermem.cli.amounts import format_amount
 from tiermem.errors import ConfigError
+from tiermem.memory.sizes import format_bytes
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def check_space(directories: Sequence[Path], nbytes: int) -> None:
     if free < nbytes:
         names = ", ".join(str(directory) for directory in directories)
         raise ConfigError(
-            f"swapping needs {format_amount(nbytes)} ({nbytes} bytes) of disk, {names} has {format_amount(free)} "
+            f"swapping needs {format_bytes(nbytes)} ({nbytes} bytes) of disk, {names} has {format_bytes(free)} "
             f"({free} bytes) free; free some, add a --swap-dir on another disk, or choose a smaller model"
         )
 

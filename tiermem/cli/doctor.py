@@ -18,8 +18,8 @@ import psutil
 import torch
 from rich.table import Table
 
-from tiermem.cli.amounts import format_amount
 from tiermem.cli.drives import DriveReport, examine_drive
+from tiermem.memory.sizes import format_bytes
 
 CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CGROUP_V2_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -53,8 +53,8 @@ class DoctorReport:
         table.add_row("torch", self.torch)
         table.add_row("CUDA", ", ".join(self.cuda_devices) or "no device: the computation runs on the CPU")
         table.add_row("CPU cores", str(self.cpu_cores))
-        available = format_amount(self.memory_available_bytes)
-        table.add_row("memory", f"{format_amount(self.memory_bytes)}, {available} available")
+        available = format_bytes(self.memory_available_bytes)
+        table.add_row("memory", f"{format_bytes(self.memory_bytes)}, {available} available")
         table.add_row("memory limit (cgroup)", describe(self.cgroup_limit_bytes, otherwise="none"))
         table.add_row("lockable memory", describe(self.memlock_bytes, otherwise="unlimited"))
         for drive in self.swap_dirs:
@@ -115,4 +115,4 @@ def own_cgroup_limits() -> list[Path]:
 
 def describe(nbytes: int | None, *, otherwise: str) -> str:
     """Return an amount as text, or `otherwise` if there is none."""
-    return otherwise if nbytes is None else format_amount(nbytes)
+    return otherwise if nbytes is None else format_bytes(nbytes)

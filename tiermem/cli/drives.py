@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tiermem.cli.amounts import format_amount
 from tiermem.cli.disk import free_bytes
+from tiermem.memory.sizes import format_bytes
 
 BLOCK = 4096
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -47,7 +47,7 @@ class DriveReport:
         elif self.direct_io is False:
             yield f"{self.directory} refuses direct I/O, so swapping goes through the page cache; choose ext4 or xfs"
         if self.free_bytes is not None and self.free_bytes < LITTLE_FREE:
-            yield f"{self.directory} has only {format_amount(self.free_bytes)} free"
+            yield f"{self.directory} has only {format_bytes(self.free_bytes)} free"
 
     def to_line(self) -> str:
         """Return the findings in one line."""
@@ -55,7 +55,7 @@ class DriveReport:
             return "does not exist"
         direct = {True: "direct I/O", False: "no direct I/O", None: "direct I/O unknown"}[self.direct_io]
         spinning = {True: "said to spin", False: "solid state", None: "drive unknown"}[self.rotational]
-        free = "free space unknown" if self.free_bytes is None else f"{format_amount(self.free_bytes)} free"
+        free = "free space unknown" if self.free_bytes is None else f"{format_bytes(self.free_bytes)} free"
         return f"{free}, {self.file_system or 'file system unknown'}, {direct}, {spinning}"
 
 

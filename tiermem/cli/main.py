@@ -76,7 +76,7 @@ def train(
         timeline=timeline,
     )
     base = load_config(config)
-    asked = swap_dir or [Path(directory) for directory in (base.swap_dirs if base else ())]
+    asked = swap_dir or (base.swap_paths if base else ())
     overrides = {
         "host_memory": host_memory,
         "device_memory": device_memory,

@@ -13,9 +13,9 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tiermem.cli.amounts import format_amount
 from tiermem.cli.process_memory import resident_bytes
 from tiermem.cli.report import StepReport
+from tiermem.memory.sizes import format_bytes
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -27,7 +27,7 @@ class TrainProgress:
         self.console = console
         self.steps = steps
         self.baseline = baseline
-        self.budget_text = f"budget {format_amount(host_memory)}, plain {format_amount(state_bytes)}"
+        self.budget_text = f"budget {format_bytes(host_memory)}, plain {format_bytes(state_bytes)}"
         self.last_line = float("-inf")
         self.done = 0
         self.bar = Progress(
@@ -63,7 +63,7 @@ class TrainProgress:
 
     def describe(self, step: StepReport) -> str:
         """Return the figures of a step in one line."""
-        growth = format_amount(max(0, resident_bytes() - self.baseline))
+        growth = format_bytes(max(0, resident_bytes() - self.baseline))
         read, written = (nbytes / step.seconds / 1e9 for nbytes in (step.bytes_read, step.bytes_written))
         return (
             f"loss {step.loss:.3f}  {step.tokens / step.seconds:,.0f} tok/s  "

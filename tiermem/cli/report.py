@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from tiermem.cli.amounts import format_amount
+from tiermem.memory.sizes import format_bytes
 
 # AdamW with everything in memory, per parameter: fp32 weight, gradient and two moments; or, in mixed precision,
 # 2 bytes of weight, 2 of gradient and 12 of master weight and moments.
@@ -53,10 +53,10 @@ class TrainReport:
         table = Table(title=f"{self.model}: {self.parameters:,} parameters", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column()
-        table.add_row("state that plain AdamW keeps in memory", format_amount(self.state_bytes))
-        table.add_row("host memory budget", format_amount(self.host_memory))
-        growth = format_amount(self.peak_rss_bytes - self.baseline_rss_bytes)
-        table.add_row("peak memory of the process", f"{format_amount(self.peak_rss_bytes)}, {growth} above its imports")
+        table.add_row("state that plain AdamW keeps in memory", format_bytes(self.state_bytes))
+        table.add_row("host memory budget", format_bytes(self.host_memory))
+        growth = format_bytes(self.peak_rss_bytes - self.baseline_rss_bytes)
+        table.add_row("peak memory of the process", f"{format_bytes(self.peak_rss_bytes)}, {growth} above its imports")
         if self.steps:
             self._add_steps(table)
         return table
@@ -71,8 +71,8 @@ class TrainReport:
         table.add_row("steps", f"{len(self.steps)} in {seconds:.1f} s, median {typical:.2f} s")
         table.add_row("tokens per second", f"{tokens / seconds:,.0f}")
         table.add_row("waiting for the disk", f"{100 * stalled / seconds:.0f} % of the time")
-        table.add_row("read from swap", f"{format_amount(read)}, {read / seconds / 1e9:.2f} GB/s")
-        table.add_row("written to swap", f"{format_amount(written)}, {written / seconds / 1e9:.2f} GB/s")
+        table.add_row("read from swap", f"{format_bytes(read)}, {read / seconds / 1e9:.2f} GB/s")
+        table.add_row("written to swap", f"{format_bytes(written)}, {written / seconds / 1e9:.2f} GB/s")
         first, last = self.loss_span()
         table.add_row("loss", f"{first:.3f} at first, {last:.3f} at last")
 
@@ -85,8 +85,8 @@ class TrainReport:
         """Return what happened in one sentence; needs at least one step."""
         first, last = self.loss_span()
         return (
-            f"{format_amount(self.state_bytes)} of model state trained with {format_amount(self.host_memory)} of host "
-            f"memory for it; the process peaked at {format_amount(self.peak_rss_bytes)}, of which "
-            f"{format_amount(self.baseline_rss_bytes)} were Python and its libraries; the loss went from "
+            f"{format_bytes(self.state_bytes)} of model state trained with {format_bytes(self.host_memory)} of host "
+            f"memory for it; the process peaked at {format_bytes(self.peak_rss_bytes)}, of which "
+            f"{format_bytes(self.baseline_rss_bytes)} were Python and its libraries; the loss went from "
             f"{first:.3f} to {last:.3f} in {len(self.steps)} steps."
         )

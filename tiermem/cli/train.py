@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 import tiermem
-from tiermem.cli.amounts import parse_amount
 from tiermem.cli.disk import check_space
 from tiermem.cli.presets import build_model, count_parameters, find_model
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
@@ -27,6 +26,8 @@ from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
 from tiermem.errors import ConfigError
+from tiermem.memory.tiers import Tier
+from tiermem.stats import StepStatistics
 
 MAX_GRAD_NORM = 1.0
 WARM_UP_SHARE = 0.1
@@ -94,7 +95,7 @@ class Training:
         self.scheduler.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        last = self.runtime.statistics().last
+        last = self.runtime.statistics().last or StepStatistics()
         return StepReport(
             loss=loss_sum,
             seconds=seconds,
@@ -120,7 +121,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console) -> Tr
     if limit is not None and options.seq > limit:
         raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
     parameters = count_parameters(model_config)
-    check_space([Path(directory) for directory in config.swap_dirs], parameters * SWAP_BYTES_PER_PARAMETER)
+    check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER)
     baseline = resident_bytes()
     training = Training(options, config, model_config=model_config, source=source)
     try:
@@ -158,12 +159,9 @@ def open_text(options: TrainOptions) -> TokenSource:
 
 def host_budget(config: tiermem.Config, runtime: tiermem.Runtime) -> int:
     """Return the budget of host memory in bytes: the one asked for, or the one that "auto" came to."""
-    asked = config.host_memory
-    if isinstance(asked, int):
-        return asked
-    if asked != "auto":
-        return parse_amount(asked)
-    return int(runtime.config.host_memory)
+    if config.host_nbytes is not None:
+        return config.host_nbytes
+    return next(tier.budget for tier in runtime.statistics().tiers if tier.name.casefold() == Tier.HOST.name.casefold())
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -177,11 +175,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 def load_config(path: Path | None) -> tiermem.Config | None:
     """Return the configuration in the file `path`; None without one. Raises `ConfigError` if it cannot be used."""
-    if path is None:
-        return None
-    if not path.is_file():
-        raise ConfigError(f"there is no configuration file {path}")
-    return tiermem.Config.load(path)
+    return None if path is None else tiermem.Config.load(path)
 
 
 def make_config(
