@@ -103,12 +103,9 @@ def judge(home: str, name: str, found: Import) -> str | None:
     """Say what is wrong with module `name`, of room `home`, having the import `found`; None if it may."""
     target = found.target
     if home == "swap":
-        allowed = SWAP_MAY_USE | (SWAP_MAY_USE_FOR_TYPES if found.for_types else frozenset())
-        return (
-            None
-            if target.partition(".")[0] in allowed
-            else f"swap may not import {target}: standard library, aiofiles, xxhash only"
-        )
+        if target.partition(".")[0] in SWAP_MAY_USE | (SWAP_MAY_USE_FOR_TYPES if found.for_types else frozenset()):
+            return None
+        return f"swap may not import {target}: standard library, aiofiles, xxhash only"
     if is_within(target, "swap"):
         return (
             None if home in MAY_IMPORT_SWAP else f"{name} may not import {target}: above the pager nobody speaks bytes"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiermem.config import Config
-from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
 
 import tiermem
+from tiermem.config import Config
+from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
 
 
 class PlainRuntime:
