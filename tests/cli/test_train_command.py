@@ -13,6 +13,7 @@ import pytest
 
 import swap
 from tiermem.cli import main
+from tiermem.cli.report import StepReport, TrainReport
 from tiermem.errors import CapacityError
 
 SHORT = ["train", "--model", "llama-tiny", "--steps", "2", "--batch", "2", "--seq", "32"]
@@ -49,12 +50,18 @@ def test_json_is_one_object_with_the_names_of_the_contract(capsys: pytest.Captur
     assert "step 2/2" in captured.err
 
 
-def test_without_json_a_table_and_a_sentence_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_a_table_and_a_sentence_go_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(SHORT) == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "tokens per second" in captured.err
-    assert "of model state trained with 1.00 MiB of host memory" in " ".join(captured.err.split())
+    assert "step 2/2" in captured.err
+    assert "tokens per second" in captured.out
+    assert "of model state trained with 1.00 MiB of host memory" in " ".join(captured.out.split())
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
+    step = StepReport(float("nan"), seconds=1.0, stall_seconds=0.0, bytes_read=0, bytes_written=0, tokens=1)
+    report = TrainReport("m", 1, 16, 1, baseline_rss_bytes=1, peak_rss_bytes=2, steps=(step,))
+    assert json.loads(report.to_json())["steps"][0]["loss"] is None
 
 
 def test_the_same_seed_gives_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:

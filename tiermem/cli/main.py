@@ -83,13 +83,12 @@ def train(
         "update": update,
         "param_dtype": param_dtype,
     }
-    console = Console(stderr=True)
     with swap_directories(asked, keep=keep) as directories:
-        report = run(what, make_config(base, directories, overrides), console)
+        report = run(what, make_config(base, directories, overrides), Console(stderr=True))
     if json:
         print_object(report.to_json())
     else:
-        console.print(report.to_table(), report.to_sentence(), sep="\n")
+        Console().print(report.to_table(), report.to_sentence(), sep="\n", highlight=False)
 
 
 @app.command()

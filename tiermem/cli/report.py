@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -45,8 +46,11 @@ class TrainReport:
     steps: tuple[StepReport, ...]
 
     def to_json(self) -> str:
-        """Return the run as one JSON object."""
-        return json.dumps(dataclasses.asdict(self))
+        """Return the run as one JSON object; a loss that is not finite, which JSON cannot hold, is null."""
+        values = dataclasses.asdict(self)
+        for step in values["steps"]:
+            step["loss"] = step["loss"] if math.isfinite(step["loss"]) else None
+        return json.dumps(values, allow_nan=False)
 
     def to_table(self) -> Table:
         """Return the run as a table for a terminal."""
