@@ -1,0 +1,50 @@
+# Each target does all the set-up it needs: make demo in a fresh clone is enough.
+# PYTHON=...   another interpreter, 3.11 or newer
+# PIP_ARGS=... passed to pip, such as --extra-index-url https://download.pytorch.org/whl/cpu for torch without CUDA
+
+PYTHON ?= $(firstword $(foreach candidate,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
+	$(candidate) -c 'import sys; print("$(candidate)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --quick
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+
+.PHONY: help demo test lint bench venv clean
+
+help:
+	@echo "make demo    train a Llama eight times larger than its memory budget, on real text"
+	@echo "make test    lint and all tests"
+	@echo "make lint    ruff and mypy only"
+	@echo "make bench   step time beside plain PyTorch (BENCH_ARGS='--quick' by default)"
+	@echo "make clean   remove what the others made"
+
+demo: $(READY)
+	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 80 --batch 4 --seq 256 --lr 1e-3
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+bench: $(READY)
+	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
+
+venv: $(READY)
+
+# torch first and by exact version: asked for with the rest, the resolver may fetch several builds of it.
+$(READY): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; fi
+	@echo "installing into .venv (torch is a large download, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[hf,test]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tiermem-swap-*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

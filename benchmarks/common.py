@@ -1,0 +1,116 @@
+"""What the benchmarks share: the description of the machine, memory counters, files of results.
+
+Owns the form of a result: Markdown for people and raw JSON beside it, both named by theme, hardware and date. Imports
+neither torch nor tiermem, so that a contender in another environment can use it. Guarantees that a result says what it
+was measured on, with what, when and by which command.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import platform
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+import psutil
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a measurement was made on, with, when and how."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+    python: str
+    packages: dict[str, str]
+    revision: str
+    date: str
+    command: str
+
+    def to_markdown(self) -> str:
+        """Return the surroundings as a list."""
+        packages = ", ".join(f"{name} {version}" for name, version in self.packages.items())
+        return "\n".join(
+            [
+                f"- hardware: {self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB of memory",
+                f"- system: {self.kernel}, Python {self.python}, {packages}",
+                f"- revision: {self.revision}",
+                f"- date: {self.date}",
+                f"- command: `{self.command}`",
+            ]
+        )
+
+    def slug(self) -> str:
+        """Return the hardware as part of a file name."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.cpu} {self.cores} cores".lower()).strip("-")
+
+
+def describe_surroundings(packages: Sequence[str]) -> Surroundings:
+    """Look at this machine and at the versions of `packages`; takes about a second."""
+    return Surroundings(
+        cpu=str(cpuinfo.get_cpu_info().get("brand_raw", platform.machine())),
+        cores=psutil.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        kernel=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        packages={name: metadata.version(name) for name in packages},
+        revision=revision(),
+        date=dt.datetime.now(dt.UTC).date().isoformat(),
+        command=shlex.join(["python", Path(sys.argv[0]).as_posix().removeprefix(f"{Path.cwd()}/"), *sys.argv[1:]]),
+    )
+
+
+def revision() -> str:
+    """Return the commit being measured, marked if files differ from it; "unknown" outside a checkout."""
+    git = ["git", "-C", str(HERE)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory this process occupies now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of memory this process has occupied so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # ru_maxrss survives exec, so a child would inherit its parent's peak; VmHWM does not.
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def write_result(
+    theme: str, surroundings: Surroundings, body: str, raw: Mapping[str, Any], folder: Path = RESULTS
+) -> Path:
+    """Write `body` (Markdown) and `raw` (JSON) as one result; return the path of the Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{theme}_{surroundings.slug()}_{surroundings.date}.md"
+    title = theme.replace("_", " ").capitalize()
+    path.write_text(f"# {title}\n\n{surroundings.to_markdown()}\n\n{body}\n", encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    return path

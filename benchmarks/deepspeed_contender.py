@@ -1,0 +1,98 @@
+"""DeepSpeed ZeRO-Infinity: stage 3, parameters and optimizer states on NVMe, read and written in a pipeline.
+
+Run by the interpreter of an environment that has deepspeed (benchmarks/README.md says how to make one); tiermem is not
+needed there. Without a GPU it runs with DS_ACCELERATOR=cpu, and its operators are compiled on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import sys
+
+import deepspeed
+import torch
+from common import resident_bytes
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, measure, read_job
+
+# Fewer, and its optimizer stops with an assertion: four tensors a group, three groups in flight.
+OPTIMIZER_BUFFERS = 12
+
+
+def configuration(workload: Workload, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's configuration; `settings` replaces entries of "zero_optimization" and "aio"."""
+    largest_parameter = workload.width * max(workload.mlp_width, workload.vocabulary)
+    zero = {
+        "stage": 3,
+        "offload_param": {
+            "device": "nvme",
+            "nvme_path": str(directory),
+            "buffer_count": 5,
+            "buffer_size": largest_parameter,
+            "pin_memory": False,
+        },
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": str(directory),
+            "buffer_count": OPTIMIZER_BUFFERS,
+            "pipeline_read": True,
+            "pipeline_write": True,
+            "pin_memory": False,
+        },
+        **settings.get("zero_optimization", {}),
+    }
+    aio = {"block_size": 8 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
+    return {
+        "train_micro_batch_size_per_gpu": workload.rows,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "aio": {**aio, **settings.get("aio", {})},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
+        },
+    }
+
+
+def become_the_only_rank() -> None:
+    """Set what a launcher would: one process, rank 0, a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def main() -> None:
+    """Train as the command line says; print the outcome."""
+    job = read_job()
+    workload = WORKLOADS[job.workload]
+    baseline = resident_bytes()
+    become_the_only_rank()
+    config = configuration(workload, job.directory, job.settings)
+    with redirect_stdout(sys.stderr):
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        torch.manual_seed(job.seed)
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            model = workload.model()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(tokens: torch.Tensor) -> float:
+        with redirect_stdout(sys.stderr):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+        return float(loss.detach())
+
+    parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    measure(job, step, parameters=parameters, baseline=baseline)
+
+
+if __name__ == "__main__":
+    main()

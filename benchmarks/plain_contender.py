@@ -1,0 +1,37 @@
+"""Plain PyTorch with everything in memory: bf16 parameters, fp32 masters and moments, fused AdamW. The ideal."""
+
+from __future__ import annotations
+
+import torch
+from common import resident_bytes
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
+
+
+def main() -> None:
+    """Train as the command line says; print the outcome."""
+    job = read_job()
+    baseline = resident_bytes()
+    torch.manual_seed(job.seed)
+    model = WORKLOADS[job.workload].model().to(torch.bfloat16)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float() for parameter in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters, strict=True):
+                parameter.copy_(master)
+        return float(loss.detach())
+
+    measure(job, step, parameters=sum(parameter.numel() for parameter in parameters), baseline=baseline)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""tiermem, with the fields of `tiermem.Config` given as settings."""
+
+from __future__ import annotations
+
+import torch
+from common import resident_bytes
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
+
+import tiermem
+
+
+def main() -> None:
+    """Train as the command line says; print the outcome."""
+    job = read_job()
+    baseline = resident_bytes()
+    torch.manual_seed(job.seed)
+    config = tiermem.Config(**{"param_dtype": "bfloat16", **job.settings}, swap_dirs=[str(job.directory)])
+    with tiermem.deferred_init():
+        model = WORKLOADS[job.workload].model()
+    stalls, read, written = [], [], []
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+        def step(tokens: torch.Tensor) -> float:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last = runtime.statistics().last
+            if last is None:
+                raise RuntimeError("the step was not counted")
+            stalls.append(last.stall_seconds)
+            read.append(last.bytes_read)
+            written.append(last.bytes_written)
+            return float(loss.detach())
+
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        measure(
+            job,
+            step,
+            parameters=parameters,
+            baseline=baseline,
+            details=lambda: {"stall_seconds": stalls, "bytes_read": read, "bytes_written": written},
+        )
+
+
+if __name__ == "__main__":
+    main()

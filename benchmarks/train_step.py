@@ -1,0 +1,178 @@
+"""How long a training step takes and how much memory it needs, beside plain PyTorch and, if asked, DeepSpeed.
+
+Owns the order of the runs: every contender in a process of its own, so that memory is its own, and in rounds, one after
+the other, so that a slow minute of a shared machine meets all of them. Does not train anything itself. Guarantees
+medians of at least five steps, ratios between runs of the same round, and a result file that says what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import HERE, RESULTS, describe_surroundings, write_result
+
+PACKAGES = ("torch", "transformers", "numpy")
+THEME = "train_step"
+IDEAL = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A name, the script that runs it, the interpreter for it, and its settings."""
+
+    name: str
+    script: str
+    interpreter: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How often each contender runs what."""
+
+    workloads: tuple[str, ...]
+    contenders: tuple[Contender, ...]
+    rounds: int
+    warm_up: int
+    steps: int
+    directory: Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure as the command line says; print the tables, write the result; return the exit code."""
+    options = parse(arguments)
+    contenders = choose_contenders(options)
+    quick = options.quick
+    plan = Plan(
+        workloads=("quick",) if quick else tuple(options.workload or ("compute-bound", "io-bound")),
+        contenders=contenders,
+        rounds=1 if quick else options.rounds,
+        warm_up=2 if quick else options.warm_up,
+        steps=5 if quick else max(5, options.steps),
+        directory=options.directory,
+    )
+    runs = run_all(plan)
+    body = "\n\n".join(
+        f"## {workload}\n\n{table([run for run in runs if run['workload'] == workload])}" for workload in plan.workloads
+    )
+    print(body)
+    results = options.results or (None if quick else RESULTS)
+    if results is not None:
+        surroundings = describe_surroundings(PACKAGES)
+        raw = {"surroundings": surroundings.to_markdown(), "runs": runs}
+        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
+    return 0 if all(run["error"] is None for run in runs) else 1
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no result file: does it run")
+    parser.add_argument("--workload", action="append", choices=("quick", "compute-bound", "io-bound"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps a round, at least five")
+    parser.add_argument(
+        "--tiermem",
+        action="append",
+        metavar="FIELD=VALUE,...",
+        help="fields of tiermem.Config for one tiermem contender; repeatable. Default: host_memory=512MiB",
+    )
+    parser.add_argument("--no-plain", action="store_true", help="leave plain PyTorch out")
+    parser.add_argument("--no-tiermem", action="store_true", help="leave tiermem out")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
+    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    return parser.parse_args(arguments)
+
+
+def choose_contenders(options: argparse.Namespace) -> tuple[Contender, ...]:
+    """Return who takes part."""
+    chosen = []
+    if not options.no_plain:
+        chosen.append(Contender(IDEAL, "plain_contender.py", sys.executable, {}))
+    if not options.no_tiermem:
+        for text in options.tiermem or ["host_memory=512MiB"]:
+            settings = dict(field.split("=", 1) for field in text.split(","))
+            chosen.append(Contender(f"tiermem {text}", "tiermem_contender.py", sys.executable, settings))
+    if options.deepspeed:
+        chosen.append(Contender("deepspeed nvme", "deepspeed_contender.py", options.deepspeed, {}))
+    return tuple(chosen)
+
+
+def run_all(plan: Plan) -> list[dict[str, Any]]:
+    """Run every contender on every workload, in rounds; return one record a run. Failures are records too."""
+    runs = []
+    for workload in plan.workloads:
+        for number in range(plan.rounds):
+            for contender in plan.contenders:
+                print(f"{workload}, round {number + 1} of {plan.rounds}: {contender.name}", file=sys.stderr)
+                run = run_one(plan, workload, contender)
+                runs.append({"workload": workload, "round": number, "contender": contender.name, **run})
+    return runs
+
+
+def run_one(plan: Plan, workload: str, contender: Contender) -> dict[str, Any]:
+    """Run one contender once, in its own process and swap directory; return its outcome, or its error."""
+    with tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=plan.directory) as directory:
+        command = [contender.interpreter, str(HERE / contender.script), "--workload", workload]
+        command += ["--warm-up", str(plan.warm_up), "--steps", str(plan.steps), "--directory", directory]
+        command += ["--settings", json.dumps(contender.settings)]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        print(done.stderr, file=sys.stderr)
+        return {"error": f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"}
+    return {"error": None, **json.loads(lines[-1])}
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the runs of one workload as a Markdown table: medians, and the median of the ratios of each round."""
+    ideal = {run["round"]: statistics.median(run["seconds"]) for run in runs if is_ideal(run)}
+    lines = [
+        "| contender | s/step | ratio to plain | peak RSS | above imports | stall | read/step | written/step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(run["contender"] for run in runs):
+        good = [run for run in runs if run["contender"] == name and run["error"] is None]
+        if not good:
+            error = next(run["error"] for run in runs if run["contender"] == name)
+            lines.append(f"| {name} | failed: {error} | | | | | | |")
+            continue
+        seconds = [second for run in good for second in run["seconds"]]
+        ratios = [statistics.median(run["seconds"]) / ideal[run["round"]] for run in good if run["round"] in ideal]
+        ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
+        peak = max(run["peak_rss_bytes"] for run in good)
+        growth = max(run["peak_rss_bytes"] - run["baseline_rss_bytes"] for run in good)
+        lines.append(
+            f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} "
+            f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {detail(good, 'stall_seconds', 1, 's')} "
+            f"| {detail(good, 'bytes_read', 1e9, 'GB')} | {detail(good, 'bytes_written', 1e9, 'GB')} |"
+        )
+    return "\n".join(lines)
+
+
+def is_ideal(run: dict[str, Any]) -> bool:
+    """Return whether a run is a successful one of plain PyTorch."""
+    return run["contender"] == IDEAL and run["error"] is None
+
+
+def detail(runs: Sequence[dict[str, Any]], name: str, scale: float, unit: str) -> str:
+    """Return the median over the measured steps of a detail that only some contenders report."""
+    values = [value for run in runs for value in run["details"].get(name, [])[-len(run["seconds"]) :]]
+    return f"{statistics.median(values) / scale:.2f} {unit}" if values else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The models that are trained, the batches they see, and how a contender reports.
+
+Owns the shapes, the data and the timing loop, so that contenders differ in nothing but how they hold and update the
+model. Does not know the contenders, nor tiermem. Guarantees that the same workload, seed and step give the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import peak_resident_bytes
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A Llama and a batch: 12 width^2 parameters a layer, as in a GPT, and 2 vocabulary width for both embeddings."""
+
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    vocabulary: int
+    rows: int
+    length: int
+
+    def config(self) -> LlamaConfig:
+        """Return the model's shape as transformers writes it."""
+        return LlamaConfig(
+            hidden_size=self.width,
+            intermediate_size=self.mlp_width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+
+    def model(self) -> LlamaForCausalLM:
+        """Return the unmodified model of transformers."""
+        return LlamaForCausalLM(self.config())
+
+    def tokens(self, *, seed: int, step: int) -> torch.Tensor:
+        """Return the batch of a step: int64 of shape [rows, length]."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        return torch.randint(self.vocabulary, (self.rows, self.length), generator=generator)
+
+
+WORKLOADS = {
+    "quick": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=2, length=32),
+    "compute-bound": Workload(12, 1024, 2728, heads=16, vocabulary=8192, rows=2, length=256),
+    "io-bound": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a contender is told by its command line."""
+
+    workload: str
+    warm_up: int
+    steps: int
+    seed: int
+    directory: Path
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a contender answers, as one JSON object in the last line of its stdout."""
+
+    seconds: list[float]
+    losses: list[float]
+    parameters: int
+    baseline_rss_bytes: int
+    peak_rss_bytes: int
+    details: dict[str, Any]
+
+
+def read_job() -> Job:
+    """Return the job on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, default=Path())
+    parser.add_argument("--settings", type=json.loads, default={}, help="a JSON object")
+    return Job(**vars(parser.parse_args()))
+
+
+def measure(
+    job: Job,
+    step: Callable[[torch.Tensor], float],
+    *,
+    parameters: int,
+    baseline: int,
+    details: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Run `step` (tokens to loss) for warm-up and measured steps; print the outcome. `details` is asked at the end."""
+    workload = WORKLOADS[job.workload]
+    seconds, losses = [], []
+    for number in range(job.warm_up + job.steps):
+        tokens = workload.tokens(seed=job.seed, step=number)
+        started = time.perf_counter()
+        losses.append(step(tokens))
+        seconds.append(time.perf_counter() - started)
+    outcome = Outcome(
+        seconds=seconds[job.warm_up :],
+        losses=losses,
+        parameters=parameters,
+        baseline_rss_bytes=baseline,
+        peak_rss_bytes=peak_resident_bytes(),
+        details=details(),
+    )
+    print(json.dumps(asdict(outcome)), flush=True)

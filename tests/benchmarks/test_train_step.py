@@ -1,0 +1,51 @@
+"""The training benchmark runs, quickly, and says what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiermem
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), "--quick", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_result_names_machine_versions_date_and_command(tmp_path: Path) -> None:
+    done = run_benchmark("--no-tiermem", "--directory", str(tmp_path), "--results", str(tmp_path / "results"))
+    assert done.returncode == 0, done.stderr
+    (markdown,) = (tmp_path / "results").glob("train_step_*.md")
+    text = markdown.read_text()
+    for word in ("cores", "torch", "date: 20", "--no-tiermem", "| plain |", "ratio to plain"):
+        assert word in text
+    (run,) = json.loads(markdown.with_suffix(".json").read_text())["runs"]
+    assert len(run["seconds"]) == 5
+    assert run["peak_rss_bytes"] > run["baseline_rss_bytes"] > 0
+
+
+@pytest.mark.skipif(not hasattr(tiermem, "offload"), reason="needs tiermem.offload")
+def test_tiermem_runs_beside_plain_and_loses_the_same(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    settings = ["--tiermem", "host_memory=8MiB,update=backward", "--tiermem", "host_memory=8MiB,update=forward"]
+    done = run_benchmark(*settings, "--directory", str(tmp_path), "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    (raw,) = results.glob("*.json")
+    plain, *paged = json.loads(raw.read_text())["runs"]
+    assert len(paged) == 2
+    for run in paged:
+        assert run["losses"] == pytest.approx(plain["losses"], abs=0.05)
+        assert len(run["details"]["bytes_read"]) == 7
+
+
+def test_a_contender_that_fails_is_said() -> None:
+    done = run_benchmark("--no-plain", "--tiermem", "no_such_field=1")
+    assert done.returncode == 1
+    assert "failed: exit code 1" in done.stdout

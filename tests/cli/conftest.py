@@ -1,0 +1,63 @@
+"""A stand-in for the core, in plain PyTorch, so that the command line is tested without paging anything."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermem
+from tiermem.config import Config
+from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
+
+
+class PlainRuntime:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.calls: list[str] = []
+
+    def statistics(self) -> Statistics:
+        edges = (EdgeStatistics(READ_EDGE, nbytes=30), EdgeStatistics(WRITE_EDGE, nbytes=20))
+        last = StepStatistics(seconds=1.0, stall_seconds=0.0, edges=edges)
+        return Statistics(last=last, tiers=(TierStatistics("HOST", 1 << 20, 0, 0),))
+
+    def timeline(self, path: Path) -> None:
+        path.write_text("[]")
+
+    def close(self, *, remove: bool = True) -> None:
+        self.calls.append(f"close remove={remove}")
+
+
+class PlainCore:
+    """What the stand-in was asked for."""
+
+    def __init__(self) -> None:
+        self.runtimes: list[PlainRuntime] = []
+        self.resumes: list[object] = []
+        self.error: Exception | None = None
+
+    def offload(self, model: torch.nn.Module, config: Config, *, resume: object = False) -> PlainRuntime:
+        if self.error is not None:
+            raise self.error
+        self.resumes.append(resume)
+        self.runtimes.append(PlainRuntime(config))
+        return self.runtimes[-1]
+
+
+class PlainAdamW(torch.optim.AdamW):
+    def __init__(self, params: Any, *, max_grad_norm: float, **rest: Any) -> None:
+        super().__init__(params, **rest)
+
+
+@pytest.fixture
+def plain_core(monkeypatch: pytest.MonkeyPatch) -> PlainCore:
+    core = PlainCore()
+    monkeypatch.setattr(tiermem, "Config", Config, raising=False)
+    monkeypatch.setattr(tiermem, "Runtime", PlainRuntime, raising=False)
+    monkeypatch.setattr(tiermem, "AdamW", PlainAdamW, raising=False)
+    monkeypatch.setattr(tiermem, "deferred_init", contextlib.nullcontext, raising=False)
+    monkeypatch.setattr(tiermem, "offload", core.offload, raising=False)
+    return core

@@ -1,0 +1,64 @@
+"""`tiermem train` with the real core under it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiermem
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+pytestmark = pytest.mark.skipif(not hasattr(tiermem, "offload"), reason="needs tiermem.offload")
+
+
+def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tiermem", "train", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize("update", ["backward", "forward", "step"])
+def test_a_model_beyond_its_budget_learns(tmp_path: Path, update: str) -> None:
+    done = run_train(
+        *("--model", "llama-5m", "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "2e-3", "--json"),
+        *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", update),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["host_memory"] == 8 * MIB
+    assert report["state_bytes"] > 8 * report["host_memory"]
+    steps = report["steps"]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert all(step["bytes_read"] > 0 and step["bytes_written"] > 0 for step in steps[2:])
+    assert all(0 <= step["stall_seconds"] <= step["seconds"] for step in steps)
+    assert list(tmp_path.iterdir()) == [], "swap files were left behind"
+
+
+def test_an_impossible_budget_is_one_line(tmp_path: Path) -> None:
+    done = run_train("--model", "llama-tiny", "--steps", "1", "--host-memory", "4KiB", "--swap-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("tiermem: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--update", "--param-dtype", "--host-memory"])
+def test_an_unknown_word_is_one_line(tmp_path: Path, option: str) -> None:
+    done = run_train("--model", "llama-tiny", "--swap-dir", str(tmp_path), option, "nonsense")
+    assert done.returncode == 1
+    assert "nonsense" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_config_json_of_another_architecture(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run_train("--model", str(tmp_path), "--steps", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["steps"]) == 2

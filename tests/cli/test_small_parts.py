@@ -1,0 +1,59 @@
+"""Disk space, doctor, learning rate: the small parts of the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiermem.cli import disk, main
+from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
+from tiermem.errors import ConfigError
+
+
+def test_directories_on_one_file_system_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: 1000)
+    disk.check_space([tmp_path / "a", tmp_path / "b"], 1000)
+    with pytest.raises(ConfigError, match=r"1001 bytes.*1000 bytes.*free"):
+        disk.check_space([tmp_path / "a", tmp_path / "b"], 1001)
+
+
+def test_peak_memory_is_at_least_present_memory() -> None:
+    now = resident_bytes()
+    assert peak_resident_bytes() >= now * 0.9 > 2**20
+
+
+def test_doctor_says_what_a_directory_is_worth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plain_core: Any
+) -> None:
+    code = main.run(["doctor", "--json", "--swap-dir", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (1 if report["problems"] else 0)
+    assert report["memory_bytes"] > report["memory_available_bytes"] > 0
+    (drive,) = report["swap_dirs"]
+    assert drive["exists"]
+    assert drive["writable"]
+    assert drive["free_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_fails_for_a_missing_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plain_core: Any
+) -> None:
+    assert main.run(["doctor", "--swap-dir", str(tmp_path / "none")]) == 1
+    assert "problem" in capsys.readouterr().out
+
+
+def test_the_learning_rate_warms_up_and_comes_down(plain_core: Any) -> None:
+    from tiermem.cli.train import learning_rate_factor
+
+    factors = [learning_rate_factor(step, 100) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1, abs=0.01)
+    assert learning_rate_factor(0, 1) == 1.0

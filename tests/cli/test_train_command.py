@@ -1,0 +1,191 @@
+"""The train command, with a plain PyTorch stand-in for the core: options, checks, errors, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import swap
+from tiermem.cli import main
+from tiermem.cli.report import StepReport, TrainReport
+from tiermem.errors import CapacityError
+
+SHORT = ["train", "--model", "llama-tiny", "--steps", "2", "--batch", "2", "--seq", "32"]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_core: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("tiermem: ")
+    return lines[0]
+
+
+def test_json_is_one_object_with_the_names_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*SHORT, "--accumulate", "3", "--host-memory", "96MiB", "--json"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["parameters"] > 50_000
+    assert report["state_bytes"] == 16 * report["parameters"]
+    assert report["host_memory"] == 96 * 2**20
+    assert report["peak_rss_bytes"] >= report["baseline_rss_bytes"] > 0
+    assert len(report["steps"]) == 2
+    for step in report["steps"]:
+        assert set(step) == {"loss", "seconds", "stall_seconds", "bytes_read", "bytes_written", "tokens"}
+        assert step["tokens"] == 2 * 32 * 3
+        assert 4 < step["loss"] < 7
+        assert (step["stall_seconds"], step["bytes_read"], step["bytes_written"]) == (0.0, 30, 20)
+    assert "step 2/2" in captured.err
+
+
+def test_without_json_a_table_and_a_sentence_go_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(SHORT) == 0
+    captured = capsys.readouterr()
+    assert "step 2/2" in captured.err
+    assert "tokens per second" in captured.out
+    assert "of model state trained with 1.00 MiB of host memory" in " ".join(captured.out.split())
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
+    step = StepReport(float("nan"), seconds=1.0, stall_seconds=0.0, bytes_read=0, bytes_written=0, tokens=1)
+    report = TrainReport("m", 1, 16, 1, baseline_rss_bytes=1, peak_rss_bytes=2, steps=(step,))
+    assert json.loads(report.to_json())["steps"][0]["loss"] is None
+
+
+def test_the_same_seed_gives_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for seed in ("1", "1", "2"):
+        assert main.run([*SHORT, "--seed", seed, "--json"]) == 0
+        losses.append([step["loss"] for step in json.loads(capsys.readouterr().out)["steps"]])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_options_reach_the_configuration(plain_core: Any, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    arguments = ["--swap-dir", "a", "--swap-dir", "b", "--device-memory", "1GiB", "--update", "step"]
+    assert main.run([*SHORT, *arguments, "--param-dtype", "float32", "--resume", "--keep"]) == 0
+    (runtime,) = plain_core.runtimes
+    assert runtime.config.swap_dirs == ("a", "b")
+    assert runtime.config.device_nbytes == 2**30
+    assert runtime.config.update == "step"
+    assert runtime.config.param_dtype == "float32"
+    assert plain_core.resumes == ["auto"]
+    assert runtime.calls == ["close remove=False"]
+
+
+def test_a_configuration_file_is_used_and_options_go_on_top(plain_core: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(
+        json.dumps({"swap_dirs": [str(tmp_path)], "update": "step", "host_memory": "1GiB"})
+    )
+    assert main.run([*SHORT, "--config", "run.json", "--host-memory", "64MiB"]) == 0
+    (runtime,) = plain_core.runtimes
+    assert runtime.config.swap_dirs == (str(tmp_path),)
+    assert runtime.config.update == "step"
+
+
+def test_the_default_swap_directory_is_removed_afterwards(plain_core: Any, tmp_path: Path) -> None:
+    assert main.run(SHORT) == 0
+    (directory,) = plain_core.runtimes[0].config.swap_dirs
+    assert Path(directory).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_swap_directory_stays_when_asked_to(tmp_path: Path) -> None:
+    assert main.run([*SHORT, "--keep"]) == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_gradient_checkpointing_and_a_timeline(tmp_path: Path) -> None:
+    assert main.run([*SHORT, "--gradient-checkpointing", "--timeline", "trace.json"]) == 0
+    assert (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "no-such-model"], ["no-such-model", "llama-tiny", "llama-70b"]),
+        (["--model", "broken.json"], ["broken.json", "not a Hugging Face model configuration"]),
+        (["--text", "no-such-text"], ["no text file or directory no-such-text"]),
+        (["--text", "short.txt"], ["the text has 3 bytes, a sequence needs 32"]),
+        (["--seq", "100000"], ["at most 8192 tokens", "100000"]),
+        (["--tokenizer", "none.json"], ["no tokenizer file none.json"]),
+        (["--tokenizer", "broken.json"], ["broken.json is not a tokenizer.json"]),
+        (["--config", "none.toml"], ["cannot read settings from none.toml"]),
+        (["--swap-dir", "missing"], ["swap directory missing does not exist"]),
+        (["--swap-dir", "short.txt"], ["swap directory short.txt is not a directory"]),
+        (["--model", "llama-70b"], ["swapping needs", "of disk", "free"]),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    arguments: list[str],
+    words: list[str],
+    plain_core: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    (tmp_path / "broken.json").write_text("{}")
+    monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 2**30)
+    before = sorted(tmp_path.iterdir())
+    assert main.run([*SHORT, *arguments]) == 1
+    line = error_line(capsys)
+    for word in words:
+        assert word in line
+    assert plain_core.runtimes == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_swap_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert main.run([*SHORT, "--swap-dir", "locked"]) == 1
+    assert "locked is not writable" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["train", "--steps", "none"],
+        ["train", "--steps", "0"],
+        ["train", "--no-such-option"],
+        ["train", "--resume"],
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 2
+    error_line(capsys)
+
+
+def test_errors_of_the_core_are_one_line(plain_core: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for error in (CapacityError("too little:\n  7 bytes"), swap.SwapError("cannot read"), OSError(28, "No space left")):
+        plain_core.error = error
+        assert main.run(SHORT) == 1
+        error_line(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_needs_no_transformers() -> None:
+    code = """
+import sys
+from tiermem.cli.main import run
+sys.exit(run(["train", "--help"]) or "transformers" in sys.modules)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--host-memory" in done.stdout

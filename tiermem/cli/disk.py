@@ -1,0 +1,71 @@
+"""Where a run's swap files go, and whether they fit.
+
+Owns the choice of a directory when none is given, the arithmetic of free space, and the removal of that directory
+afterwards. Does not know what is written there. Guarantees that a disk too small is found before training starts and
+that only a directory made here is ever removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiermem.errors import ConfigError
+from tiermem.memory.sizes import format_bytes
+
+
+@contextmanager
+def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path]]:
+    """Yield the directories to swap to: the given ones, or without any a new one here, removed on leaving.
+
+    Here and not in the system's temporary directory: that is often kept in memory. A given directory must exist: making
+    a missing one would fill the disk below a drive that is not mounted. Raises `ConfigError` naming it.
+    """
+    if given:
+        for directory in given:
+            check_directory(directory)
+        yield list(given)
+        return
+    made = Path(tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd()))
+    try:
+        yield [made]
+    finally:
+        if not keep:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def check_directory(directory: Path) -> None:
+    """Raise `ConfigError` unless `directory` is a directory in which files can be made."""
+    if not directory.exists():
+        raise ConfigError(f"swap directory {directory} does not exist; make it, or mount the drive it is on")
+    if not directory.is_dir():
+        raise ConfigError(f"swap directory {directory} is not a directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"swap directory {directory} is not writable")
+
+
+def check_space(directories: Sequence[Path], nbytes: int) -> None:
+    """Raise `ConfigError` unless the file systems of `directories` together have `nbytes` free.
+
+    Several directories on one file system count once.
+    """
+    free_of_device: dict[int, int] = {}
+    for directory in directories:
+        free_of_device[directory.stat().st_dev] = free_bytes(directory)
+    free = sum(free_of_device.values())
+    if free < nbytes:
+        names = ", ".join(str(directory) for directory in directories)
+        raise ConfigError(
+            f"swapping needs {format_bytes(nbytes)} ({nbytes} bytes) of disk, {names} has {format_bytes(free)} "
+            f"({free} bytes) free; free some, add a --swap-dir on another disk, or choose a smaller model"
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the bytes an ordinary user may still write on the file system of `directory`."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize

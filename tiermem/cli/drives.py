@@ -1,0 +1,122 @@
+"""What one directory is worth as a place for swap files.
+
+Owns the questions put to the file system: type, free bytes, direct I/O, spinning or not. Does not measure speed; that
+is a benchmark's work. Guarantees that its probe file is gone afterwards, and that an unanswerable question is None.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tiermem.cli.disk import free_bytes
+from tiermem.memory.sizes import format_bytes
+
+BLOCK = 4096
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+LITTLE_FREE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DriveReport:
+    """What was found about a directory; None where it could not be found out."""
+
+    directory: str
+    exists: bool
+    writable: bool
+    free_bytes: int | None
+    file_system: str | None
+    direct_io: bool | None
+    rotational: bool | None
+
+    def problems(self) -> Iterator[str]:
+        """Yield what makes the directory unfit, and what to do about it."""
+        if not self.exists:
+            yield f"{self.directory} is not a directory; make it, or mount its drive"
+            return
+        if not self.writable:
+            yield f"{self.directory} is not writable by this user"
+        if self.file_system in IN_MEMORY:
+            yield f"{self.directory} is on {self.file_system}, which is memory itself; choose a directory on a drive"
+        elif self.direct_io is False:
+            yield f"{self.directory} refuses direct I/O, so swapping goes through the page cache; choose ext4 or xfs"
+        if self.free_bytes is not None and self.free_bytes < LITTLE_FREE:
+            yield f"{self.directory} has only {format_bytes(self.free_bytes)} free"
+
+    def to_line(self) -> str:
+        """Return the findings in one line."""
+        if not self.exists:
+            return "does not exist"
+        direct = {True: "direct I/O", False: "no direct I/O", None: "direct I/O unknown"}[self.direct_io]
+        spinning = {True: "said to spin", False: "solid state", None: "drive unknown"}[self.rotational]
+        free = "free space unknown" if self.free_bytes is None else f"{format_bytes(self.free_bytes)} free"
+        return f"{free}, {self.file_system or 'file system unknown'}, {direct}, {spinning}"
+
+
+def examine_drive(directory: Path) -> DriveReport:
+    """Look at `directory`."""
+    exists = directory.is_dir()
+    writable = exists and os.access(directory, os.W_OK | os.X_OK)
+    return DriveReport(
+        directory=str(directory),
+        exists=exists,
+        writable=writable,
+        free_bytes=free_bytes(directory) if exists else None,
+        file_system=file_system(directory) if exists else None,
+        direct_io=direct_io_works(directory) if writable else None,
+        rotational=is_rotational(directory) if exists else None,
+    )
+
+
+def file_system(directory: Path) -> str | None:
+    """Return the type of the file system `directory` is on."""
+    resolved = directory.resolve()
+    best, kind = -1, None
+    for partition in psutil.disk_partitions(all=True):
+        mount = Path(partition.mountpoint)
+        # Later mounts cover earlier ones on the same point, hence >=.
+        if resolved.is_relative_to(mount) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), partition.fstype
+    return kind or None
+
+
+def direct_io_works(directory: Path) -> bool | None:
+    """Return whether a block can be written with O_DIRECT in `directory`; None where there is no such flag."""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return None
+    handle, name = tempfile.mkstemp(prefix="tiermem-probe-", dir=directory)
+    os.close(handle)
+    try:
+        handle = os.open(name, os.O_WRONLY | flag)
+        try:
+            with mmap.mmap(-1, BLOCK) as page:  # anonymous memory is page-aligned, as O_DIRECT demands
+                return os.pwrite(handle, page, 0) == BLOCK
+        finally:
+            os.close(handle)
+    except OSError:
+        return False
+    finally:
+        Path(name).unlink()
+
+
+def is_rotational(directory: Path) -> bool | None:
+    """Return whether the drive below `directory` spins, as the kernel says; None for what is no block device.
+
+    Virtual disks often say so without spinning, so this is a finding, not a problem.
+    """
+    device = directory.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    # A partition has no queue of its own: its disk is the folder above.
+    for folder in (block, block.resolve().parent):
+        try:
+            return (folder / "queue" / "rotational").read_text(encoding="ascii").strip() == "1"
+        except OSError:
+            continue
+    return None

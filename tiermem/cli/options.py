@@ -1,0 +1,56 @@
+"""The options of the command line, each written once.
+
+Owns the names, types, ranges and help texts that the commands share. Does not know what a command does with them.
+Guarantees that an option means the same in every command that has it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")]
+Seq = Annotated[int, typer.Option("--seq", min=2, help="Tokens in a sequence.")]
+Accumulate = Annotated[
+    int, typer.Option("--accumulate", min=1, help="Batches whose gradients are added up for a step.")
+]
+LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of AdamW.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the batches.")]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option("--text", help="Text file or directory; repeatable. Default: the Python standard library's sources."),
+]
+TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json. Default: bytes are tokens.")]
+HostMemory = Annotated[
+    str | None, typer.Option("--host-memory", help="Budget of model state in host memory, such as 512MiB, or auto.")
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option("--device-memory", help="Budget of model state on the accelerator, such as 20GiB, or auto."),
+]
+SwapDir = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--swap-dir", help="Directory for swap files; repeatable. Default: a new one here, removed afterwards."
+    ),
+]
+DoctorSwapDir = Annotated[
+    list[Path] | None,
+    typer.Option("--swap-dir", help="Directory to examine for swapping; repeatable. Default: the current one."),
+]
+Update = Annotated[str | None, typer.Option("--update", help="When states are updated: backward, forward, step, auto.")]
+ParamDtype = Annotated[
+    str | None, typer.Option("--param-dtype", help="What the model computes in: bfloat16, float32, float16.")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A tiermem configuration file; options go on top.")]
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward instead of keeping them.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what the swap directories hold.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Leave the swap files where they are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]

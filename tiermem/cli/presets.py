@@ -1,0 +1,111 @@
+"""The models `tiermem train` knows by name, and any other by its Hugging Face config.json.
+
+Owns the table of Llama shapes. Does not build a model with storage: counting happens on the meta device. Guarantees
+that every preset is an ordinary `LlamaConfig`, so that what is trained is the unmodified model of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from tiermem.errors import ConfigError
+
+BYTE_VOCABULARY = 256
+LLAMA3_VOCABULARY = 128256
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """What distinguishes one Llama from another; widths in elements."""
+
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int = BYTE_VOCABULARY
+    tied: bool = False
+    rope_theta: float = 10000.0
+
+    def to_config(self) -> LlamaConfig:
+        """Return the shape as transformers writes it."""
+        return LlamaConfig(
+            hidden_size=self.width,
+            intermediate_size=self.mlp_width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            max_position_embeddings=8192,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            use_cache=False,
+        )
+
+
+# The small ones read bytes. 168m and 537m are the shapes of benchmarks/train_step.py. From 1b on: Llama 3.1 and 3.2.
+PRESETS = {
+    "llama-tiny": LlamaShape(layers=2, width=64, mlp_width=176, heads=4, key_value_heads=2),
+    "llama-5m": LlamaShape(layers=6, width=256, mlp_width=688, heads=4, key_value_heads=4),
+    "llama-20m": LlamaShape(layers=6, width=512, mlp_width=1408, heads=8, key_value_heads=8),
+    "llama-60m": LlamaShape(layers=12, width=640, mlp_width=1728, heads=10, key_value_heads=10),
+    "llama-168m": LlamaShape(12, 1024, 2728, heads=16, key_value_heads=16, vocabulary=8192),
+    "llama-537m": LlamaShape(10, 2048, 5464, heads=16, key_value_heads=16, vocabulary=8192),
+    "llama-1b": LlamaShape(16, 2048, 8192, 32, 8, vocabulary=LLAMA3_VOCABULARY, tied=True, rope_theta=500000.0),
+    "llama-3b": LlamaShape(28, 3072, 8192, 24, 8, vocabulary=LLAMA3_VOCABULARY, tied=True, rope_theta=500000.0),
+    "llama-8b": LlamaShape(32, 4096, 14336, 32, 8, vocabulary=LLAMA3_VOCABULARY, rope_theta=500000.0),
+    "llama-70b": LlamaShape(80, 8192, 28672, 64, 8, vocabulary=LLAMA3_VOCABULARY, rope_theta=500000.0),
+}
+
+
+def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY) -> Any:
+    """Return the configuration of a preset, or of a config.json (or the folder that holds one).
+
+    A preset's vocabulary grows to `vocabulary`, rounded up to 64, if it is smaller; a config.json is taken at its word.
+    Raises `ConfigError` if there is no such model, it cannot be read, or its vocabulary is too small.
+    """
+    if model in PRESETS:
+        config = PRESETS[model].to_config()
+        if config.vocab_size < vocabulary:
+            config.vocab_size = -(-vocabulary // 64) * 64
+        return config
+    if not Path(model).exists():
+        raise ConfigError(f'no preset and no file "{model}"; presets: {", ".join(PRESETS)}')
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{model} is not a Hugging Face model configuration: {first_line}") from error
+    known = getattr(config, "vocab_size", None)  # not every architecture says so at the top
+    if known is not None and known < vocabulary:
+        raise ConfigError(f"{model} has {known} tokens in its vocabulary, the text needs {vocabulary}")
+    return config
+
+
+def build_model(config: Any) -> Any:
+    """Return the causal language model of `config`, an unmodified transformers module; ValueError if there is none."""
+    factory: Any = AutoModelForCausalLM  # untyped in transformers
+    return factory.from_config(config)
+
+
+def count_parameters(config: Any) -> int:
+    """Return the number of parameters of the model `config` describes, shared ones once, without allocating any.
+
+    Raises `ConfigError` if it describes no causal language model.
+    """
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+    except ValueError as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"not a causal language model: {first_line}") from error
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())

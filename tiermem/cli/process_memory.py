@@ -1,0 +1,29 @@
+"""How much memory this process holds, and has held at most.
+
+Owns the reading of the kernel's own counters. Does not know budgets. Guarantees bytes, whatever unit the kernel uses.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory the process occupies now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of memory the process has occupied so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # ru_maxrss survives exec, so a child would inherit its parent's peak; VmHWM does not.
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

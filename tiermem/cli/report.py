@@ -1,0 +1,96 @@
+"""What a training run did, as numbers, as a table and as one sentence.
+
+Owns the records of a run and their JSON, whose names are a contract (README.md). Does not measure anything. Guarantees
+that the sentence and the table say no more than the numbers do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from tiermem.memory.sizes import format_bytes
+
+# AdamW with everything in memory, per parameter: fp32 weight, gradient and two moments; or, in mixed precision,
+# 2 bytes of weight, 2 of gradient and 12 of master weight and moments.
+STATE_BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step; seconds of wall clock, bytes between memory and swap files."""
+
+    loss: float
+    seconds: float
+    stall_seconds: float
+    bytes_read: int
+    bytes_written: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """A whole run. The field names are those of `tiermem train --json`."""
+
+    model: str
+    parameters: int
+    state_bytes: int
+    host_memory: int
+    baseline_rss_bytes: int
+    peak_rss_bytes: int
+    steps: tuple[StepReport, ...]
+
+    def to_json(self) -> str:
+        """Return the run as one JSON object; a loss that is not finite, which JSON cannot hold, is null."""
+        values = dataclasses.asdict(self)
+        for step in values["steps"]:
+            step["loss"] = step["loss"] if math.isfinite(step["loss"]) else None
+        return json.dumps(values, allow_nan=False)
+
+    def to_table(self) -> Table:
+        """Return the run as a table for a terminal."""
+        table = Table(title=f"{self.model}: {self.parameters:,} parameters", title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        table.add_row("state that plain AdamW keeps in memory", format_bytes(self.state_bytes))
+        table.add_row("host memory budget", format_bytes(self.host_memory))
+        growth = format_bytes(self.peak_rss_bytes - self.baseline_rss_bytes)
+        table.add_row("peak memory of the process", f"{format_bytes(self.peak_rss_bytes)}, {growth} above its imports")
+        if self.steps:
+            self._add_steps(table)
+        return table
+
+    def _add_steps(self, table: Table) -> None:
+        seconds = sum(step.seconds for step in self.steps)
+        stalled = sum(step.stall_seconds for step in self.steps)
+        read = sum(step.bytes_read for step in self.steps)
+        written = sum(step.bytes_written for step in self.steps)
+        tokens = sum(step.tokens for step in self.steps)
+        typical = statistics.median(step.seconds for step in self.steps)
+        table.add_row("steps", f"{len(self.steps)} in {seconds:.1f} s, median {typical:.2f} s")
+        table.add_row("tokens per second", f"{tokens / seconds:,.0f}")
+        table.add_row("waiting for the disk", f"{100 * stalled / seconds:.0f} % of the time")
+        table.add_row("read from swap", f"{format_bytes(read)}, {read / seconds / 1e9:.2f} GB/s")
+        table.add_row("written to swap", f"{format_bytes(written)}, {written / seconds / 1e9:.2f} GB/s")
+        first, last = self.loss_span()
+        table.add_row("loss", f"{first:.3f} at first, {last:.3f} at last")
+
+    def loss_span(self) -> tuple[float, float]:
+        """Return the loss of the first step and the mean of the last five, which differ in their batches."""
+        last = [step.loss for step in self.steps[-5:]]
+        return self.steps[0].loss, statistics.fmean(last)
+
+    def to_sentence(self) -> str:
+        """Return what happened in one sentence; needs at least one step."""
+        first, last = self.loss_span()
+        return (
+            f"{format_bytes(self.state_bytes)} of model state trained with {format_bytes(self.host_memory)} of host "
+            f"memory for it; the process peaked at {format_bytes(self.peak_rss_bytes)}, of which "
+            f"{format_bytes(self.baseline_rss_bytes)} were Python and its libraries; the loss went from "
+            f"{first:.3f} to {last:.3f} in {len(self.steps)} steps."
+        )

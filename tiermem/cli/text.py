@@ -1,0 +1,155 @@
+"""Text as batches of tokens.
+
+Owns the reading of text files and what a token is: a byte, or what a tokenizer.json makes of the bytes. Does not hold
+a corpus in memory: each sequence is read from a random place when it is asked for, so its size does not matter.
+Guarantees that a batch depends on the files, the seed and its number only, so that a run can be repeated or continued.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from tiermem.errors import ConfigError
+
+NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+# A token of a trained tokenizer covers about four bytes of text; reading eight makes a second read rare.
+BYTES_PER_TOKEN_READ = 8
+
+
+class Corpus:
+    """Files laid end to end, read by offset; nothing of them stays in memory."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        sized = [(path, path.stat().st_size) for path in paths]
+        self.paths = [path for path, size in sized if size]
+        self.starts = [0, *itertools.accumulate(size for _, size in sized if size)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all files together."""
+        return self.starts[-1]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes from `offset` on, across the ends of files; OSError if a file shrank meanwhile."""
+        parts: list[bytes] = []
+        while length > 0:
+            index = bisect.bisect_right(self.starts, offset) - 1
+            path = self.paths[index]
+            here = min(length, self.starts[index + 1] - offset)
+            with path.open("rb") as file:
+                file.seek(offset - self.starts[index])
+                part = file.read(here)
+            if len(part) != here:
+                raise OSError(f"{path} became shorter while it was being read")
+            parts.append(part)
+            offset += here
+            length -= here
+        return b"".join(parts)
+
+
+class TokenSource(Protocol):
+    """Anything that cuts sequences of tokens from a corpus."""
+
+    vocabulary: int
+
+    def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
+        """Return `length` consecutive tokens (int64) from a place chosen by `generator`."""
+        ...
+
+
+class ByteTokens:
+    """Every byte is a token: a vocabulary of 256, and no tokenizer to fetch."""
+
+    vocabulary = 256
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+
+    def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
+        """Return `length` consecutive bytes as int64; ConfigError if the corpus is shorter than that."""
+        offset = choose_offset(self.corpus, generator, length)
+        return np.frombuffer(self.corpus.read(offset, length), dtype=np.uint8).astype(np.int64)
+
+
+class TokenizerTokens:
+    """Tokens of a Hugging Face tokenizer.json, made on the fly from a window of bytes."""
+
+    def __init__(self, corpus: Corpus, path: Path) -> None:
+        if not path.is_file():
+            raise ConfigError(f"there is no tokenizer file {path}")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer.json: {error}") from error
+        self.corpus = corpus
+        self.vocabulary = int(self.tokenizer.get_vocab_size())
+
+    def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
+        """Return `length` consecutive tokens as int64; ConfigError if the corpus does not yield that many."""
+        window = min(length * BYTES_PER_TOKEN_READ, self.corpus.nbytes)
+        while True:
+            offset = choose_offset(self.corpus, generator, window)
+            text = self.corpus.read(offset, window).decode("utf-8", errors="ignore")
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            if len(ids) >= length:
+                return np.asarray(ids[:length], dtype=np.int64)
+            if window == self.corpus.nbytes:
+                raise ConfigError(f"the text has {len(ids)} tokens, a sequence needs {length}")
+            window = min(2 * window, self.corpus.nbytes)
+
+
+def choose_offset(corpus: Corpus, generator: np.random.Generator, length: int) -> int:
+    """Return a place with `length` bytes after it; ConfigError if the corpus is shorter."""
+    if corpus.nbytes < length:
+        raise ConfigError(f"the text has {corpus.nbytes} bytes, a sequence needs {length}")
+    return int(generator.integers(0, corpus.nbytes - length + 1))
+
+
+def batch(source: TokenSource, *, seed: int, number: int, rows: int, length: int) -> torch.Tensor:
+    """Return batch `number` of the run `seed`: int64 tokens of shape [rows, length]."""
+    generator = np.random.default_rng([seed, number])
+    return torch.from_numpy(np.stack([source.sequence(generator, length) for _ in range(rows)]))
+
+
+def find_texts(paths: Sequence[Path]) -> list[Path]:
+    """Return the files meant by `paths`: files as they are, directories with all visible files below, sorted.
+
+    Without paths: the Python standard library's own sources. Raises `ConfigError` naming a path that does not exist, or
+    if there is nothing to read.
+    """
+    if not paths:
+        return standard_library_sources()
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(file for file in path.rglob("*") if file.is_file() and not is_hidden(file, path))
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ConfigError(f"there is no text file or directory {path}")
+    if not any(file.stat().st_size for file in found):
+        raise ConfigError(f"no text in {', '.join(map(str, paths))}")
+    return found
+
+
+def standard_library_sources() -> list[Path]:
+    """Return the .py files of the running Python's standard library, sorted: real text that every machine has."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(file for file in root.rglob("*.py") if NOT_STANDARD_LIBRARY.isdisjoint(file.relative_to(root).parts))
+    if not files:
+        raise ConfigError(f"no Python sources in {root}; give --text")
+    return files
+
+
+def is_hidden(file: Path, root: Path) -> bool:
+    """Return whether the file or a folder on the way to it starts with a dot."""
+    return any(part.startswith(".") for part in file.relative_to(root).parts)

@@ -1,0 +1,187 @@
+"""`tiermem train`: a causal language model learns from text under given budgets.
+
+Owns the training loop of the command line and the order of its checks: everything that can be refused is refused
+before anything is written. Does not know how pages move; it uses the same public face as any other user. Guarantees
+that the runtime is closed and swap files are removed however the run ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import tiermem
+from tiermem.cli.disk import check_space
+from tiermem.cli.presets import build_model, count_parameters, find_model
+from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
+from tiermem.cli.progress import TrainProgress
+from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
+from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
+from tiermem.errors import ConfigError
+from tiermem.memory.tiers import Tier
+from tiermem.stats import StepStatistics
+
+MAX_GRAD_NORM = 1.0
+WARM_UP_SHARE = 0.1
+FINAL_LR_SHARE = 0.1
+# Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
+# memory needs no disk, but its room is reserved all the same.
+SWAP_BYTES_PER_PARAMETER = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What to train, on what, for how long."""
+
+    model: str
+    steps: int
+    batch: int
+    seq: int
+    accumulate: int = 1
+    lr: float = 3e-4
+    seed: int = 0
+    texts: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    gradient_checkpointing: bool = False
+    resume: bool = False
+    keep: bool = False
+    timeline: Path | None = None
+
+
+class Training:
+    """A model being trained: built from options and a configuration, stepped, closed."""
+
+    def __init__(
+        self, options: TrainOptions, config: tiermem.Config, *, model_config: Any, source: TokenSource
+    ) -> None:
+        self.options = options
+        self.source = source
+        torch.manual_seed(options.seed)
+        with tiermem.deferred_init():
+            self.model = build_model(model_config)
+        self.model.train()
+        if options.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.runtime = tiermem.offload(self.model, config, resume="auto" if options.resume else False)
+        self.optimizer = tiermem.AdamW(
+            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, options.steps)
+        )
+
+    def step(self, number: int) -> StepReport:
+        """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""
+        options = self.options
+        device = next(self.model.parameters()).device
+        started = time.perf_counter()
+        loss_sum = 0.0
+        for micro_batch in range(number * options.accumulate, (number + 1) * options.accumulate):
+            tokens = batch(
+                self.source, seed=options.seed, number=micro_batch, rows=options.batch, length=options.seq
+            ).to(device)
+            loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
+            loss.backward()
+            loss_sum += float(loss.detach())
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        last = self.runtime.statistics().last or StepStatistics()
+        return StepReport(
+            loss=loss_sum,
+            seconds=seconds,
+            stall_seconds=last.stall_seconds,
+            bytes_read=last.bytes_read,
+            bytes_written=last.bytes_written,
+            tokens=options.batch * options.seq * options.accumulate,
+        )
+
+    def close(self) -> None:
+        """End the runtime; its swap files go unless they are to be kept."""
+        self.runtime.close(remove=not self.options.keep)
+
+
+def train(options: TrainOptions, config: tiermem.Config, console: Console) -> TrainReport:
+    """Train as `options` say under the budgets of `config`, showing progress on `console`; return what happened.
+
+    Raises `ConfigError` for options that cannot work, and what `tiermem.offload` raises.
+    """
+    source = open_text(options)
+    model_config = find_model(options.model, vocabulary=source.vocabulary)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and options.seq > limit:
+        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
+    parameters = count_parameters(model_config)
+    check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER)
+    baseline = resident_bytes()
+    training = Training(options, config, model_config=model_config, source=source)
+    try:
+        host_memory = host_budget(config, training.runtime)
+        state_bytes = parameters * STATE_BYTES_PER_PARAMETER
+        steps = []
+        with TrainProgress(
+            console, steps=options.steps, host_memory=host_memory, baseline=baseline, state_bytes=state_bytes
+        ) as progress:
+            for number in range(options.steps):
+                steps.append(training.step(number))
+                progress.step_done(steps[-1])
+        if options.timeline is not None:
+            training.runtime.timeline(options.timeline)
+    finally:
+        training.close()
+    return TrainReport(
+        model=options.model,
+        parameters=parameters,
+        state_bytes=state_bytes,
+        host_memory=host_memory,
+        baseline_rss_bytes=baseline,
+        peak_rss_bytes=peak_resident_bytes(),
+        steps=tuple(steps),
+    )
+
+
+def open_text(options: TrainOptions) -> TokenSource:
+    """Return the tokens that the options ask for; ConfigError if there are too few for one sequence."""
+    corpus = Corpus(find_texts(options.texts))
+    if corpus.nbytes < options.seq:
+        raise ConfigError(f"the text has {corpus.nbytes} bytes, a sequence needs {options.seq}")
+    return ByteTokens(corpus) if options.tokenizer is None else TokenizerTokens(corpus, options.tokenizer)
+
+
+def host_budget(config: tiermem.Config, runtime: tiermem.Runtime) -> int:
+    """Return the budget of host memory in bytes: the one asked for, or the one that "auto" came to."""
+    if config.host_nbytes is not None:
+        return config.host_nbytes
+    return next(tier.budget for tier in runtime.statistics().tiers if tier.name.casefold() == Tier.HOST.name.casefold())
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Return the share of the learning rate at `step`: a linear warm-up, then a cosine down to a tenth."""
+    warm_up = max(1, round(steps * WARM_UP_SHARE))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def load_config(path: Path | None) -> tiermem.Config | None:
+    """Return the configuration in the file `path`; None without one. Raises `ConfigError` if it cannot be used."""
+    return None if path is None else tiermem.Config.load(path)
+
+
+def make_config(
+    base: tiermem.Config | None, directories: Sequence[Path], overrides: dict[str, str | None]
+) -> tiermem.Config:
+    """Return `base`, or else the default configuration, with `directories` and what is not None of `overrides`."""
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+    given["swap_dirs"] = [str(directory) for directory in directories]
+    return tiermem.Config(**given) if base is None else dataclasses.replace(base, **given)

@@ -1,0 +1,194 @@
+"""Checks the code budgets: how large a file, a function, a class, a constructor and the configuration may be.
+
+Owns the numbers and how they are counted (tools/README.md says how). Does not judge style, ruff does that. Parses
+without importing and needs nothing but the standard library. Guarantees that each message names what was found, the
+limit, and the place.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_LINES = 350
+FUNCTION_LINES = 60
+CLASS_ATTRIBUTES = 12
+CLASS_METHODS = 20
+CONSTRUCTOR_PARAMETERS = 7
+FROZEN_FIELDS = 20
+CONFIG_KNOBS = 20
+
+PRODUCT = ("swap", "tiermem")
+# Sizes bind the scripts too. Tests are exempt: a long table of cases is not a tangle of state.
+SIZED = (*PRODUCT, "tools", "benchmarks")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One exceeded budget: where, and by how much."""
+
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def check(root: Path) -> list[Violation]:
+    """Return every exceeded budget in the tree `root`, in order of file and line."""
+    violations = []
+    for folder in SIZED:
+        for path in sorted((root / folder).rglob("*.py")):
+            relative = path.relative_to(root)
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text, filename=str(path))
+            found = list(check_sizes(text, tree))
+            if folder in PRODUCT:
+                found += check_documented(tree)
+                found += check_no_assert(tree)
+            violations += [Violation(relative, line, message) for line, message in found]
+    return sorted(violations, key=lambda violation: (str(violation.path), violation.line))
+
+
+def check_sizes(text: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield what is too large: the file, its functions, its classes."""
+    lines = len(text.splitlines())
+    if lines > FILE_LINES:
+        yield 1, f"file has {lines} lines, limit {FILE_LINES}: give part of it a module of its own"
+    for node in ast.walk(tree):
+        if isinstance(node, FunctionNode):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield node.lineno, f"function {node.name} has {lines} lines, limit {FUNCTION_LINES}"
+        elif isinstance(node, ast.ClassDef):
+            yield from check_class(node)
+
+
+def check_class(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
+    """Yield what is too large about one class."""
+    methods = {child.name for child in node.body if isinstance(child, FunctionNode)}
+    if len(methods) > CLASS_METHODS:
+        yield node.lineno, f"class {node.name} has {len(methods)} methods, limit {CLASS_METHODS}"
+    fields = declared_fields(node)
+    if is_immutable_record(node):
+        limit = CONFIG_KNOBS if node.name == "Config" else FROZEN_FIELDS
+        if len(fields) > limit:
+            yield node.lineno, f"frozen record {node.name} has {len(fields)} fields, limit {limit}"
+        return
+    attributes = assigned_attributes(node)
+    if not is_interface(node):
+        attributes |= set(fields)
+    if len(attributes) > CLASS_ATTRIBUTES:
+        yield node.lineno, f"class {node.name} has {len(attributes)} attributes, limit {CLASS_ATTRIBUTES}"
+    parameters = constructor_parameters(node, fields)
+    if parameters > CONSTRUCTOR_PARAMETERS:
+        yield (
+            node.lineno,
+            f"constructor of {node.name} has {parameters} parameters besides self, limit {CONSTRUCTOR_PARAMETERS}",
+        )
+
+
+def declared_fields(node: ast.ClassDef) -> dict[str, ast.AnnAssign]:
+    """Return the annotated names in a class body that are not class variables."""
+    return {
+        child.target.id: child
+        for child in node.body
+        if isinstance(child, ast.AnnAssign)
+        and isinstance(child.target, ast.Name)
+        and "ClassVar" not in ast.unparse(child.annotation)
+    }
+
+
+def assigned_attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names x of all `self.x` assigned in the methods of a class, whatever the form of assignment."""
+    attributes = set()
+    for method in node.body:
+        if not isinstance(method, FunctionNode) or not method.args.args:
+            continue
+        own = method.args.args[0].arg
+        for child in ast.walk(method):
+            stored = isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
+            if stored and isinstance(child.value, ast.Name) and child.value.id == own:
+                attributes.add(child.attr)
+    return attributes
+
+
+def constructor_parameters(node: ast.ClassDef, fields: dict[str, ast.AnnAssign]) -> int:
+    """Count the parameters of the constructor besides self, written out or generated by @dataclass."""
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef) and child.name == "__init__":
+            arguments = child.args
+            named = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) - 1
+            return named + (arguments.vararg is not None) + (arguments.kwarg is not None)
+    if decoration(node, "dataclass") is None:
+        return 0
+    return sum(1 for field in fields.values() if not (field.value and "init=False" in ast.unparse(field.value)))
+
+
+def decoration(node: ast.ClassDef, name: str) -> ast.expr | None:
+    """Return the decorator called `name`, with or without a module before it, or None."""
+    for decorator in node.decorator_list:
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if ast.unparse(called).rpartition(".")[2] == name:
+            return decorator
+    return None
+
+
+def is_immutable_record(node: ast.ClassDef) -> bool:
+    """Return whether a class is a frozen dataclass or a NamedTuple: a value, which has no state to tangle."""
+    decorator = decoration(node, "dataclass")
+    if isinstance(decorator, ast.Call) and "frozen=True" in ast.unparse(decorator):
+        return True
+    return any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)
+
+
+def is_interface(node: ast.ClassDef) -> bool:
+    """Return whether a class is a Protocol, whose annotations are demands on others, not attributes."""
+    return any("Protocol" in ast.unparse(base) for base in node.bases)
+
+
+def check_documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the module, public functions, public classes and their public methods that lack a docstring."""
+    if not ast.get_docstring(tree):
+        yield 1, "module has no docstring: say what it is, owns, does not know, guarantees"
+    for node in tree.body:
+        yield from check_docstring(node)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for child in node.body:
+                yield from check_docstring(child)
+
+
+def check_docstring(node: ast.stmt) -> Iterator[tuple[int, str]]:
+    """Yield a message if `node` is a public class or function without a docstring."""
+    if not isinstance(node, FunctionNode | ast.ClassDef) or node.name.startswith("_") or ast.get_docstring(node):
+        return
+    # A setter, an overload or an override is documented where the name is first introduced.
+    last_words = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    if last_words.isdisjoint({"overload", "override", "setter"}):
+        yield node.lineno, f"{node.name} is public and has no docstring"
+
+
+def check_no_assert(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield assert statements: they vanish under `python -O`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield node.lineno, "assert in product code: raise instead"
+
+
+def main(arguments: list[str]) -> int:
+    """Check the tree given as the only argument (default: this repository); print violations, return the exit code."""
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    violations = check(root)
+    for violation in violations:
+        print(violation)
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
