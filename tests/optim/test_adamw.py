@@ -82,6 +82,7 @@ class Harness:
             assert torch.equal(self.store.read_master(state.unit, parameter), plain.detach()), parameter
 
     def close(self) -> None:
+        self.updater.close()
         self.pager.close()
         for face in self.faces:
             registry.detach(face)

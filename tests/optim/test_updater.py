@@ -231,6 +231,24 @@ def test_a_loop_stopped_under_the_queue_ends_every_wait(pager: FakePager) -> Non
         updater.wait(2)
 
 
+def test_closing_ends_what_runs_and_gives_up_what_is_queued(pager: FakePager) -> None:
+    units = make_units(pager, 3)
+    pager.gate.clear()
+    updater = Updater(pager, units)
+    for state in units.values():
+        updater.start(whole(state))
+    assert _eventually(lambda: touched(pager) == [0])
+    threading.Timer(0.02, pager.gate.set).start()
+    updater.close()
+    updater.close()
+    updater.wait(0)
+    assert pager.held == 0
+    with pytest.raises(TiermemError, match="had begun"):
+        updater.wait(2)
+    with pytest.raises(TiermemError, match="closed"):
+        updater.start(whole(units[0]))
+
+
 def test_a_wait_on_the_loop_is_refused(pager: FakePager) -> None:
     units = make_units(pager, 2)
     updater = Updater(pager, units)

@@ -57,13 +57,20 @@ class Updater:
         self._failed: dict[int, BaseException] = {}
         self._running = False
         self._loop_thread: int | None = None
+        self._task: Future[None] | None = None
+        self._closed = False
 
     def start(self, update: UnitUpdate) -> None:
-        """Queue an update; it fails, when its turn comes, if an earlier one of the same unit has."""
+        """Queue an update; it fails, when its turn comes, if an earlier one of the same unit has.
+
+        Raises `TiermemError` after `close`.
+        """
         if update.unit not in self._stream.units:
             raise InvariantError(f"unit {update.unit} has no optimizer state")
         entry = _Entry(update, Future())
         with self._lock:
+            if self._closed:
+                raise TiermemError("the updater is closed; a closed runtime cannot be used again")
             self._queue.append(entry)
             self._unfinished.setdefault(update.unit, []).append(entry)
             must_run = not self._running
@@ -107,6 +114,21 @@ class Updater:
         if error is not None:
             raise error
 
+    def close(self) -> None:
+        """Give up what is queued, wait for what is running; call it before the pager is closed. May be called twice.
+
+        Whoever waits for an update that was given up gets a `TiermemError`; use `wait_all` first to finish them all.
+        """
+        with self._lock:
+            self._closed = True
+            given_up = list(self._queue)
+            self._queue.clear()
+            task = self._task
+        for entry in given_up:
+            self._end(entry, TiermemError(f"closed before the update of unit {entry.update.unit} had begun"))
+        if task is not None and not task.cancelled():
+            self._pager.wait_for(task)
+
     def statistics(self) -> UpdaterStatistics:
         """What has been done so far."""
         with self._lock:
@@ -127,6 +149,7 @@ class Updater:
         except BaseException as error:
             self._end_all(error)
             raise
+        self._task = task
         task.add_done_callback(self._run_ended)
 
     def _run_ended(self, task: Future[None]) -> None:
