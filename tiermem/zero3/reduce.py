@@ -120,6 +120,15 @@ class GradientStore:
         self._written.clear()
         self._norms.clear()
 
+    def forget(self, parameters: Sequence[int]) -> None:
+        """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
+        self.release()
+        for parameter in parameters:
+            self._norms.pop(parameter, None)
+        for layout in self._layouts:
+            if not self.numbers(layout.unit):
+                self._written.difference_update(layout.gradient_key(tile) for tile in range(layout.tiles))
+
     def drop(self) -> None:
         """Forget this step's gradients and their pages."""
         pages = list(self._written)

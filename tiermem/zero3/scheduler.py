@@ -131,6 +131,15 @@ class GatherScheduler:
         self._gradients.drop()
         self._order.forget_contributions()
 
+    def forget(self, parameters: Sequence[int], *, updated: bool = False) -> None:
+        """Forget these parameters' gradients while the step goes on for others. `updated`: their values change."""
+        self.settle()
+        self._gradients.forget(parameters)
+        for unit in [unit for unit in self._touched if not self._gradients.numbers(unit)]:
+            del self._touched[unit]
+            if updated:
+                self._saved.values_changed(unit)
+
     def close(self) -> None:
         """Remove all hooks and leases. The parameters stay placeholders (see `lend.restore`)."""
         for hook in self._hooks:

@@ -1,0 +1,65 @@
+"""From the recorded order of a step to the pager's schedule.
+
+Owns the one place that says where in a step the update touches a unit's pages, for each update schedule. Does not know
+when anything really happens. Guarantees that the schedule holds every access the computation made, in its order, and
+for each updated unit the accesses of its update, tile by tile, at the place where the update schedule puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tiermem.pager.page import Kind, Lane, PageKey
+from tiermem.pager.schedule import Schedule, schedule_of
+from tiermem.zero3.order import Access, Phase
+
+
+def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str) -> Schedule:
+    """The schedule of a step like the recorded one.
+
+    Args:
+        accesses: what the computation did, in order.
+        tiles: how many tiles each unit has; units without any are never updated.
+        update: "backward" (after a unit's last gradient), "forward" (before its first forward) or "step" (at the end,
+            in forward order).
+    """
+    received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
+    updated = [unit for unit in received if tiles.get(unit, 0)]
+    last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
+    first: dict[int, int] = {}
+    for index, access in enumerate(accesses):
+        if access.phase is Phase.FORWARD:
+            first.setdefault(access.unit, index)
+    forward_order = sorted(updated, key=lambda unit: first.get(unit, len(accesses)))
+    before: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    for unit in forward_order if update != "backward" else updated:
+        if update == "forward" and unit in first:
+            before.setdefault(first[unit], []).append(unit)
+        else:
+            after.setdefault(last[unit] if update == "backward" else len(accesses) - 1, []).append(unit)
+
+    def walk() -> Iterator[tuple[Lane, PageKey]]:
+        for index, access in enumerate(accesses):
+            for unit in before.get(index, ()):
+                yield from _update(unit, tiles[unit])
+            yield from _compute(access, tiles.get(access.unit, 0))
+            for unit in after.get(index, ()):
+                yield from _update(unit, tiles[unit])
+
+    return schedule_of(walk())
+
+
+def _compute(access: Access, tiles: int) -> Iterator[tuple[Lane, PageKey]]:
+    if access.phase is Phase.GRADIENT:
+        for tile in range(tiles):
+            yield Lane.COMPUTE, PageKey(access.unit, Kind.GRAD, tile)
+    else:
+        yield Lane.COMPUTE, PageKey(access.unit, Kind.PARAM)
+
+
+def _update(unit: int, tiles: int) -> Iterator[tuple[Lane, PageKey]]:
+    yield Lane.UPDATE, PageKey(unit, Kind.PARAM)
+    for tile in range(tiles):
+        yield Lane.UPDATE, PageKey(unit, Kind.GRAD, tile)
+        yield Lane.UPDATE, PageKey(unit, Kind.STATE, tile)

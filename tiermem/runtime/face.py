@@ -1,0 +1,197 @@
+"""What users hold in their hands: `offload` and the `Runtime` it returns.
+
+Owns the public verbs and the state open/closed. Does not do their work: every verb is a few calls into the rooms.
+Guarantees that a closed runtime says so, and that closing twice is harmless.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from tiermem.config import Config
+from tiermem.errors import ConfigError, TiermemError
+from tiermem.pager.page import Intent
+from tiermem.registry import registry
+from tiermem.runtime.house import House, build, draw
+from tiermem.stats import Statistics
+from tiermem.zero3.initialise import Initializer
+from tiermem.zero3.layout import Slot, slot_view
+from tiermem.zero3.lend import lend, restore
+from tiermem.zero3.units import Wanted
+
+
+def offload(
+    model: nn.Module, config: Config, *, units: Wanted = None, init: Initializer | None = None
+) -> Runtime:
+    """Turn a model's parameters into pages, in place, and have them come and go by themselves.
+
+    Args:
+        model: any module on the CPU, on the meta device, or built under `deferred_init`. Names, shapes and dtypes of
+            its parameters stay truthful (floating-point ones become `config.param_dtype`); their values are leased
+            from the pager while a module that reads them runs.
+        config: budgets, swap directories and how to update.
+        units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
+            hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
+        init: called on each module whose own parameters have just received storage. Default: the model's
+            `_init_weights`, else `reset_parameters`.
+
+    Raises:
+        ConfigError: the model or the configuration cannot be served.
+        BudgetError: the host budget is too small; names the largest unit and the least that works.
+        swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign files.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    for name, parameter in model.named_parameters():
+        if registry.find(parameter) is not None:
+            raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
+    return Runtime(build(draw(model, config, units), config, init=init))
+
+
+class Runtime:
+    """A model that is offloaded. Made by `offload`; a context manager that closes."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._closed = False
+        self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
+        self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
+
+    @property
+    def config(self) -> Config:
+        """The configuration as given."""
+        return self._house.config
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._house.divided.model
+
+    def statistics(self) -> Statistics:
+        """What happened in the last step and in total, and what each tier holds."""
+        return self._house.storage.counters.snapshot(self._house.storage.tiers())
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write the latest moves and stalls as a Chrome/Perfetto trace."""
+        self._house.storage.timeline.write(Path(path))
+
+    def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of the parameter's values, in its dtype, after all updates; waits for them."""
+        with self.gathered([parameter]):
+            return parameter.detach().clone()
+
+    def master(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of the fp32 master of a trainable parameter, after all updates; waits for them."""
+        unit, slot = self._find(parameter)
+        house = self._open()
+        if not slot.trainable:
+            return self.parameter(parameter).float()
+        self._settle_unit(unit)
+        flat = house.states.read_master(unit, slot.parameter)
+        return flat.as_strided(slot.shape, slot.stride)
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A copy of the gradient accumulated so far in this step, or None; waits for its pages."""
+        unit, slot = self._find(parameter)
+        house = self._open()
+        house.scheduler.settle()
+        if slot.parameter not in house.scheduler.gradients(unit):
+            return None
+        flat = torch.empty(slot.numel, dtype=slot.dtype)
+        layout = house.layouts[unit]
+        for piece in layout.ranges(slot):
+            key = layout.gradient_key(piece.tile)
+            with house.storage.pager.lease([key], Intent.READ) as lease:
+                tile = lease.tensor(key).view(slot.dtype)[piece.begin_in_tile : piece.begin_in_tile + piece.length]
+                flat[piece.begin : piece.begin + piece.length] = tile
+                del tile
+        return flat.as_strided(slot.shape, slot.stride)
+
+    @contextmanager
+    def gathered(
+        self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+    ) -> Iterator[None]:
+        """Real storage for a while, for all units that hold the parameters of `what`; with `write` changes are kept.
+
+        Values of trainable parameters written here become their masters; moments stay as they are.
+        """
+        house = self._open()
+        parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
+        wanted = [parameters] if isinstance(parameters, nn.Parameter) else parameters
+        units = list(dict.fromkeys(self._find(parameter)[0] for parameter in wanted))
+        for unit in units:
+            house.coordinator.unit_needed(unit)
+        changed: list[tuple[int, Slot, torch.Tensor]] = []
+        written: Callable[[int, Slot, torch.Tensor], None] | None = None
+        if write:
+
+            def written(unit: int, slot: Slot, values: torch.Tensor) -> None:
+                changed.append((unit, slot, values.clone()))
+
+        try:
+            with lend(
+                house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written
+            ):
+                yield
+        finally:
+            for unit, slot, values in changed:
+                if slot.trainable:
+                    moments = house.states.read_moments(unit, slot.parameter)
+                    house.states.store_master(unit, slot.parameter, values)
+                    if values.dtype != torch.float32:
+                        house.states.store_moments(unit, slot.parameter, *moments)
+
+    def settle(self) -> None:
+        """Wait until no update is pending. Raises the error of one that failed."""
+        self._open().coordinator.wait_updates()
+
+    def close(self, *, restore_model: bool = False, remove: bool = True) -> None:
+        """Finish pending updates and close everything. May be called twice.
+
+        Args:
+            restore_model: give every parameter storage of its own again (needs memory for the whole model).
+            remove: delete the swap files.
+
+        Raises the error of an update that failed; everything is closed nevertheless.
+        """
+        if self._closed:
+            return
+        house = self._open()
+        try:
+            if restore_model:
+                self.settle()
+                house.scheduler.settle()
+                restore(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
+        finally:
+            self._closed = True
+            house.close(remove=remove)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> House:
+        if self._closed:
+            raise TiermemError("this runtime is closed; offload the model again to go on")
+        return self._house
+
+    def _find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
+        number = self._number_of.get(id(parameter))
+        if number is None:
+            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
+        return self._slot_of[number]
+
+    def _settle_unit(self, unit: int) -> None:
+        self._open().coordinator.unit_needed(unit)

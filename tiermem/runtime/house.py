@@ -1,0 +1,235 @@
+"""Building every room for one model.
+
+Owns the order of construction: units, budget, storage, pages, hooks, updates. Does not run anything after that.
+Guarantees that nothing on disk is touched before everything that can be refused has been, and that a failure on the way
+leaves no file, thread or hook behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tiermem.config import Config, resolve_host_memory
+from tiermem.errors import ConfigError
+from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.machine import available_host_memory
+from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.masters import StateStore
+from tiermem.optim.schedules import UpdateSchedule, make_schedule
+from tiermem.optim.tiles import Segment, UnitState, state_nbytes
+from tiermem.optim.updater import Updater
+from tiermem.pager.page import Kind, PageKey
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
+from tiermem.registry import registry
+from tiermem.runtime.ledger import GradientLedger, SerialQueue, Steps
+from tiermem.runtime.storage import Storage, close_all, open_storage
+from tiermem.zero3.collectives import SingleProcess
+from tiermem.zero3.gather import Gatherer
+from tiermem.zero3.initialise import Initializer
+from tiermem.zero3.layout import Slot, UnitLayout
+from tiermem.zero3.materialize import Materializer, WeightSource, plan_layouts
+from tiermem.zero3.placeholder import Placeholders
+from tiermem.zero3.reduce import GradientStore
+from tiermem.zero3.scheduler import GatherScheduler
+from tiermem.zero3.units import ModelUnits, Wanted, find_units
+
+# A tile that is to be planned: large enough for a drive to be at full speed, small enough to have several in hand.
+_TILE_NBYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class House:
+    """Every room of one run."""
+
+    config: Config
+    divided: ModelUnits
+    layouts: tuple[UnitLayout, ...]
+    footprint: Footprint
+    storage: Storage
+    parameters: Sequence[nn.Parameter]
+    gatherer: Gatherer
+    gradients: GradientStore
+    scheduler: GatherScheduler
+    updater: Updater
+    coordinator: UpdateCoordinator
+    states: StateStore
+    steps: Steps
+
+    def close(self, *, remove: bool) -> None:
+        """Tear everything down in reverse; with `remove` the swap files go. Raises the first error at the end."""
+        actions = [self.coordinator.wait_updates, self.scheduler.close, self.updater.close]
+        close_all([*actions, lambda: self.storage.close(remove=remove)])
+        for parameter in self.parameters:
+            registry.detach(parameter)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What can be known before anything is opened."""
+
+    divided: ModelUnits
+    layouts: tuple[UnitLayout, ...]
+    states: dict[int, UnitState]
+    footprint: Footprint
+    host_nbytes: int
+
+    @property
+    def swap_nbytes(self) -> int:
+        """Bytes that all pages take on disk."""
+        return sum(rounded(nbytes) for _, nbytes in self.pages())
+
+    def pages(self) -> list[tuple[PageKey, int]]:
+        """Every page with its size in bytes."""
+        pages = []
+        for layout in self.layouts:
+            pages.append((layout.key, layout.nbytes))
+            pages.extend((layout.gradient_key(tile), layout.tile_nbytes(tile)) for tile in range(layout.tiles))
+        pages.extend(self.state_pages())
+        return pages
+
+    def state_pages(self) -> list[tuple[PageKey, int]]:
+        """The pages of optimizer state with their sizes in bytes."""
+        return [
+            (PageKey(unit, Kind.STATE, tile), state.state_nbytes(tile))
+            for unit, state in self.states.items()
+            for tile in range(state.tiles)
+        ]
+
+
+def draw(model: nn.Module, config: Config, units: Wanted) -> Blueprint:
+    """Divide the model and share the budget out; opens nothing.
+
+    Raises:
+        ConfigError: the model or a setting cannot be served.
+        BudgetError: the host budget is too small; names the largest unit and the least that works.
+    """
+    _check(config)
+    divided = find_units(model, units)
+    sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE)
+    host_nbytes = resolve_host_memory(config, available_host_memory()) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    footprint = plan_footprint(
+        _sizes(divided, sketch, config.dtype),
+        host_nbytes,
+        config.tile_nbytes or _TILE_NBYTES,
+        config.look_ahead_nbytes,
+    )
+    layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel)
+    states = {layout.unit: _unit_state(layout) for layout in layouts if layout.trainable}
+    return Blueprint(divided, layouts, states, footprint, host_nbytes)
+
+
+def build(
+    blueprint: Blueprint, config: Config, *, init: Initializer | None = None, weights: WeightSource | None = None
+) -> House:
+    """Open storage, turn the model into pages and hook it. Raises what those raise, and leaves nothing behind then."""
+    storage = open_storage(
+        config,
+        swap_nbytes=blueprint.swap_nbytes,
+        host_nbytes=blueprint.host_nbytes,
+        footprint=blueprint.footprint,
+    )
+    try:
+        return _furnish(blueprint, config, storage, init, weights)
+    except BaseException:
+        storage.close(remove=True)
+        raise
+
+
+def _furnish(
+    blueprint: Blueprint, config: Config, storage: Storage, init: Initializer | None, weights: WeightSource | None
+) -> House:
+    pager, footprint, layouts = storage.pager, blueprint.footprint, blueprint.layouts
+    for key, nbytes in blueprint.state_pages():
+        pager.add_page(key, nbytes)
+    states = StateStore(pager, blueprint.states)
+    placeholders, collectives = Placeholders(), SingleProcess()
+
+    def store_master(unit: int, slot: Slot, values: torch.Tensor) -> None:
+        states.store_master(unit, slot.parameter, values)
+
+    materializer = Materializer(pager, placeholders, store_master, init, weights)
+    parameters = materializer.run(blueprint.divided, layouts)
+    gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
+    gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
+    schedule = _schedule(config)
+    ledger = GradientLedger({unit: [s.parameter for s in state.segments] for unit, state in blueprint.states.items()})
+    updater = Updater(pager, blueprint.states, depth=footprint.depth)
+    early = schedule.name == "backward"
+    queue = SerialQueue(updater, at_once=early) if footprint.serial else updater
+    coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
+    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, coordinator, early=early)
+    ledger.connect(scheduler)
+    tiles = {unit: state.tiles for unit, state in blueprint.states.items()}
+    steps = Steps(coordinator, ledger, pager, storage.counters, tiles=tiles, update=schedule.name)
+    for number, parameter in enumerate(parameters):
+        registry.attach(parameter, steps, number)
+    return House(
+        config,
+        blueprint.divided,
+        layouts,
+        footprint,
+        storage,
+        parameters,
+        gatherer,
+        gradients,
+        scheduler,
+        updater,
+        coordinator,
+        states,
+        steps,
+    )
+
+
+def _schedule(config: Config) -> UpdateSchedule:
+    return make_schedule(config.update)
+
+
+def _check(config: Config) -> None:
+    if config.device.startswith("cuda"):
+        raise ConfigError(f"device={config.device!r}: this version computes on the CPU; use device='cpu'")
+    if config.moments != "float32":
+        raise ConfigError(f"moments={config.moments!r}: this version keeps moments in float32; use moments='float32'")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            raise ConfigError(f"torch.distributed has {size} ranks; this version trains in one process")
+
+
+def _unit_state(layout: UnitLayout) -> UnitState:
+    segments = tuple(Segment(slot.parameter, slot.start, slot.numel) for slot in layout.trainable)
+    return UnitState(layout.unit, layout.dtype, segments, layout.trainable_numel, layout.tile_numel)
+
+
+def _sizes(divided: ModelUnits, layouts: Sequence[UnitLayout], dtype: torch.dtype) -> list[UnitSize]:
+    nested = _nested(divided, layouts)
+    state_itemsize = state_nbytes(dtype, 64) // 64 if any(layout.trainable for layout in layouts) else 1
+    return [
+        UnitSize(
+            name=layout.name,
+            param_nbytes=layout.nbytes,
+            trainable_numel=layout.trainable_numel,
+            grad_itemsize=dtype.itemsize,
+            state_itemsize=state_itemsize,
+            nested_nbytes=nested[layout.unit],
+        )
+        for layout in layouts
+    ]
+
+
+def _nested(divided: ModelUnits, layouts: Sequence[UnitLayout]) -> dict[int, int]:
+    """For each unit the most bytes of other units that a module call needing it holds at the same time."""
+    named = {id(module): name for name, module in divided.model.named_modules()}
+    points = {named[id(point.module)]: point.units for point in divided.points}
+    most = {layout.unit: 0 for layout in layouts}
+    for name, units in points.items():
+        parts = name.split(".") if name else []
+        around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
+        held = {unit for outer in around for unit in points.get(outer, ())} | set(units)
+        for unit in units:
+            beside = sum(rounded(layouts[other].nbytes) for other in held if other != unit)
+            most[unit] = max(most[unit], beside)
+    return most

@@ -1,0 +1,180 @@
+"""The step as the runtime sees it: between the optimizer's face, the gather scheduler and the update.
+
+Owns which gradients an update has claimed, and the ends of steps: when everything that backward brought has been
+claimed or dropped, the scheduler begins anew, the counters close the step and the pager learns the order. Does not
+know pages' places or how an update is carried out. Guarantees that a step is ended once, and that an optimizer which
+steps some of the parameters leaves the gradients of the others as they are. Used from the compute thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
+from tiermem.optim.updates import UnitUpdate
+from tiermem.pager.pager import Pager
+from tiermem.planner.steps import plan_step
+from tiermem.stats import Counters
+from tiermem.zero3.order import Access
+from tiermem.zero3.scheduler import GatherScheduler
+
+
+class GradientLedger:
+    """Which parameters have a gradient nobody has claimed (`optim.service.GradientBook`)."""
+
+    def __init__(self, units: Mapping[int, Sequence[int]]) -> None:
+        """`units`: the trainable parameters of each unit."""
+        self._units = units
+        self._claimed: set[int] = set()
+        self._scheduler: GatherScheduler | None = None
+
+    def connect(self, scheduler: GatherScheduler) -> None:
+        """Take `scheduler` as the source of gradients."""
+        self._scheduler = scheduler
+
+    @property
+    def scheduler(self) -> GatherScheduler:
+        """The source of gradients."""
+        if self._scheduler is None:
+            raise RuntimeError("the ledger was used before its scheduler was connected")
+        return self._scheduler
+
+    def present(self, unit: int) -> Sequence[int]:
+        """The parameters of a unit with an unclaimed gradient."""
+        return [number for number in self.scheduler.gradients(unit) if number not in self._claimed]
+
+    def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """The 2-norm of each parameter's accumulated gradient."""
+        return [self.scheduler.norm(number) for number in parameters]
+
+    def claimed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - part of the protocol
+        """An update owns these gradients now."""
+        self._claimed.update(parameters)
+
+    def drop(self, parameters: Sequence[int]) -> None:
+        """Forget these gradients as if backward had not brought them."""
+        if self.unclaimed() - set(parameters):
+            self.scheduler.forget(parameters)
+        else:
+            self.scheduler.drop_gradients()
+            self._claimed.clear()
+
+    def unclaimed(self) -> set[int]:
+        """All parameters with an unclaimed gradient."""
+        return {number for unit in self._units for number in self.present(unit)}
+
+    def close_step(self, *, updated: bool) -> bool:
+        """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come."""
+        if self.unclaimed():
+            self.scheduler.forget(sorted(self._claimed), updated=True)
+            self._claimed.clear()
+            return False
+        self.scheduler.finish_step(updated=updated)
+        self._claimed.clear()
+        return True
+
+
+class Steps:
+    """The `UpdateService` that optimizers find: the coordinator, with what surrounds a step."""
+
+    def __init__(
+        self,
+        coordinator: UpdateCoordinator,
+        ledger: GradientLedger,
+        pager: Pager,
+        counters: Counters,
+        *,
+        tiles: Mapping[int, int],
+        update: str,
+    ) -> None:
+        self._coordinator = coordinator
+        self._ledger = ledger
+        self._pager = pager
+        self._counters = counters
+        self._tiles = tiles
+        self._update = update
+        self._planned: tuple[Access, ...] = ()
+
+    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
+        """Make `source` the optimizer of `parameters`."""
+        self._coordinator.attach_optimizer(source, parameters)
+
+    def step(self, source: SettingsSource) -> StepResult:
+        """Update what has a gradient; end the step if that was all."""
+        scheduler = self._ledger.scheduler
+        scheduler.settle()
+        result = self._coordinator.step(source)
+        if self._ledger.close_step(updated=not result.skipped):
+            order = scheduler.order.expected
+            if order is not None and order.accesses != self._planned:
+                self._planned = order.accesses
+                self._pager.set_schedule(plan_step(order.accesses, self._tiles, self._update))
+            else:
+                self._pager.begin_step()
+            self._counters.step()
+        return result
+
+    def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
+        return self._coordinator.clip_gradients(source, max_norm)
+
+    def drop_gradients(self, source: SettingsSource) -> None:
+        """Forget the gradients of `source` that no update has claimed."""
+        self._coordinator.drop_gradients(source)
+
+    def wait_updates(self) -> None:
+        """Wait until all queued updates are done."""
+        self._coordinator.wait_updates()
+
+
+class SerialQueue:
+    """An update queue for budgets in which computation and update do not fit beside each other.
+
+    An update runs while the computation waits for it: at once (`at_once`, for updates that backward asks for), or when
+    its unit is needed again.
+    """
+
+    def __init__(self, queue: UpdateQueue, *, at_once: bool) -> None:
+        self._queue = queue
+        self._at_once = at_once
+        self._waiting: dict[int, list[UnitUpdate]] = {}
+
+    def start(self, update: UnitUpdate) -> None:
+        """Run the update now, or keep it until somebody waits for its unit."""
+        if self._at_once:
+            self._run(update)
+        else:
+            self._waiting.setdefault(update.unit, []).append(update)
+
+    def wait(self, unit: int) -> None:
+        """Run and wait for the unit's updates. Raises the error of one that failed."""
+        for update in self._waiting.pop(unit, ()):
+            self._run(update)
+        self._queue.wait(unit)
+
+    def wait_all(self) -> None:
+        """Run and wait for all updates. Raises the error of one that failed."""
+        for unit in list(self._waiting):
+            self.wait(unit)
+        self._queue.wait_all()
+
+    def pending(self, unit: int) -> bool:
+        """Whether an update of the unit waits, or has failed."""
+        return unit in self._waiting or self._queue.pending(unit)
+
+    def hurry(self, unit: int) -> None:
+        """Nothing to do: whoever waits for a unit runs it."""
+
+    def raise_failed(self) -> None:
+        """Raise the error of an update that failed, if one has."""
+        self._queue.raise_failed()
+
+    def _run(self, update: UnitUpdate) -> None:
+        self._queue.start(update)
+        self._queue.wait(update.unit)
+
+
+Needed = Callable[[int], None]
