@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -268,20 +270,49 @@ def test_exception_in_the_middle_of_backward():
     assert sharded.leased() == []
 
 
-def test_hooks_of_others_go_on_working():
+def test_hooks_of_others_see_every_tensor_but_the_parameters():
     seen = []
 
     def pack(tensor):
         seen.append(tuple(tensor.shape))
         return tensor
 
-    model = mlp()
+    model = nn.Linear(6, 3)
     Sharded(model)
+    x = torch.randn(4, 6, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        mlp_step(model)
-    assert (4, 70) in seen
-    assert (70, 50) not in seen
-    assert (50, 70) not in seen
+        out = model(x)
+    assert seen == [(4, 6)]
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_checkpoint_around_a_layer_still_frees_its_activations():
+    model = nn.Sequential(nn.Linear(6, 50), nn.LayerNorm(50), nn.Linear(50, 6))
+    Sharded(model, units=[model])
+    seen = []
+    model[1].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    out = checkpoint(model, torch.randn(3, 6, requires_grad=True), use_reentrant=False)
+    assert seen[0]() is None
+    out.sum().backward()
+
+
+def test_checkpoint_inside_a_layer_still_frees_its_activations():
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 6))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Inside()
+    Sharded(model, units=[model])
+    seen = []
+    model.inner[0].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out.untyped_storage())))
+    out = model(torch.randn(3, 6, requires_grad=True))
+    assert seen[0]() is None
+    out.sum().backward()
 
 
 def test_saved_tensor_changed_in_place_is_still_refused():
@@ -301,8 +332,9 @@ def test_gradient_after_completion_says_what_to_do():
     model = mlp()
     sharded = Sharded(model, early=True)
     mlp_step(model)
-    sharded.scheduler.finish_step()
+    sharded.finish_step()
     mlp_step(model)
+    sharded.changing.clear()
     with pytest.raises(TiermemError, match='update="forward"'):
         mlp_step(model)
 
@@ -367,3 +399,51 @@ def test_view_of_a_weight_that_is_kept():
 def run_pair(model, step):
     torch.manual_seed(5)
     return step(model)
+
+
+def test_graph_is_freed_without_the_garbage_collector():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Tanh(), nn.Linear(6, 2))
+    Sharded(model)
+    seen = []
+    model[1].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    gc.disable()
+    try:
+        out = model(torch.randn(3, 6))
+        assert seen[0]() is not None or out.grad_fn is not None
+        del out
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_frozen_weight_needed_after_the_last_gradient():
+    """The update must not begin while the graph still wants the unit's old values."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below = nn.Linear(6, 6)
+            self.layers = nn.ModuleList([nn.ModuleDict({"frozen": nn.Linear(6, 6), "low": nn.Linear(6, 6)})])
+            self.layers[0]["frozen"].requires_grad_(False)
+
+        def forward(self, x):
+            layer = self.layers[0]
+            return layer["low"](layer["frozen"](self.below(x)))
+
+    sharded = compare(Adapter(), mlp_step, early=True, steps=3)
+    assert sharded.completed
+
+
+def test_memory_in_backward_is_one_unit_besides_those_of_the_calls():
+    torch.manual_seed(1)
+    model = nn.Sequential(*(CheckpointingBlock(12) for _ in range(5)))
+
+    def step(model):
+        loss = model(torch.randn(2, 12, requires_grad=True)).square().mean()
+        loss.backward()
+        return loss
+
+    sharded = compare(model, step, units=["CheckpointingBlock"], early=True)
+    assert sharded.pager.most_units == 1
+    # Each unit once forward and once backward.
+    assert len(sharded.scheduler.order.expected.accesses) == 5 * 3
