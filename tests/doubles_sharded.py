@@ -34,6 +34,7 @@ class Sharded:
         self.masters: dict[int, torch.Tensor] = {}
         self.needed: list[int] = []
         self.completed: list[int] = []
+        self.changing: set[int] = set()
         placeholders = Placeholders()
         self.parameters = Materializer(self.pager, placeholders, self.store_master, init=init, weights=weights).run(
             self.divided, self.layouts
@@ -50,11 +51,18 @@ class Sharded:
         self.masters[slot.parameter] = values.clone()
 
     def unit_needed(self, unit: int) -> None:
+        # A unit that is complete may be changing: nobody may want its values before the step is over.
+        assert unit not in self.changing, f"unit {unit} is used after it was complete"
         self.needed.append(unit)
 
     def gradients_complete(self, unit: int) -> None:
         assert not any(key.unit == unit for key in self.leased())
         self.completed.append(unit)
+        self.changing.add(unit)
+
+    def finish_step(self) -> None:
+        self.scheduler.finish_step()
+        self.changing.clear()
 
     def leased(self):
         return [*self.pager.leased(Kind.PARAM), *self.pager.leased(Kind.GRAD)]
@@ -102,7 +110,7 @@ def compare(model: nn.Module, step: Step, *, steps: int = 2, reference: nn.Modul
         expected = run(plain, step, number)
         assert same(run(model, step, number), expected), "another result"
         check_gradients(sharded, plain)
-        sharded.scheduler.finish_step()
+        sharded.finish_step()
         assert sharded.leased() == []
     return sharded
 

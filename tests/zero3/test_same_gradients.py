@@ -6,70 +6,9 @@ import copy
 
 import pytest
 import torch
-from doubles_sharded import Sharded, check_gradients, compare, run, same
+from doubles_models import CheckpointingBlock, Stack, loss_of, mlp, mlp_step
+from doubles_sharded import compare
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from tiermem.errors import TiermemError
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(width) + 0.5)
-        self.up = nn.Linear(width, 2 * width)
-        self.norm = nn.LayerNorm(2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.norm(self.up(x * self.scale))))
-
-
-class CheckpointingBlock(Block):
-    """As Hugging Face does: the layer's own forward is what is checkpointed."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Stack(nn.Module):
-    """Layers in a ModuleList between an embedding and a head that shares its weight."""
-
-    def __init__(self, width: int = 12, depth: int = 3, mode: str = "plain") -> None:
-        super().__init__()
-        self.embed = nn.Embedding(40, width)
-        self.shift = nn.Parameter(torch.randn(width))
-        kind = CheckpointingBlock if mode == "inner" else Block
-        self.layers = nn.ModuleList(kind(width) for _ in range(depth))
-        self.head = nn.Linear(width, 40)
-        self.head.weight = self.embed.weight
-        self.mode = mode
-
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.shift
-        for layer in self.layers:
-            if self.mode in ("plain", "inner"):
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.mode == "reentrant")
-        return self.head(x)
-
-
-def loss_of(model):
-    tokens = torch.randint(0, 40, (2, 5))
-    loss = model(tokens).square().mean()
-    loss.backward()
-    return loss
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 50), nn.ReLU(), nn.Linear(50, 3))
-
-
-def mlp_step(model):
-    loss = model(torch.randn(4, 6)).square().sum()
-    loss.backward()
-    return loss
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -207,163 +146,34 @@ def test_no_grad_evaluation_between_steps():
     compare(mlp(), step)
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "other", "inner"])
-def test_exception_in_the_middle_of_forward(mode):
-    torch.manual_seed(1)
-    model = Stack(mode=mode)
-    plain = copy.deepcopy(model)
-    sharded = Sharded(model)
+def test_frozen_weight_needed_after_the_last_gradient():
+    """The update must not begin while the graph still wants the unit's old values."""
 
-    def fail(*_):
-        raise ArithmeticError("on purpose")
-
-    hook = model.layers[1].norm.register_forward_hook(fail)
-    with pytest.raises(ArithmeticError):
-        loss_of(model)
-    assert sharded.leased() == []
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    hook.remove()
-    run(plain, loss_of, 3)
-    run(model, loss_of, 3)
-    check_gradients(sharded, plain)
-
-
-def test_interrupt_that_no_hook_sees():
-    model = mlp()
-    plain = copy.deepcopy(model)
-    sharded = Sharded(model)
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    hook = model[2].register_forward_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        mlp_step(model)
-    hook.remove()
-    sharded.scheduler.settle()
-    assert sharded.leased() == []
-    run(plain, mlp_step, 3)
-    run(model, mlp_step, 3)
-    check_gradients(sharded, plain)
-
-
-def test_exception_in_the_middle_of_backward():
-    model = mlp()
-    sharded = Sharded(model)
-
-    def fail(_):
-        raise ArithmeticError("on purpose")
-
-    x = model[:3](torch.randn(2, 6))
-    x.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        model[3:](x).sum().backward()
-    sharded.scheduler.drop_gradients()
-    plain_model = mlp()
-    with sharded.lend(range(3)):
-        plain_model.load_state_dict(model.state_dict())
-    run(plain_model, mlp_step, 3)
-    run(model, mlp_step, 3)
-    check_gradients(sharded, plain_model)
-    assert sharded.leased() == []
-
-
-def test_hooks_of_others_go_on_working():
-    seen = []
-
-    def pack(tensor):
-        seen.append(tuple(tensor.shape))
-        return tensor
-
-    model = mlp()
-    Sharded(model)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        mlp_step(model)
-    assert (4, 70) in seen
-    assert (70, 50) not in seen
-    assert (50, 70) not in seen
-
-
-def test_saved_tensor_changed_in_place_is_still_refused():
-    class Changing(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x).exp()
-            y.add_(1)
-            return y
-
-    model = Changing(6, 6)
-    Sharded(model)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        mlp_step(model)
-
-
-def test_gradient_after_completion_says_what_to_do():
-    model = mlp()
-    sharded = Sharded(model, early=True)
-    mlp_step(model)
-    sharded.scheduler.finish_step()
-    mlp_step(model)
-    with pytest.raises(TiermemError, match='update="forward"'):
-        mlp_step(model)
-
-
-def test_graph_kept_over_an_update_is_refused():
-    model = mlp()
-    sharded = Sharded(model)
-    loss = model(torch.randn(3, 6)).square().sum()
-    loss.backward(retain_graph=True)
-    sharded.scheduler.finish_step()
-    with pytest.raises(RuntimeError, match="optimizer has updated"):
-        loss.backward()
-
-
-def test_dropped_gradients_do_not_count():
-    model = mlp()
-    plain = copy.deepcopy(model)
-    sharded = Sharded(model, early=True)
-    mlp_step(model)
-    sharded.scheduler.drop_gradients()
-    assert sharded.scheduler.gradients.numbers(0) == ()
-    run(plain, mlp_step, 3)
-    run(model, mlp_step, 3)
-    check_gradients(sharded, plain)
-
-
-def test_view_of_a_weight_that_is_kept():
-    class Showing(nn.Module):
+    class Adapter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(6, 6)
-            self.codes = nn.Parameter(torch.randn(6, 6))
+            self.below = nn.Linear(6, 6)
+            self.layers = nn.ModuleList([nn.ModuleDict({"frozen": nn.Linear(6, 6), "low": nn.Linear(6, 6)})])
+            self.layers[0]["frozen"].requires_grad_(False)
 
         def forward(self, x):
-            return self.layer(x) @ self.codes, self.codes.view(36)
+            layer = self.layers[0]
+            return layer["low"](layer["frozen"](self.below(x)))
 
-    model = Showing()
-    plain = copy.deepcopy(model)
-    sharded = Sharded(model)
+    sharded = compare(Adapter(), mlp_step, early=True, steps=3)
+    assert sharded.completed
+
+
+def test_memory_in_backward_is_one_unit_besides_those_of_the_calls():
+    torch.manual_seed(1)
+    model = nn.Sequential(*(CheckpointingBlock(12) for _ in range(5)))
 
     def step(model):
-        out, codes = model(torch.randn(3, 6))
-        loss = out.sum() + codes.square().sum()
+        loss = model(torch.randn(2, 12, requires_grad=True)).square().mean()
         loss.backward()
-        return loss, codes
+        return loss
 
-    expected, _ = run_pair(plain, step)
-    loss, codes = run_pair(model, step)
-    assert same(loss, expected)
-    check_gradients(sharded, plain)
-    assert same(codes.detach(), plain.codes.detach().view(36))
-    assert sharded.gatherer.statistics().leaks == 1
-    unit, _ = sharded.slots["codes"]
-    with pytest.raises(TiermemError, match="clone"):
-        sharded.scheduler.require_free(unit)
-    del codes
-    sharded.scheduler.finish_step()
-    sharded.scheduler.require_free(unit)
-    assert sharded.leased() == []
-
-
-def run_pair(model, step):
-    torch.manual_seed(5)
-    return step(model)
+    sharded = compare(model, step, units=["CheckpointingBlock"], early=True)
+    assert sharded.pager.most_units == 1
+    # Each unit once forward and once backward.
+    assert len(sharded.scheduler.order.expected.accesses) == 5 * 3

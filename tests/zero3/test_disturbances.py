@@ -1,0 +1,223 @@
+"""Exceptions, hooks of others, kept views and misuse: nothing is wrong in silence, and the model goes on afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from doubles_models import Stack, loss_of, mlp, mlp_step
+from doubles_sharded import Sharded, check_gradients, run, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tiermem.errors import TiermemError
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "other", "inner"])
+def test_exception_in_the_middle_of_forward(mode):
+    torch.manual_seed(1)
+    model = Stack(mode=mode)
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+
+    def fail(*_):
+        raise ArithmeticError("on purpose")
+
+    hook = model.layers[1].norm.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(model)
+    assert sharded.leased() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    hook.remove()
+    run(plain, loss_of, 3)
+    run(model, loss_of, 3)
+    check_gradients(sharded, plain)
+
+
+def test_interrupt_that_no_hook_sees():
+    model = mlp()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    hook = model[2].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        mlp_step(model)
+    hook.remove()
+    sharded.scheduler.settle()
+    assert sharded.leased() == []
+    run(plain, mlp_step, 3)
+    run(model, mlp_step, 3)
+    check_gradients(sharded, plain)
+
+
+def test_exception_in_the_middle_of_backward():
+    model = mlp()
+    sharded = Sharded(model)
+
+    def fail(_):
+        raise ArithmeticError("on purpose")
+
+    x = model[:3](torch.randn(2, 6))
+    x.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model[3:](x).sum().backward()
+    sharded.scheduler.drop_gradients()
+    plain_model = mlp()
+    with sharded.lend(range(3)):
+        plain_model.load_state_dict(model.state_dict())
+    run(plain_model, mlp_step, 3)
+    run(model, mlp_step, 3)
+    check_gradients(sharded, plain_model)
+    assert sharded.leased() == []
+
+
+def test_hooks_of_others_see_every_tensor_but_the_parameters():
+    seen = []
+
+    def pack(tensor):
+        seen.append(tuple(tensor.shape))
+        return tensor
+
+    model = nn.Linear(6, 3)
+    Sharded(model)
+    x = torch.randn(4, 6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    assert seen == [(4, 6)]
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_checkpoint_around_a_layer_still_frees_its_activations():
+    model = nn.Sequential(nn.Linear(6, 50), nn.LayerNorm(50), nn.Linear(50, 6))
+    Sharded(model, units=[model])
+    seen = []
+    model[1].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    out = checkpoint(model, torch.randn(3, 6, requires_grad=True), use_reentrant=False)
+    assert seen[0]() is None
+    out.sum().backward()
+
+
+def test_checkpoint_inside_a_layer_still_frees_its_activations():
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 6))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Inside()
+    Sharded(model, units=[model])
+    seen = []
+    model.inner[0].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out.untyped_storage())))
+    out = model(torch.randn(3, 6, requires_grad=True))
+    assert seen[0]() is None
+    out.sum().backward()
+
+
+def test_saved_tensor_changed_in_place_is_still_refused():
+    class Changing(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).exp()
+            y.add_(1)
+            return y
+
+    model = Changing(6, 6)
+    Sharded(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        mlp_step(model)
+
+
+def test_gradient_after_completion_says_what_to_do():
+    model = mlp()
+    sharded = Sharded(model, early=True)
+    mlp_step(model)
+    sharded.finish_step()
+    mlp_step(model)
+    sharded.changing.clear()
+    with pytest.raises(TiermemError, match='update="forward"'):
+        mlp_step(model)
+
+
+def test_graph_kept_over_an_update_is_refused():
+    model = mlp()
+    sharded = Sharded(model)
+    loss = model(torch.randn(3, 6)).square().sum()
+    loss.backward(retain_graph=True)
+    sharded.scheduler.finish_step()
+    with pytest.raises(RuntimeError, match="optimizer has updated"):
+        loss.backward()
+
+
+def test_dropped_gradients_do_not_count():
+    model = mlp()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model, early=True)
+    mlp_step(model)
+    sharded.scheduler.drop_gradients()
+    assert sharded.scheduler.gradients.numbers(0) == ()
+    run(plain, mlp_step, 3)
+    run(model, mlp_step, 3)
+    check_gradients(sharded, plain)
+
+
+def test_view_of_a_weight_that_is_kept():
+    class Showing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.codes = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x):
+            return self.layer(x) @ self.codes, self.codes.view(36)
+
+    model = Showing()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+
+    def step(model):
+        out, codes = model(torch.randn(3, 6))
+        loss = out.sum() + codes.square().sum()
+        loss.backward()
+        return loss, codes
+
+    expected, _ = run_pair(plain, step)
+    loss, codes = run_pair(model, step)
+    assert same(loss, expected)
+    check_gradients(sharded, plain)
+    assert same(codes.detach(), plain.codes.detach().view(36))
+    assert sharded.gatherer.statistics().leaks == 1
+    unit, _ = sharded.slots["codes"]
+    with pytest.raises(TiermemError, match="clone"):
+        sharded.scheduler.require_free(unit)
+    del codes
+    sharded.scheduler.finish_step()
+    sharded.scheduler.require_free(unit)
+    assert sharded.leased() == []
+
+
+def run_pair(model, step):
+    torch.manual_seed(5)
+    return step(model)
+
+
+def test_graph_is_freed_without_the_garbage_collector():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Tanh(), nn.Linear(6, 2))
+    Sharded(model)
+    seen = []
+    model[1].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    gc.disable()
+    try:
+        out = model(torch.randn(3, 6))
+        assert seen[0]() is not None or out.grad_fn is not None
+        del out
+        assert seen[0]() is None
+    finally:
+        gc.enable()
