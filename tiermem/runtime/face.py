@@ -18,19 +18,16 @@ from torch import nn
 
 from tiermem.config import Config
 from tiermem.errors import ConfigError, TiermemError
-from tiermem.pager.page import Intent
 from tiermem.registry import registry
 from tiermem.runtime.house import House, build, draw
 from tiermem.stats import Statistics
 from tiermem.zero3.initialise import Initializer
-from tiermem.zero3.layout import Slot, slot_view
+from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
 from tiermem.zero3.units import Wanted
 
 
-def offload(
-    model: nn.Module, config: Config, *, units: Wanted = None, init: Initializer | None = None
-) -> Runtime:
+def offload(model: nn.Module, config: Config, *, units: Wanted = None, init: Initializer | None = None) -> Runtime:
     """Turn a model's parameters into pages, in place, and have them come and go by themselves.
 
     Args:
@@ -103,17 +100,9 @@ class Runtime:
         unit, slot = self._find(parameter)
         house = self._open()
         house.scheduler.settle()
-        if slot.parameter not in house.scheduler.gradients(unit):
+        if not house.ledger.is_unclaimed(unit, slot.parameter):
             return None
-        flat = torch.empty(slot.numel, dtype=slot.dtype)
-        layout = house.layouts[unit]
-        for piece in layout.ranges(slot):
-            key = layout.gradient_key(piece.tile)
-            with house.storage.pager.lease([key], Intent.READ) as lease:
-                tile = lease.tensor(key).view(slot.dtype)[piece.begin_in_tile : piece.begin_in_tile + piece.length]
-                flat[piece.begin : piece.begin + piece.length] = tile
-                del tile
-        return flat.as_strided(slot.shape, slot.stride)
+        return house.scheduler.gradients.read(slot.parameter)
 
     @contextmanager
     def gathered(
@@ -137,9 +126,7 @@ class Runtime:
                 changed.append((unit, slot, values.clone()))
 
         try:
-            with lend(
-                house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written
-            ):
+            with lend(house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written):
                 yield
         finally:
             for unit, slot, values in changed:

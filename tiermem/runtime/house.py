@@ -52,7 +52,7 @@ class House:
     storage: Storage
     parameters: Sequence[nn.Parameter]
     gatherer: Gatherer
-    gradients: GradientStore
+    ledger: GradientLedger
     scheduler: GatherScheduler
     updater: Updater
     coordinator: UpdateCoordinator
@@ -175,7 +175,7 @@ def _furnish(
         storage,
         parameters,
         gatherer,
-        gradients,
+        ledger,
         scheduler,
         updater,
         coordinator,

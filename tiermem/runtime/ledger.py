@@ -8,7 +8,7 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,11 +44,15 @@ class GradientLedger:
 
     def present(self, unit: int) -> Sequence[int]:
         """The parameters of a unit with an unclaimed gradient."""
-        return [number for number in self.scheduler.gradients(unit) if number not in self._claimed]
+        return [number for number in self.scheduler.gradients.numbers(unit) if number not in self._claimed]
+
+    def is_unclaimed(self, unit: int, parameter: int) -> bool:
+        """Whether this parameter of the unit has a gradient that no update has claimed."""
+        return parameter in self.present(unit)
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         """The 2-norm of each parameter's accumulated gradient."""
-        return [self.scheduler.norm(number) for number in parameters]
+        return [self.scheduler.gradients.norm(number) for number in parameters]
 
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - part of the protocol
         """An update owns these gradients now."""
@@ -175,6 +179,3 @@ class SerialQueue:
     def _run(self, update: UnitUpdate) -> None:
         self._queue.start(update)
         self._queue.wait(update.unit)
-
-
-Needed = Callable[[int], None]

@@ -1,7 +1,7 @@
 """The lower floors of one run: swap space, host arena, pager.
 
-Owns their construction from a Config and their closing in reverse. Does not know modules or optimizers. Guarantees that
-what was opened is closed again if a later part fails, and that closing goes on after an error and then raises the first.
+Owns their construction from a Config and their closing in reverse. Does not know modules or optimizers. Guarantees
+that what was opened is closed again if a later part fails, and that closing goes on after an error and then raises it.
 """
 
 from __future__ import annotations
