@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no result file: does it run")
-    parser.add_argument("--workload", action="append", choices=("quick", "compute-bound", "io-bound"))
+    parser.add_argument("--workload", action="append", choices=("quick", "small", "compute-bound", "io-bound"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps a round, at least five")
@@ -91,6 +91,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-plain", action="store_true", help="leave plain PyTorch out")
     parser.add_argument("--no-tiermem", action="store_true", help="leave tiermem out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
+    parser.add_argument(
+        "--deepspeed-settings",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="replaces entries of its zero_optimization and aio",
+    )
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     return parser.parse_args(arguments)
@@ -106,7 +113,9 @@ def choose_contenders(options: argparse.Namespace) -> tuple[Contender, ...]:
             settings = dict(field.split("=", 1) for field in text.split(","))
             chosen.append(Contender(f"tiermem {text}", "tiermem_contender.py", sys.executable, settings))
     if options.deepspeed:
-        chosen.append(Contender("deepspeed nvme", "deepspeed_contender.py", options.deepspeed, {}))
+        chosen.append(
+            Contender("deepspeed nvme", "deepspeed_contender.py", options.deepspeed, options.deepspeed_settings)
+        )
     return tuple(chosen)
 
 
@@ -158,7 +167,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} "
             f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {detail(good, 'stall_seconds', 1, 's')} "
-            f"| {detail(good, 'bytes_read', 1e9, 'GB')} | {detail(good, 'bytes_written', 1e9, 'GB')} |"
+            f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
         )
     return "\n".join(lines)
 
@@ -166,6 +175,11 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 def is_ideal(run: dict[str, Any]) -> bool:
     """Return whether a run is a successful one of plain PyTorch."""
     return run["contender"] == IDEAL and run["error"] is None
+
+
+def drive(runs: Sequence[dict[str, Any]], name: str) -> str:
+    """Return the median over the measured steps of what the kernel counted."""
+    return f"{statistics.median(value for run in runs for value in run[name]) / 1e9:.3f} GB"
 
 
 def detail(runs: Sequence[dict[str, Any]], name: str, scale: float, unit: str) -> str:

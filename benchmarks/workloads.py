@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import peak_resident_bytes
+from common import drive_bytes, peak_resident_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LEARNING_RATE = 3e-4
@@ -60,6 +60,8 @@ class Workload:
 
 WORKLOADS = {
     "quick": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=2, length=32),
+    # The smallest for which DeepSpeed swaps anything: it keeps small parameters, and their states, in memory.
+    "small": Workload(layers=4, width=512, mlp_width=1376, heads=8, vocabulary=512, rows=2, length=32),
     "compute-bound": Workload(12, 1024, 2728, heads=16, vocabulary=8192, rows=2, length=256),
     "io-bound": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=64),
 }
@@ -83,6 +85,8 @@ class Outcome:
 
     seconds: list[float]
     losses: list[float]
+    drive_bytes_read: list[int]
+    drive_bytes_written: list[int]
     parameters: int
     baseline_rss_bytes: int
     peak_rss_bytes: int
@@ -111,15 +115,21 @@ def measure(
 ) -> None:
     """Run `step` (tokens to loss) for warm-up and measured steps; print the outcome. `details` is asked at the end."""
     workload = WORKLOADS[job.workload]
-    seconds, losses = [], []
+    seconds, losses, read, written = [], [], [], []
     for number in range(job.warm_up + job.steps):
         tokens = workload.tokens(seed=job.seed, step=number)
+        read_before, written_before = drive_bytes()
         started = time.perf_counter()
         losses.append(step(tokens))
         seconds.append(time.perf_counter() - started)
+        read_after, written_after = drive_bytes()
+        read.append(read_after - read_before)
+        written.append(written_after - written_before)
     outcome = Outcome(
         seconds=seconds[job.warm_up :],
         losses=losses,
+        drive_bytes_read=read[job.warm_up :],
+        drive_bytes_written=written[job.warm_up :],
         parameters=parameters,
         baseline_rss_bytes=baseline,
         peak_rss_bytes=peak_resident_bytes(),
