@@ -156,7 +156,7 @@ def _furnish(
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
     gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
     schedule = _schedule(config)
-    ledger = GradientLedger({unit: [s.parameter for s in state.segments] for unit, state in blueprint.states.items()})
+    ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     early = schedule.name == "backward"
     queue = SerialQueue(updater, at_once=early) if footprint.serial else updater

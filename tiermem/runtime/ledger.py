@@ -18,6 +18,7 @@ from tiermem.optim.updates import UnitUpdate
 from tiermem.pager.pager import Pager
 from tiermem.planner.steps import plan_step
 from tiermem.stats import Counters
+from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Access
 from tiermem.zero3.scheduler import GatherScheduler
 
@@ -25,9 +26,10 @@ from tiermem.zero3.scheduler import GatherScheduler
 class GradientLedger:
     """Which parameters have a gradient nobody has claimed (`optim.service.GradientBook`)."""
 
-    def __init__(self, units: Mapping[int, Sequence[int]]) -> None:
-        """`units`: the trainable parameters of each unit."""
+    def __init__(self, units: Sequence[int], gatherer: Gatherer) -> None:
+        """`units`: those that have trainable parameters."""
         self._units = units
+        self._gatherer = gatherer
         self._claimed: set[int] = set()
         self._scheduler: GatherScheduler | None = None
 
@@ -65,6 +67,12 @@ class GradientLedger:
         else:
             self.scheduler.drop_gradients()
             self._claimed.clear()
+
+    def require_free(self) -> None:
+        """Raise TiermemError if somebody keeps a view of parameters that are about to be updated."""
+        for unit in self._units:
+            if self.present(unit):
+                self._gatherer.require_free(unit)
 
     def unclaimed(self) -> set[int]:
         """All parameters with an unclaimed gradient."""
@@ -110,6 +118,7 @@ class Steps:
         """Update what has a gradient; end the step if that was all."""
         scheduler = self._ledger.scheduler
         scheduler.settle()
+        self._ledger.require_free()
         result = self._coordinator.step(source)
         if self._ledger.close_step(updated=not result.skipped):
             order = scheduler.order.expected
