@@ -26,6 +26,7 @@ from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
 from tiermem.errors import ConfigError
+from tiermem.memory.heap import LARGE_BLOCK, return_large_blocks
 from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
 
@@ -123,6 +124,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console) -> Tr
     parameters = count_parameters(model_config)
     check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER)
     baseline = resident_bytes()
+    return_large_blocks(LARGE_BLOCK)
     training = Training(options, config, model_config=model_config, source=source)
     try:
         host_memory = host_budget(config, training.runtime)

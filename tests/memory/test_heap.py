@@ -1,0 +1,38 @@
+"""Freed memory goes back to the system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tiermem.memory.heap import trim_heap
+
+# In a process of its own: the setting is for the whole process, and other tests' heaps would blur the numbers.
+_CODE = """
+import psutil, sys, torch
+from tiermem.memory.heap import return_large_blocks, trim_heap
+if sys.argv[1] == "threshold":
+    assert return_large_blocks(1 << 20)
+for _ in range(4):  # let glibc see large blocks freed, upon which it would begin to keep them
+    del_me = [torch.ones(6 << 20, dtype=torch.uint8) for _ in range(40)]
+    guards = [torch.ones(1 << 10, dtype=torch.uint8) for _ in range(1000)]
+    del del_me
+before = psutil.Process().memory_info().rss
+blocks = [[torch.ones(6 << 20, dtype=torch.uint8), torch.ones(5000, dtype=torch.uint8)] for _ in range(40)]
+keep = [pair[1] for pair in blocks]
+del blocks
+if sys.argv[1] == "trim":
+    assert trim_heap()
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.parametrize("way", ["threshold", "trim"])
+def test_freed_blocks_leave_the_process(way: str) -> None:
+    if not trim_heap():
+        pytest.skip("the C library has no malloc_trim: there is nothing to give back")
+    run = subprocess.run([sys.executable, "-c", _CODE, way], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 60 << 20  # of 240 MiB that were touched and freed
