@@ -25,9 +25,9 @@ def trim_heap() -> bool:
 def return_large_blocks(threshold: int) -> bool:
     """Have every freed block of `threshold` bytes or more go back to the system at once, for the whole process.
 
-    By default glibc raises its threshold to 32 MiB as large blocks are freed, and from then on keeps them in a heap that
-    fragments: measured on a Llama of 168 M parameters, 290 MiB beyond what was in use. The price is that fresh blocks
-    have to be cleared by the kernel. Returns whether the C library knows how.
+    By default glibc raises its threshold to 32 MiB as large blocks are freed, and from then on keeps them in a heap
+    that fragments: measured on a Llama of 168 M parameters, 290 MiB beyond what was in use. The price is that fresh
+    blocks have to be cleared by the kernel. Returns whether the C library knows how.
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     return option is not None and bool(option(_M_MMAP_THRESHOLD, threshold))
