@@ -8,8 +8,10 @@ names operation, path, offset, length and errno. See README.md beside this file.
 from swap.backends.base import Backend
 from swap.blocks import ALIGNMENT, align_down, align_up, is_aligned
 from swap.buffers import AlignedBuffer
+from swap.checksums import checksum
 from swap.engine import Engine
 from swap.errors import (
+    ChecksumError,
     DirectIOWarning,
     FormatError,
     SwapClosedError,
@@ -31,6 +33,7 @@ __all__ = [
     "DATA_OFFSET",
     "AlignedBuffer",
     "Backend",
+    "ChecksumError",
     "DeviceStatistics",
     "DirectIOWarning",
     "DirectoryStatistics",
@@ -56,5 +59,6 @@ __all__ = [
     "SystemCalls",
     "align_down",
     "align_up",
+    "checksum",
     "is_aligned",
 ]

@@ -108,6 +108,10 @@ class SwapFile:
             self._failed_sync = error
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
 
+    def sync_name(self) -> None:
+        """Wait until the file's name is durable. Raises SwapIOError."""
+        sync_directory(os.path.dirname(self.path), self._system)
+
     def close(self, *, remove: bool = False) -> None:
         """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails."""
         if self._fd < 0:
