@@ -9,6 +9,7 @@ from swap.backends.base import Backend
 from swap.blocks import ALIGNMENT, align_down, align_up, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.checksums import checksum
+from swap.commit import CommitStore
 from swap.engine import Engine
 from swap.errors import (
     ChecksumError,
@@ -23,6 +24,9 @@ from swap.errors import (
 )
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
+from swap.generations import Copy, Generations, GenerationsStatistics, Mark
+from swap.manifest import Entry, Manifest
+from swap.recovery import Leftovers, Recovered, find_leftovers, recover, verify
 from swap.requests import Operation, Priority, Request
 from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
 from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
@@ -34,18 +38,27 @@ __all__ = [
     "AlignedBuffer",
     "Backend",
     "ChecksumError",
+    "CommitStore",
+    "Copy",
     "DeviceStatistics",
     "DirectIOWarning",
     "DirectoryStatistics",
     "Engine",
     "EngineSettings",
     "EngineStatistics",
+    "Entry",
     "Extent",
     "ExtentAllocator",
     "FormatError",
+    "Generations",
+    "GenerationsStatistics",
+    "Leftovers",
+    "Manifest",
+    "Mark",
     "Operation",
     "Piece",
     "Priority",
+    "Recovered",
     "Request",
     "SpaceStatistics",
     "SwapClosedError",
@@ -60,5 +73,8 @@ __all__ = [
     "align_down",
     "align_up",
     "checksum",
+    "find_leftovers",
     "is_aligned",
+    "recover",
+    "verify",
 ]

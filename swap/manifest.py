@@ -110,12 +110,12 @@ def parse(found: bytes, path: str) -> Manifest:
         raise FormatError(f"expected {path!r} to have checksum {digest:#018x}, found {computed:#018x}: it is damaged")
     try:
         return _decode(json.loads(payload), generation, run_id)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(f"expected {path!r} to hold a manifest, found {type(error).__name__}: {error}") from error
 
 
 def _decode(fields: Any, generation: int, run_id: bytes) -> Manifest:
-    """Raises KeyError, TypeError or ValueError unless every field is what `pack` makes."""
+    """Raises KeyError, TypeError, ValueError or OverflowError unless every field is what `pack` makes."""
     if not isinstance(fields, dict) or not isinstance(fields["user"], dict):
         raise TypeError("expected an object with a user object in it")
     sizes = tuple(_count(size) for size in fields["file_sizes"])
@@ -128,7 +128,7 @@ def _decode(fields: Any, generation: int, run_id: bytes) -> Manifest:
 def _entry(sizes: Sequence[int], key: Any, slot: Any, digest: Any, rows: Any) -> Entry:
     if not isinstance(key, str):
         raise TypeError(f"expected a key to be text, found {key!r}")
-    pieces = tuple(Piece(_count(row[0]), _count(row[1]), _count(row[2])) for row in rows)
+    pieces = tuple(Piece(_count(directory), _count(offset), _count(nbytes)) for directory, offset, nbytes in rows)
     for piece in pieces:
         if piece.directory >= len(sizes) or not piece.nbytes or not is_aligned(piece.offset | piece.nbytes):
             raise ValueError(f"expected aligned bytes in one of {len(sizes)} directories, found {piece}")
