@@ -210,3 +210,22 @@ def test_the_double_does_lose_what_was_not_synced(tmp_path: Path) -> None:
     assert survives("nothing")
     assert not survives("fdatasync")
     assert not survives("fsync")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_new_run_is_known_as_such_before_it_overwrites_anything(tmp_path: Path, seed: int) -> None:
+    drives, after = make(tmp_path, 0, 1), make(tmp_path, 1, 1)
+    first = Life(drives, Log(), PowerCut(*drives))
+    first.step("write", "a", 4)
+    first.commit()
+    first.space.close()
+    system = PowerCut(*drives)
+    space = SwapSpace.open(drives, name="r0", nbytes=SPACE, settings=SETTINGS, system=system)  # and forgets to discard
+    with AlignedBuffer(4 * UNIT) as buffer:
+        space.start_write(space.allocate(4 * UNIT), buffer.view).wait()
+    space.close()
+    system.reboot(str(drives[0]), str(after[0]), random.Random(seed).randrange)
+    space = SwapSpace.open(after, name="r0", nbytes=SPACE, keep=True, settings=SETTINGS)
+    with pytest.raises(FormatError, match="the data it speaks of are gone"):
+        recover(space, CommitStore(after, name="r0"), verify_bytes=False)
+    space.close()
