@@ -21,8 +21,9 @@ never change need one. `extent_for_write` raises SwapFullError where a copy does
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swap.blocks import align_up
 from swap.errors import SwapError, SwapFullError
@@ -48,13 +49,13 @@ class Mark:
         default_factory=set
     )  # keys whose copy here has been current no more; Generations'
 
-    def entries(self) -> list[Entry]:
-        """What a manifest needs. Keys must be text. Raises SwapError for a copy without a checksum."""
+    def entries(self, name: Callable[[Any], str] = str) -> list[Entry]:
+        """What a manifest needs; `name` turns a key into text. Raises SwapError for a copy without a checksum."""
         found = []
         for key, copy in self.copies.items():
-            if copy.checksum is None or not isinstance(key, str):
-                raise SwapError(f"{key!r} cannot be committed: expected text as its key and a checksum of its bytes")
-            found.append(Entry(key, copy.extent, copy.checksum))
+            if copy.checksum is None:
+                raise SwapError(f"{key!r} cannot be committed: expected a checksum of its bytes, found none")
+            found.append(Entry(name(key), copy.extent, copy.checksum))
         return found
 
 
@@ -196,10 +197,11 @@ class Generations:
             if copy is not None:
                 self._supersede(key, copy)
 
-    def adopt(self, entries: Iterable[Entry]) -> Mark:
+    def adopt(self, entries: Iterable[Entry], key: Callable[[str], Hashable] = str) -> Mark:
         """Claim the extents of a commit in a space opened with `keep`, make them current, and return a mark on them.
 
-        Raises SwapError, and claims nothing, if any of them is in use, outside the files, or there twice.
+        `key` turns the text of an entry back into its key. Raises SwapError, and claims nothing, if any of the extents
+        is in use, outside the files, or there twice.
         """
         copies: dict[Hashable, Copy] = {}
         with self._lock:
@@ -207,9 +209,12 @@ class Generations:
                 raise SwapError("a commit can only be adopted by generations that hold nothing yet")
             try:
                 for entry in entries:
+                    own = key(entry.key)
+                    if own in copies:
+                        raise SwapError(f"{own!r} is there twice")
                     self._space.claim(entry.extent)
-                    copies[entry.key] = Copy(entry.extent, entry.checksum)
-            except SwapError:
+                    copies[own] = Copy(entry.extent, entry.checksum)
+            except BaseException:
                 for copy in copies.values():
                     self._space.free(copy.extent)
                 raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -74,12 +74,19 @@ def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCall
 
 
 def recover(
-    space: SwapSpace, store: CommitStore, *, verify_bytes: bool = True, verify_mode: Literal["first", "all"] = "first"
+    space: SwapSpace,
+    store: CommitStore,
+    *,
+    key: Callable[[str], Hashable] = str,
+    verify_bytes: bool = True,
+    verify_mode: Literal["first", "all"] = "first",
 ) -> Recovered | None:
     """Go on from the last commit in a space opened with `keep`; None if there was no commit. Waits.
 
-    Reads every extent and compares its checksum unless told otherwise. Raises FormatError if manifest and files do not
-    belong together, ChecksumError or SwapIOError for a damaged extent ("all": for the first, naming how many).
+    `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. Reads every
+    extent and compares its checksum unless told otherwise. Raises FormatError if manifest and files do not belong
+    together, ChecksumError or SwapIOError for a damaged extent, FormatError for several with "all", saying how many.
+    After an error the space is fit for nothing but `close`.
     """
     manifest = store.read_latest()
     if manifest is None:
@@ -93,8 +100,8 @@ def recover(
         raise FormatError(f"expected swap files of {manifest.file_sizes} bytes, found {space.file_sizes}")
     generations = Generations(space)
     try:
-        mark = generations.adopt(manifest.entries)
-    except SwapError as error:
+        mark = generations.adopt(manifest.entries, key)
+    except (SwapError, ValueError) as error:
         raise FormatError(f"the last commit in {store.directory!r} does not fit its swap files: {error}") from error
     if verify_bytes:
         errors = verify(space, manifest.entries, mode=verify_mode)

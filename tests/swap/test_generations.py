@@ -275,7 +275,7 @@ def test_misuse_is_told() -> None:
         generations.failed("b", extent)
     generations.written("a", extent)
     mark = generations.mark()
-    with pytest.raises(SwapError, match="a checksum of its bytes"):
+    with pytest.raises(SwapError, match="expected a checksum of its bytes"):
         mark.entries()
     with pytest.raises(SwapError, match="hold nothing yet"):
         generations.adopt([])
@@ -291,9 +291,56 @@ def test_a_commit_is_adopted_or_nothing_is_claimed(tmp_path: Path) -> None:
     with swap.SwapSpace.open([tmp_path], name="r0", nbytes=1 << 20, keep=True) as space:
         generations = Generations(space)
         with pytest.raises(SwapError, match="cannot be claimed"):
+            generations.adopt([*entries, swap.Entry("d", entries[0].extent, 1)])
+        with pytest.raises(SwapError, match="'a' is there twice"):
             generations.adopt([*entries, entries[0]])
         assert space.statistics().allocated == 0
         mark = generations.adopt(entries)
         assert generations.current("b").checksum == 7
         assert write(generations, "b", 2 * UNIT).pieces != mark.copies["b"].extent.pieces
     assert os.listdir(tmp_path)
+
+
+def test_keys_may_be_anything_that_can_be_named(tmp_path: Path) -> None:
+    with swap.SwapSpace.open([tmp_path], name="r0", nbytes=1 << 20) as space:
+        generations = Generations(space)
+        extent = generations.extent_for_write((3, "STATE"), UNIT)
+        generations.written((3, "STATE"), extent, 5)
+        entries = generations.mark().entries(lambda key: "/".join(map(str, key)))
+        assert [entry.key for entry in entries] == ["3/STATE"]
+    with swap.SwapSpace.open([tmp_path], name="r0", nbytes=1 << 20, keep=True) as space:
+        generations = Generations(space)
+        generations.adopt(entries, lambda text: (int(text.split("/")[0]), text.split("/")[1]))
+        assert generations.current((3, "STATE")).checksum == 5
+
+
+def test_completion_threads_and_a_loop_that_marks(tmp_path: Path) -> None:
+    """Real transfers that end on worker threads, while this thread marks, releases and undoes."""
+    settings = swap.EngineSettings(block_size=UNIT, queue_depth=4)
+    keys = [f"key{index}" for index in range(16)]
+    with swap.SwapSpace.open([tmp_path], name="r0", nbytes=8 << 20, settings=settings) as space:
+        generations = Generations(space)
+        buffers = {key: swap.AlignedBuffer(8 * UNIT) for key in keys}
+        mark: Mark | None = None
+        for step in range(40):
+            requests = []
+            for key, buffer in buffers.items():
+                buffer.view[:8] = step.to_bytes(8, "little")
+                extent = generations.extent_for_write(key, buffer.nbytes)
+
+                def done(request: swap.Request, key: str = key, extent: Extent = extent) -> None:
+                    generations.written(key, extent, request.checksum)
+
+                requests.append(space.start_write(extent, buffer.view, checksum=True, on_done=done))
+            for request in requests:
+                request.wait(30)
+            if step % 5 == 4 and mark is not None:
+                generations.restore(mark)
+            fresh = generations.mark()
+            if mark is not None:
+                generations.release(mark)
+            mark = fresh
+            assert swap.verify(space, mark.entries(), mode="all") == []
+        found = generations.statistics()
+        assert found.keys == 16
+        assert space.statistics().allocated == found.current + found.marked + found.spare <= 2 * 16 * 8 * UNIT
