@@ -8,8 +8,11 @@ names operation, path, offset, length and errno. See README.md beside this file.
 from swap.backends.base import Backend
 from swap.blocks import ALIGNMENT, align_down, align_up, is_aligned
 from swap.buffers import AlignedBuffer
+from swap.checksums import checksum
+from swap.commit import CommitStore
 from swap.engine import Engine
 from swap.errors import (
+    ChecksumError,
     DirectIOWarning,
     FormatError,
     SwapClosedError,
@@ -21,6 +24,9 @@ from swap.errors import (
 )
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
+from swap.generations import Copy, Generations, GenerationsStatistics, Mark
+from swap.manifest import Entry, Manifest
+from swap.recovery import Leftovers, Recovered, find_leftovers, recover, verify
 from swap.requests import Operation, Priority, Request
 from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
 from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
@@ -31,18 +37,28 @@ __all__ = [
     "DATA_OFFSET",
     "AlignedBuffer",
     "Backend",
+    "ChecksumError",
+    "CommitStore",
+    "Copy",
     "DeviceStatistics",
     "DirectIOWarning",
     "DirectoryStatistics",
     "Engine",
     "EngineSettings",
     "EngineStatistics",
+    "Entry",
     "Extent",
     "ExtentAllocator",
     "FormatError",
+    "Generations",
+    "GenerationsStatistics",
+    "Leftovers",
+    "Manifest",
+    "Mark",
     "Operation",
     "Piece",
     "Priority",
+    "Recovered",
     "Request",
     "SpaceStatistics",
     "SwapClosedError",
@@ -56,5 +72,9 @@ __all__ = [
     "SystemCalls",
     "align_down",
     "align_up",
+    "checksum",
+    "find_leftovers",
     "is_aligned",
+    "recover",
+    "verify",
 ]

@@ -28,7 +28,7 @@ from swap.blocks import block_count
 from swap.buffers import aligned_view
 from swap.device_queue import DeviceQueue
 from swap.errors import SwapClosedError, SwapError, SwapTimeoutError
-from swap.requests import Block, BlockFile, Operation, Priority, Request, Span, cut
+from swap.requests import Block, BlockFile, Check, Operation, Priority, Request, Span, cut
 from swap.settings import EngineSettings, EngineStatistics
 from swap.syscalls import SystemCalls
 
@@ -72,10 +72,14 @@ class Engine:
         *,
         priority: Priority = Priority.DEMAND,
         on_done: OnDone | None = None,
+        checksum: bool = False,
+        expected: int | None = None,
     ) -> Request:
         """Start filling `buffer` from byte `offset` of `file`. See `start`."""
         span = (file, offset, memoryview(buffer).nbytes)
-        return self.start(Operation.READ, [span], buffer, priority=priority, on_done=on_done)
+        return self.start(
+            Operation.READ, [span], buffer, priority=priority, on_done=on_done, checksum=checksum, expected=expected
+        )
 
     def start_write(
         self,
@@ -85,10 +89,11 @@ class Engine:
         *,
         priority: Priority = Priority.WRITE_BACK,
         on_done: OnDone | None = None,
+        checksum: bool = False,
     ) -> Request:
         """Start writing `buffer` to byte `offset` of `file`. See `start`."""
         span = (file, offset, memoryview(buffer).nbytes)
-        return self.start(Operation.WRITE, [span], buffer, priority=priority, on_done=on_done)
+        return self.start(Operation.WRITE, [span], buffer, priority=priority, on_done=on_done, checksum=checksum)
 
     def start(
         self,
@@ -98,14 +103,21 @@ class Engine:
         *,
         priority: Priority,
         on_done: OnDone | None = None,
+        checksum: bool = False,
+        expected: int | None = None,
     ) -> Request:
         """Start one transfer between `buffer` and `spans`, whose bytes follow each other in it. Never waits.
 
         The request holds the buffer until it is done. `on_done(request)` is called once, on the thread that finished
-        it; it must be quick, and may start requests. Raises ValueError for a buffer or span that is not aligned and
-        SwapClosedError after `close`; everything later is recorded in the request.
+        it; it must be quick, and may start requests. With `checksum` that thread first computes `request.checksum`;
+        with `expected` (a checksum) it also compares, and the request fails with ChecksumError. Raises ValueError for a
+        buffer or span that is not aligned and SwapClosedError after `close`; everything later is recorded in the
+        request.
         """
-        request = Request(self, operation, cut(spans, aligned_view(buffer)), priority=priority, on_done=on_done)
+        # Views are made where they are used: a local one would stay with this frame, and that with a traceback.
+        check = Check(aligned_view(buffer), expected) if checksum or expected is not None else None
+        parts = cut(spans, aligned_view(buffer))
+        request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
         queues = {part.file.device: self._queue(part.file.device) for part in request.parts}
         with self._lock:
             self._check_open()
@@ -295,7 +307,7 @@ class Engine:
 
     def _complete(self, requests: list[Request]) -> None:
         for request in requests:
-            if request.error is not None:
+            if not request.settle():
                 with self._lock:
                     self._failed += 1
             raised = request.complete()

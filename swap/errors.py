@@ -68,6 +68,40 @@ class SwapIOError(SwapError, OSError):
         return _rebuild, (self.operation, self.path, self.offset, self.length, self.errno, self.detail)
 
 
+class ChecksumError(SwapIOError):
+    """Bytes on disk are not the bytes that were written there.
+
+    `expected` and `found` are the checksums; `others` says where the extent's other pieces lie, any of which may be
+    the damaged one.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        path: str | os.PathLike[str],
+        *,
+        offset: int,
+        length: int,
+        expected: int,
+        found: int,
+        others: tuple[str, ...] = (),
+    ) -> None:
+        self.expected = expected
+        self.found = found
+        self.others = others
+        detail = f"expected checksum {expected:#018x}, found {found:#018x}"
+        if others:
+            detail += f", of these bytes and {' and '.join(others)} together"
+        super().__init__(
+            operation, path, offset=offset, length=length, errno=errno_names.EBADMSG,
+            detail=f"{detail}; these are not the bytes that were written: check the drive, and go on from a copy",
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        where = {"offset": self.offset, "length": self.length, "others": self.others}
+        return _rebuild_checksum, (self.operation, self.path, where | {"expected": self.expected, "found": self.found})
+
+
 class SwapFullError(SwapError):
     """No room: in the swap space for an extent, or on the disk for the swap file. Names bytes needed and bytes free."""
 
@@ -90,6 +124,10 @@ class SwapTimeoutError(SwapError, TimeoutError):
 
 class DirectIOWarning(RuntimeWarning):
     """A file system refuses O_DIRECT; transfers go through the page cache, slower and outside the memory budget."""
+
+
+def _rebuild_checksum(operation: str, path: str, rest: dict[str, Any]) -> ChecksumError:
+    return ChecksumError(operation, path, **rest)
 
 
 def _rebuild(

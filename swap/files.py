@@ -1,9 +1,10 @@
-"""A swap file: one preallocated file, known by its header, held by a lock.
+"""A swap file: one preallocated file, known by its superblock, held by a lock.
 
-Owns the descriptor, the lock and the header of one file. Does not know extents or what the data means. Layout: a header
-of `DATA_OFFSET` bytes (magic, version, data bytes, checksum of these), then data, so every data offset is aligned when
-the extent is. Guarantees: created 0600, links never followed; space on disk is reserved before the first write where
-the file system can; a file that is not ours, whatever its name, is never truncated, overwritten or removed.
+Owns the descriptor, the lock and the superblock of one file. Does not know extents or what the data means. Layout: the
+superblock, padded to `DATA_OFFSET` bytes, then data, so every data offset is aligned when the extent is. Guarantees:
+created 0600, links never followed; space on disk is reserved before the first write where the file system can; a file
+that is not ours, whatever its name, is never truncated, overwritten or removed; the superblock, with a new run id, is
+durable before any byte of an earlier run can be overwritten; after a failed sync no sync succeeds.
 """
 
 from __future__ import annotations
@@ -11,23 +12,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import struct
-import zlib
 from pathlib import Path
 from typing import Self
 
-from swap.blocks import ALIGNMENT, align_down, is_aligned
+from swap import superblock
+from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import FormatError, SwapClosedError, SwapFullError, SwapIOError
 from swap.locks import DirectoryLock
+from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 
 DATA_OFFSET = ALIGNMENT
 """Bytes before the first data byte."""
 
-_MAGIC = b"tiermem-swapfile"
-_VERSION = 1
-_HEADER = struct.Struct("<16sIIQI")  # magic, version, data offset, data bytes, CRC-32 of the fields before
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
@@ -35,13 +33,15 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 class SwapFile:
     """An open swap file with `nbytes` bytes of data from `DATA_OFFSET` on; a `BlockFile`. Made by `open`."""
 
-    def __init__(self, path: str, fd: int, nbytes: int, lock: DirectoryLock, system: SystemCalls) -> None:
+    def __init__(self, path: str, fd: int, block: Superblock, lock: DirectoryLock, system: SystemCalls) -> None:
         self.path = path
-        self.nbytes = nbytes
+        self.identity = block.identity
+        self.nbytes = block.nbytes
         self.device = os.fstat(fd).st_dev
         self.direct = False
         self.created = False
         self.reserved = False
+        self._failed_sync: OSError | None = None
         self._pid = os.getpid()
         self._fd = fd
         self._lock = lock
@@ -49,13 +49,21 @@ class SwapFile:
 
     @classmethod
     def open(
-        cls, directory: Path, *, name: str, nbytes: int, keep: bool = False, system: SystemCalls | None = None
+        cls,
+        directory: Path,
+        *,
+        name: str,
+        nbytes: int,
+        keep: bool = False,
+        identity: Identity | None = None,
+        system: SystemCalls | None = None,
     ) -> Self:
         """Create `<name>.swapfile` in an existing directory, or take over the one an earlier run left there.
 
-        With `keep` it must be there, with at least `nbytes` of data, which stay; without, data left there is
-        forgotten. Raises SwapInUseError, FormatError for a file that is not ours or damaged, SwapFullError naming bytes
-        needed and bytes free, SwapIOError for the rest.
+        With `keep` it must be there, whole, with at least `nbytes` of data, which stay, as does its identity; without,
+        data left there is forgotten and `identity` (by default a new one) is written. Raises SwapInUseError,
+        FormatError for a file that is not ours, damaged or cut short, SwapFullError naming bytes needed and bytes free,
+        SwapIOError for the rest.
         """
         if nbytes <= 0 or not is_aligned(nbytes):
             raise ValueError(f"expected a positive multiple of {ALIGNMENT} bytes, found {nbytes}")
@@ -66,16 +74,15 @@ class SwapFile:
         _check_directory(os.fspath(directory))
         lock = DirectoryLock(os.path.join(os.fspath(directory), f"{name}.lock"), system)
         try:
-            found = _size_of_ours(path, system)
-            if keep and (found is None or found < nbytes):
-                raise FormatError(f"expected {path!r} with at least {nbytes} bytes of data, found {found or 'none'}")
-            file = cls(path, _open(path, found is None, False, system), nbytes, lock, system)
+            there, found = look(path, system)
+            block = _whole(path, found, nbytes) if keep else Superblock(identity or Identity(), nbytes)
+            file = cls(path, _open(path, not there, False, system), block, lock, system)
         except BaseException:
             lock.release(remove=True)
             raise
         try:
-            file.created = found is None
-            file._prepare(keep=keep, found=found)
+            file.created = not there
+            file._prepare(keep=keep)
         except BaseException:
             file.close(remove=file.created)
             raise
@@ -88,11 +95,22 @@ class SwapFile:
         return self._fd
 
     def sync(self) -> None:
-        """Wait until completed writes are durable. Raises SwapIOError."""
+        """Wait until completed writes are durable. Raises SwapIOError, and does so ever after.
+
+        The kernel reports a lost write once and then forgets it, so a later success would say nothing about it.
+        """
         try:
-            self._system.fdatasync(self.fileno())
+            fd = self.fileno()
+            if self._failed_sync is not None:
+                raise self._failed_sync
+            self._system.fdatasync(fd)
         except OSError as error:
+            self._failed_sync = error
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
+
+    def sync_name(self) -> None:
+        """Wait until the file's name is durable. Raises SwapIOError."""
+        sync_directory(os.path.dirname(self.path), self._system)
 
     def close(self, *, remove: bool = False) -> None:
         """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails."""
@@ -108,14 +126,13 @@ class SwapFile:
         finally:
             self._lock.release(remove=remove)
 
-    def _prepare(self, *, keep: bool, found: int | None) -> None:
+    def _prepare(self, *, keep: bool) -> None:
         if keep:
-            self.nbytes = found or self.nbytes
             self.reserved = True
             self._choose_direct()
             return
         before = os.fstat(self._fd).st_size
-        self._write_header()
+        self._write_superblock()
         self._choose_direct()
         try:
             self._reserve()
@@ -177,11 +194,13 @@ class SwapFile:
                 raise self._full(error) from error
             raise SwapIOError("truncate", self.path, length=nbytes, errno=error.errno or errno.EIO) from error
 
-    def _write_header(self) -> None:
+    def _write_superblock(self) -> None:
+        """Write it and make it durable."""
         with AlignedBuffer(DATA_OFFSET) as buffer:
-            buffer.view[: _HEADER.size] = _pack_header(self.nbytes)
+            buffer.view[:SUPERBLOCK_BYTES] = superblock.pack(Superblock(self.identity, self.nbytes))
             try:
                 moved = self._system.pwritev(self._fd, buffer.view, 0)
+                self._system.fsync(self._fd)
             except OSError as error:
                 if error.errno in _FULL:
                     raise self._full(error) from error
@@ -190,9 +209,16 @@ class SwapFile:
                 raise SwapIOError("write", self.path, length=DATA_OFFSET, detail=f"only {moved} bytes were taken")
 
 
-def _pack_header(nbytes: int) -> bytes:
-    fields = _HEADER.pack(_MAGIC, _VERSION, DATA_OFFSET, nbytes, 0)[:-4]
-    return fields + struct.pack("<I", zlib.crc32(fields))
+def sync_directory(directory: str, system: SystemCalls) -> None:
+    """Make the names in a directory durable. Raises SwapIOError."""
+    try:
+        fd = system.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            system.fsync(fd)
+        finally:
+            system.close(fd)
+    except OSError as error:
+        raise SwapIOError("sync", directory, errno=error.errno or errno.EIO) from error
 
 
 def _check_directory(directory: str) -> None:
@@ -212,36 +238,41 @@ def _open(path: str, create: bool, direct: bool, system: SystemCalls) -> int:
         raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
 
 
-def _size_of_ours(path: str, system: SystemCalls) -> int | None:
-    """Bytes of data in the swap file at `path`: None if there is no file, 0 if it is empty (a run died at once).
+def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
+    """Whether a swap file is at `path`, and its superblock; none if it is empty (a run that died at once).
 
-    Raises FormatError for anything that is not a swap file of ours.
+    Raises FormatError for anything that is not a swap file of ours. The file may be shorter than its superblock says.
     """
     try:
         # Non-blocking, or a fifo in the way would wait for its other end.
         fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except FileNotFoundError:
-        return None
+        return False, None
     except OSError as error:
         raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
     try:
         found = os.fstat(fd)
-        header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(found.st_mode) else b"?"
+        if not stat.S_ISREG(found.st_mode):
+            raise FormatError(f"expected {path!r} to be a swap file of this program, found something else{LEFT_ALONE}")
+        first = os.pread(fd, SUPERBLOCK_BYTES, 0)
     except OSError as error:
-        raise SwapIOError("read", path, length=_HEADER.size, errno=error.errno or errno.EIO) from error
+        raise SwapIOError("read", path, length=SUPERBLOCK_BYTES, errno=error.errno or errno.EIO) from error
     finally:
         system.close(fd)
-    if not header:
-        return 0
-    left = "; it was left alone: move it away or choose another directory or name"
-    if not stat.S_ISREG(found.st_mode) or header[: len(_MAGIC)] != _MAGIC:
-        raise FormatError(f"expected {path!r} to be a swap file of this program, found something else{left}")
-    if len(header) < _HEADER.size or zlib.crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
-        raise FormatError(f"expected {path!r} to have a whole header, found a damaged one{left}")
-    _, version, offset, nbytes, _ = _HEADER.unpack(header)
-    if version != _VERSION or offset != DATA_OFFSET:
-        raise FormatError(f"expected {path!r} to be of version {_VERSION}, found version {version}{left}")
-    return max(0, align_down(min(int(nbytes), found.st_size - DATA_OFFSET)))
+    return True, superblock.parse(first, path) if first else None
+
+
+def _whole(path: str, block: Superblock | None, nbytes: int) -> Superblock:
+    """The superblock of a file whose data are to be kept, if they can be."""
+    if block is None or block.nbytes < nbytes:
+        found = block.nbytes if block is not None else "none"
+        raise FormatError(f"expected {path!r} with at least {nbytes} bytes of data, found {found}")
+    expected, size = DATA_OFFSET + block.nbytes, os.stat(path, follow_symlinks=False).st_size
+    if size < expected:
+        raise FormatError(
+            f"expected {path!r} to have {expected} bytes, found {size}: it has been truncated{LEFT_ALONE}"
+        )
+    return block
 
 
 def _unlink_if_same(path: str, mine: os.stat_result) -> None:

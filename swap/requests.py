@@ -1,6 +1,6 @@
 """Requests: one logical read or write, and the parts and blocks it is cut into.
 
-Owns what a caller sees of a transfer (done, error, seconds, wait, promote) and the records the engine keeps of it.
+Owns what a caller sees of a transfer (done, error, checksum, wait, promote) and the records the engine keeps of it.
 Does not know threads, queues or system calls: its owner does, behind `RequestOwner`. Guarantees that `on_done` is
 called once, after `done` and `error` are set, and that the buffer is held until then and no longer.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swap.blocks import ALIGNMENT, is_aligned
+from swap.checksums import checksum, mismatch
 from swap.errors import SwapTimeoutError
 
 
@@ -121,6 +122,33 @@ def cut(spans: Sequence[Span], view: memoryview) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+class Check:
+    """Takes the checksum of a request's bytes when they have been moved; `expected` is what it must be, if known."""
+
+    __slots__ = ("expected", "found", "view")
+
+    def __init__(self, view: memoryview, expected: int | None) -> None:
+        self.view: memoryview | None = view
+        self.expected = expected
+        self.found: int | None = None
+
+    def run(self, request: Request) -> BaseException | None:
+        """Compute the checksum; return the error if it is not what was expected."""
+        if self.view is None:
+            return None
+        self.found = checksum(self.view)
+        if self.expected is None or self.found == self.expected:
+            return None
+        spans = [(part.file, part.offset, part.nbytes) for part in request.parts]
+        return mismatch(request.operation, spans, expected=self.expected, found=self.found)
+
+    def release(self) -> None:
+        """Let go of the buffer, even if a traceback somewhere keeps this object alive."""
+        if self.view is not None:
+            self.view.release()
+            self.view = None
+
+
 class RequestOwner(Protocol):
     """What a request asks of the engine that runs it."""
 
@@ -134,12 +162,13 @@ class RequestOwner(Protocol):
 class Request:
     """One logical read or write. Made by an engine; shared by whoever waits.
 
-    `operation`, `priority` and `nbytes` say what was asked; `done`, `error` and `seconds` (submit to done) how it went.
+    `operation`, `priority` and `nbytes` say what was asked; `done`, `error`, `seconds` (submit to done) and `checksum`
+    how it went.
     """
 
     __slots__ = (
-        "_event", "_on_done", "_owner", "_submitted",
-        "done", "error", "nbytes", "operation", "parts", "pending", "priority", "seconds",
+        "_check", "_event", "_on_done", "_owner", "_submitted",
+        "done", "error", "operation", "parts", "pending", "priority", "seconds",
     )  # fmt: skip
 
     def __init__(
@@ -150,15 +179,16 @@ class Request:
         *,
         priority: Priority,
         on_done: Callable[[Request], None] | None,
+        check: Check | None = None,
     ) -> None:
         self.operation = operation
         self.priority = priority
-        self.nbytes = sum(part.nbytes for part in parts)
         self.done = False
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.parts = parts
         self.pending = 0  # blocks neither finished nor dropped; the engine's, under its lock
+        self._check = check
         self._owner = owner
         self._on_done = on_done
         self._event = threading.Event()
@@ -168,6 +198,16 @@ class Request:
 
     def __str__(self) -> str:
         return f"{self.operation} of " + " and ".join(str(part) for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def checksum(self) -> int | None:
+        """Of the bytes moved, if it was asked for and they all were; see `swap.checksums`."""
+        return self._check.found if self._check is not None else None
 
     def promote(self, priority: Priority) -> None:
         """Let what is still queued of this request be served at `priority` if that is sooner. Never waits."""
@@ -186,10 +226,18 @@ class Request:
             # Without the traceback of earlier raises, which would keep their frames, and so their buffers, alive.
             raise self.error.with_traceback(None)
 
+    def settle(self) -> bool:
+        """For the engine, once, before `complete`: take the checksum if asked for; return whether all went well."""
+        if self._check is not None and self.error is None:
+            self.error = self._check.run(self)
+        return self.error is None
+
     def complete(self) -> BaseException | None:
         """For the engine, once: let go of the buffer, publish, call `on_done`; return what that raised, if it did."""
         for part in self.parts:
             part.release()
+        if self._check is not None:
+            self._check.release()
         self.seconds = time.monotonic() - self._submitted
         callback, self._on_done = self._on_done, None
         self.done = True

@@ -2,7 +2,8 @@
 
 Owns a swap file and an allocator per directory, and the engine that moves the bytes. Does not know tensors, pages, or
 what an extent holds. Guarantees that extents in use never overlap, that a transfer touches its extent only, that a
-directory is used by one run at a time, and that what `open` has taken is given back if `open` fails half-way.
+directory is used by one run at a time, that the files of a space belong to one run and stand in their order, and that
+what `open` has taken is given back if `open` fails half-way.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from swap.engine import Engine, OnDone, make_backend
 from swap.errors import DirectIOWarning, SwapClosedError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
+from swap.opening import Weights, give_back, open_files
 from swap.requests import Operation, Priority, Request, Span
 from swap.settings import EngineSettings, EngineStatistics
+from swap.stripes import divide
 from swap.syscalls import SystemCalls
 
 if TYPE_CHECKING:
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
 class DirectoryStatistics:
     """One directory of a space; bytes. `high_water`: most bytes ever allocated at once.
 
-    `device` finds the traffic in `EngineStatistics.devices`; directories on one file system share it.
+    `device` finds the traffic in `EngineStatistics.devices`; directories on one file system share it. `weight`: the
+    part of an extent that goes here, of 1.
     """
 
     path: str
@@ -44,6 +48,7 @@ class DirectoryStatistics:
     allocated: int
     high_water: int
     largest_hole: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,11 @@ class SpaceStatistics:
 class SwapSpace:
     """Room on disk, handed out in extents. Made by `open`. Every method may be called from any thread."""
 
-    def __init__(self, files: Sequence[SwapFile], engine: Engine) -> None:
+    def __init__(self, files: Sequence[SwapFile], engine: Engine, weights: Sequence[float]) -> None:
         self.engine = engine
+        self.weights = tuple(weight / sum(weights) for weight in weights)
         self._files = tuple(files)
+        self._named = False  # whether the files' names have been made durable
         self._allocators = tuple(ExtentAllocator(file.nbytes, start=DATA_OFFSET) for file in files)
         self._lock = threading.Lock()
         self._high_water = 0
@@ -77,11 +84,15 @@ class SwapSpace:
         nbytes: int,
         settings: EngineSettings | None = None,
         keep: bool = False,
+        weights: Weights = None,
         system: SystemCalls | None = None,
         backend: Backend | None = None,
     ) -> Self:
-        """Open a space of at least `nbytes`, in equal shares over existing directories.
+        """Open a space of at least `nbytes` over existing directories.
 
+        `weights` are the directories' bandwidths, to any scale: the files, and each extent, are divided in proportion
+        (see `swap.stripes`). "measure" finds them by writing and reading a little in each directory. None means equal,
+        or as in the run whose files are kept. A directory without room for its part leaves the rest to the others.
         `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise data left there is
         forgotten. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if O_DIRECT
         is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
@@ -91,16 +102,13 @@ class SwapSpace:
         if nbytes <= 0:
             raise ValueError(f"expected a positive number of bytes, found {nbytes}")
         settings = settings or EngineSettings()
-        share = align_up(-(-nbytes // len(directories)))
-        files: list[SwapFile] = []
+        files, ratio = open_files(
+            directories, name=name, nbytes=nbytes, keep=keep, weights=weights, settings=settings, system=system
+        )
         try:
-            for directory in directories:
-                _check_distinct(directory, files)
-                files.append(SwapFile.open(directory, name=name, nbytes=share, keep=keep, system=system))
             backend = backend or make_backend(settings.backend, system)
         except BaseException:
-            for file in files:
-                file.close(remove=file.created)
+            give_back(files)
             raise
         buffered = [file.path for file in files if not file.direct]
         if buffered:
@@ -110,7 +118,17 @@ class SwapSpace:
                 DirectIOWarning,
                 stacklevel=2,
             )
-        return cls(files, Engine(settings, backend=backend))
+        return cls(files, Engine(settings, backend=backend), ratio)
+
+    @property
+    def run_id(self) -> bytes:
+        """What the files of this space carry, and those of no other run."""
+        return self._files[0].identity.run_id
+
+    @property
+    def file_sizes(self) -> tuple[int, ...]:
+        """Bytes of data in each directory's file."""
+        return tuple(file.nbytes for file in self._files)
 
     @property
     def direct(self) -> bool:
@@ -118,25 +136,27 @@ class SwapSpace:
         return all(file.direct for file in self._files)
 
     def allocate(self, nbytes: int) -> Extent:
-        """Take room for `nbytes`, rounded up to 4096, in the directory with most room. Raises SwapFullError."""
+        """Take room for `nbytes`, rounded up to 4096, at most one piece per directory. Raises SwapFullError."""
         if nbytes <= 0:
             raise ValueError(f"expected a positive number of bytes, found {nbytes}")
         nbytes = align_up(nbytes)
         with self._lock:
             self._check_open()
-            # Most room first fills the directories evenly; ties go round by index as each allocation changes the order.
-            order = sorted(range(len(self._files)), key=lambda index: -self._allocators[index].free_bytes)
-            for index in order:
-                offset = self._allocators[index].allocate(nbytes)
+            parts = divide(
+                nbytes,
+                self.weights,
+                room=[allocator.largest_hole for allocator in self._allocators],
+                load=[allocator.allocated for allocator in self._allocators],
+            )
+            if parts is None:
+                raise self._full(nbytes)
+            pieces = []
+            for index, part in enumerate(parts):
+                offset = self._allocators[index].allocate(part) if part else None
                 if offset is not None:
-                    self._high_water = max(self._high_water, sum(a.allocated for a in self._allocators))
-                    return Extent((Piece(index, offset, nbytes),))
-            free = sum(allocator.free_bytes for allocator in self._allocators)
-            largest = max(allocator.largest_hole for allocator in self._allocators)
-        raise SwapFullError(
-            f"the swap space has no room for an extent of {nbytes} bytes: {free} bytes are free, {largest} of them in "
-            "one stretch; open a larger space or add a directory"
-        )
+                    pieces.append(Piece(index, offset, part))
+            self._high_water = max(self._high_water, sum(a.allocated for a in self._allocators))
+        return Extent(tuple(pieces))
 
     def claim(self, extent: Extent) -> None:
         """Take an extent that an earlier run had, in a space opened with `keep`. Raises SwapError if it is not free."""
@@ -164,9 +184,19 @@ class SwapSpace:
         *,
         priority: Priority = Priority.DEMAND,
         on_done: OnDone | None = None,
+        checksum: bool = False,
+        expected: int | None = None,
     ) -> Request:
         """Start reading an extent into a writable, aligned buffer of its length. Never waits; see `Engine.start`."""
-        return self.engine.start(Operation.READ, self._spans(extent), buffer, priority=priority, on_done=on_done)
+        return self.engine.start(
+            Operation.READ,
+            self._spans(extent),
+            buffer,
+            priority=priority,
+            on_done=on_done,
+            checksum=checksum,
+            expected=expected,
+        )
 
     def start_write(
         self,
@@ -175,9 +205,12 @@ class SwapSpace:
         *,
         priority: Priority = Priority.WRITE_BACK,
         on_done: OnDone | None = None,
+        checksum: bool = False,
     ) -> Request:
         """Start writing an aligned buffer to an extent of its length. Never waits; see `Engine.start`."""
-        return self.engine.start(Operation.WRITE, self._spans(extent), buffer, priority=priority, on_done=on_done)
+        return self.engine.start(
+            Operation.WRITE, self._spans(extent), buffer, priority=priority, on_done=on_done, checksum=checksum
+        )
 
     def sync(self) -> None:
         """Wait for every write started before, then until all of them are durable.
@@ -189,8 +222,21 @@ class SwapSpace:
             self._check_open()
         for request in self.engine.pending(Operation.WRITE):
             request.wait()
+        self.make_durable()
+
+    def make_durable(self) -> None:
+        """Wait until every write that was done before is durable, and waits for no other.
+
+        Raises SwapIOError, and then whenever it is called: see `SwapFile.sync`.
+        """
+        with self._lock:
+            self._check_open()
         for file in self._files:
             file.sync()
+        if not self._named:  # a file's name is not part of the file
+            for file in self._files:
+                file.sync_name()
+            self._named = True
 
     def statistics(self) -> SpaceStatistics:
         """The space at this instant."""
@@ -204,8 +250,9 @@ class SwapSpace:
                     allocated=allocator.allocated,
                     high_water=allocator.high_water,
                     largest_hole=allocator.largest_hole,
+                    weight=weight,
                 )
-                for file, allocator in zip(self._files, self._allocators, strict=True)
+                for file, allocator, weight in zip(self._files, self._allocators, self.weights, strict=True)
             )
             high_water = self._high_water
         return SpaceStatistics(
@@ -251,6 +298,14 @@ class SwapSpace:
         if self._closed:
             raise SwapClosedError("the swap space is closed")
 
+    def _full(self, nbytes: int) -> SwapFullError:
+        free = sum(allocator.free_bytes for allocator in self._allocators)
+        largest = max(allocator.largest_hole for allocator in self._allocators)
+        return SwapFullError(
+            f"the swap space has no room for an extent of {nbytes} bytes: {free} bytes are free, {largest} of them in "
+            "one stretch; open a larger space or add a directory"
+        )
+
     def _spans(self, extent: Extent) -> list[Span]:
         with self._lock:
             self._check_open()
@@ -258,9 +313,3 @@ class SwapSpace:
                 if not self._allocators[piece.directory].holds(piece.offset, piece.nbytes):
                     raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
         return [(self._files[piece.directory], piece.offset, piece.nbytes) for piece in extent.pieces]
-
-
-def _check_distinct(directory: Path, files: Sequence[SwapFile]) -> None:
-    for file in files:
-        if os.path.exists(directory) and os.path.samefile(directory, os.path.dirname(file.path)):
-            raise ValueError(f"expected each swap directory once, found {os.fspath(directory)!r} twice")

@@ -46,6 +46,14 @@ class SystemCalls:
         """Set a file's size."""
         os.ftruncate(fd, nbytes)
 
+    def rename(self, source: str, target: str) -> None:
+        """Give a file another name, replacing what had it."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        os.unlink(path)
+
     def free_bytes(self, path: str) -> int:
         """Bytes an ordinary user may still write on the file system of `path`."""
         found = os.statvfs(path)

@@ -85,6 +85,15 @@ class FaultySystemCalls(SystemCalls):
     def truncate(self, fd: int, nbytes: int) -> None:
         self._suffer("truncate", lambda _: super(FaultySystemCalls, self).truncate(fd, nbytes))
 
+    def fsync(self, fd: int) -> None:
+        self._suffer("fsync", lambda _: super(FaultySystemCalls, self).fsync(fd))
+
+    def rename(self, source: str, target: str) -> None:
+        self._suffer("rename", lambda _: super(FaultySystemCalls, self).rename(source, target))
+
+    def unlink(self, path: str) -> None:
+        self._suffer("unlink", lambda _: super(FaultySystemCalls, self).unlink(path))
+
     def lock(self, fd: int) -> None:
         self._suffer("lock", lambda _: super(FaultySystemCalls, self).lock(fd))
 
@@ -105,6 +114,176 @@ class FaultySystemCalls(SystemCalls):
         # O_DIRECT refuses a transfer of odd length, so a short one is made from a whole number of sectors.
         moved = real(-(-fault.nbytes // 4096) * 4096) if fault.nbytes else 0
         return min(moved, fault.nbytes)
+
+
+@dataclass
+class _Inode:
+    """A file as the drive has it, and what has been done to it since: (offset, bytes) or a size, in order."""
+
+    durable: bytearray
+    pending: list[tuple[int, bytes] | int]
+
+    def settle(self) -> None:
+        for change in self.pending:
+            self.apply(change)
+        self.pending.clear()
+
+    def apply(self, change: tuple[int, bytes] | int) -> None:
+        if isinstance(change, int):
+            del self.durable[change:]
+            self.durable.extend(bytes(change - len(self.durable)))
+        else:
+            offset, data = change
+            self.durable.extend(bytes(max(0, offset + len(data) - len(self.durable))))
+            self.durable[offset : offset + len(data)] = data
+
+
+class PowerCut(SystemCalls):
+    """Real files on a drive that keeps only what was synced: the rest may be lost, torn or reordered by a cut.
+
+    `cut_after(n)` lets n more changing calls pass; the next one fails but may have happened, all later ones fail. Then
+    `reboot(directory, target, choose)` makes in `target` what the drive may hold of `directory`. Data are durable after
+    fsync or fdatasync of their file, names after fsync of their directory and not before. What is not may survive in
+    any part: each `sector` of each write by itself, in any order; each size change; each change of names. `choose(n)`
+    picks a number below n.
+    """
+
+    def __init__(self, *directories: os.PathLike[str], sector: int = 4096) -> None:
+        """What is in the directories now is durable."""
+        self.calls = 0
+        self._sector = sector
+        self._left: int | None = None
+        self._inodes: dict[tuple[int, int], _Inode] = {}
+        self._names: dict[str, dict[str, _Inode]] = {}  # durable names of each directory
+        self._renames: dict[str, list[list[tuple[str, _Inode | None]]]] = defaultdict(list)  # changes since, in order
+        for directory in map(os.fspath, directories):
+            self._names[directory] = {}
+            for entry in os.scandir(directory):
+                with open(entry.path, "rb") as file:
+                    self._names[directory][entry.name] = inode = _Inode(bytearray(file.read()), [])
+                self._inodes[self._number(os.stat(entry.path))] = inode
+
+    def cut_after(self, calls: int) -> None:
+        self._left = calls
+
+    @property
+    def dead(self) -> bool:
+        return self._left is not None and self._left < 0
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        if not flags & os.O_CREAT or os.path.lexists(path):
+            if self.dead:
+                raise OSError(5, "the power is off")
+            return super().open(path, flags, mode)
+        cutting = self._begin()
+        inode = _Inode(bytearray(), [])
+        self._note(path, inode)
+        self._end(cutting)
+        fd = super().open(path, flags, mode)
+        self._inodes[self._number(os.fstat(fd))] = inode  # also if the number was another file's before
+        return fd
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        cutting = self._begin()
+        self._inode(fd).pending.append((offset, bytes(view)))
+        self._end(cutting)
+        return super().pwritev(fd, view, offset)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        cutting = self._begin()
+        self._inode(fd).pending.append(max(offset + nbytes, os.fstat(fd).st_size))
+        self._end(cutting)
+        super().fallocate(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        cutting = self._begin()
+        self._inode(fd).pending.append(nbytes)
+        self._end(cutting)
+        super().truncate(fd, nbytes)
+
+    def fdatasync(self, fd: int) -> None:
+        self._end(self._begin())
+        self._inode(fd).settle()
+
+    def fsync(self, fd: int) -> None:
+        self._end(self._begin())
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if not os.path.isdir(path):
+            self._inode(fd).settle()
+        for change in self._renames.pop(path, []):
+            self._apply(self._names[path], change)
+
+    def rename(self, source: str, target: str) -> None:
+        cutting = self._begin()
+        inode = self._inodes[self._number(os.stat(source))]
+        change: list[tuple[str, _Inode | None]] = [(os.path.basename(source), None), (os.path.basename(target), inode)]
+        self._renames[os.path.dirname(source)].append(change)
+        self._end(cutting)
+        super().rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        cutting = self._begin()
+        self._note(path, None)
+        self._end(cutting)
+        super().unlink(path)
+
+    def reboot(self, directory: str, target: str, choose: Callable[[int], int]) -> None:
+        """Write into the empty directory `target` what a cut may have left of `directory`."""
+        names = dict(self._names[directory])
+        for change in self._renames[directory]:
+            if choose(2):
+                self._apply(names, change)
+        for name, inode in names.items():
+            with open(os.path.join(target, name), "xb") as file:
+                file.write(self._survivor(inode, choose))
+
+    def _survivor(self, inode: _Inode, choose: Callable[[int], int]) -> bytes:
+        after = _Inode(bytearray(inode.durable), [])
+        parts: list[tuple[int, bytes] | int] = []
+        for change in inode.pending:
+            if isinstance(change, int):
+                parts.append(change)
+                continue
+            offset, data = change
+            parts += [(offset + at, data[at : at + self._sector]) for at in range(0, len(data), self._sector)]
+        kept = [part for part in parts if choose(2)]
+        if choose(2):  # the drive writes in whatever order suits it
+            kept = [kept.pop(choose(len(kept))) for _ in range(len(kept))]
+        for part in kept:
+            after.apply(part)
+        return bytes(after.durable)
+
+    def _begin(self) -> bool:
+        """Count a change; whether it is the one in which the power goes."""
+        if self.dead:
+            raise OSError(5, "the power is off")
+        self.calls += 1
+        if self._left is not None:
+            self._left -= 1
+        return self.dead
+
+    def _end(self, cutting: bool) -> None:
+        """The interrupted change stays noted as one that may have happened, in part or whole."""
+        if cutting:
+            raise OSError(5, "the power is off")
+
+    def _note(self, path: str, inode: _Inode | None) -> None:
+        self._renames[os.path.dirname(path)].append([(os.path.basename(path), inode)])
+
+    @staticmethod
+    def _apply(names: dict[str, _Inode], change: list[tuple[str, _Inode | None]]) -> None:
+        for name, inode in change:
+            if inode is None:
+                names.pop(name, None)
+            else:
+                names[name] = inode
+
+    def _inode(self, fd: int) -> _Inode:
+        return self._inodes[self._number(os.fstat(fd))]
+
+    @staticmethod
+    def _number(found: os.stat_result) -> tuple[int, int]:
+        return found.st_dev, found.st_ino
 
 
 class StepBackend(Backend):

@@ -336,3 +336,24 @@ def test_a_real_read_only_disk(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(SwapIOError, match="read-only"):
         open_file(small_disk)
+
+
+def test_a_commit_on_a_real_full_disk(small_disk: Path) -> None:
+    store = swap.CommitStore([small_disk], name="r0")
+    with SwapSpace.open([small_disk], name="r0", nbytes=8 * MIB) as space:
+        store.write(0, [], {"step": 0}, space=space)
+        with open(small_disk / "other", "wb", buffering=0) as other:
+            for nbytes in (MIB, 512):
+                with pytest.raises(OSError, match="No space"):
+                    other.writelines(bytes(nbytes) for _ in range(1 << 20))
+        large = {"step": 1, "text": "x" * 100_000}
+        with pytest.raises(SwapFullError, match="the commit before holds"):
+            store.write(1, [], large, space=space)
+        latest = swap.CommitStore([small_disk], name="r0").read_latest()
+        assert latest is not None
+        assert latest.user == {"step": 0}
+        (small_disk / "other").unlink()
+        store.write(2, [], large, space=space)
+    latest = store.read_latest()
+    assert latest is not None
+    assert latest.user == large

@@ -1,0 +1,301 @@
+"""Generations: which copy of each key is current, and which copies must not be touched.
+
+Owns, for every key, its current copy (extent and checksum), and the marks that protect copies from being overwritten.
+Does not move bytes, and does not know what a key means or how a mark becomes durable. Guarantees:
+
+1. An extent that a live mark holds is never handed out for writing, never freed, never allocated to another.
+2. A copy becomes current only when `written` says that all of it is on the device; a mark holds complete copies only.
+3. Every extent is current, held by a mark, being written, or a spare; nothing leaks.
+
+Copy on write. `extent_for_write` returns the current extent when no mark holds it, another one otherwise. With one
+mark at a time that makes two slots per key, used in turn: the first write after a mark goes to the other slot, later
+ones to the same again. The slot that a released mark gives up stays with its key as a spare, so that steady state
+never allocates and never fragments; spares are given back when the space runs full.
+
+Room needed. Keys that change between two marks need one extent for each copy alive: the current one and one for each
+mark that holds another. One mark, renewed after it was released: twice the bytes of what changes. If the next mark is
+taken, and written under, before the last is released (a commit that runs beside the next step), three times. Keys that
+never change need one. `extent_for_write` raises SwapFullError where a copy does not fit; the rest stays as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from swap.blocks import align_up
+from swap.errors import SwapError, SwapFullError
+from swap.extents import Extent
+from swap.manifest import Entry
+from swap.space import SwapSpace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """The bytes of a key at one time. Two copies are the same only if they are one object."""
+
+    extent: Extent
+    checksum: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """The current copies of all keys at one instant. Made by `Generations.mark`; live until released."""
+
+    copies: Mapping[Hashable, Copy]
+    superseded: set[Hashable] = field(
+        default_factory=set
+    )  # keys whose copy here has been current no more; Generations'
+
+    def entries(self, name: Callable[[Any], str] = str) -> list[Entry]:
+        """What a manifest needs; `name` turns a key into text. Raises SwapError for a copy without a checksum."""
+        found = []
+        for key, copy in self.copies.items():
+            if copy.checksum is None:
+                raise SwapError(f"{key!r} cannot be committed: expected a checksum of its bytes, found none")
+            found.append(Entry(name(key), copy.extent, copy.checksum))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationsStatistics:
+    """Bytes by what they are for, and how many keys and marks there are."""
+
+    keys: int
+    marks: int
+    current: int
+    marked: int
+    writing: int
+    spare: int
+
+
+class Generations:
+    """The copies of every key in a space. Every method may be called from any thread; none waits for the device.
+
+    The caller starts one write of a key at a time, ends each with `written` or `failed`, and reads no extent it is
+    writing.
+    """
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+        self._lock = threading.Lock()
+        self._current: dict[Hashable, Copy] = {}
+        self._writing: dict[Hashable, Extent] = {}
+        self._in_place: set[Hashable] = set()  # keys whose current copy is being overwritten
+        self._lost: set[Hashable] = set()  # keys whose only copy was spoilt by a write that failed
+        self._spares: dict[Hashable, Extent] = {}
+        self._marks: list[Mark] = []
+
+    def extent_for_write(self, key: Hashable, nbytes: int) -> Extent:
+        """The extent the next bytes of `key` go to: its current one, or another if a mark holds that. Never waits.
+
+        Asked again before `written` or `failed`, it returns the same. Raises SwapFullError if a copy does not fit.
+        """
+        nbytes = align_up(nbytes)
+        with self._lock:
+            extent = self._writing.get(key)
+            if extent is not None:
+                if extent.nbytes != nbytes:
+                    raise SwapError(f"a write of {extent.nbytes} bytes of {key!r} is not ended; found one of {nbytes}")
+                return extent
+            copy = self._current.get(key)
+            if copy is not None and copy.extent.nbytes == nbytes and not self._holders(key, copy):
+                extent = copy.extent
+                self._in_place.add(key)
+            else:
+                extent = self._take(key, nbytes, slot=1 - copy.extent.slot % 2 if copy is not None else 0)
+            self._writing[key] = extent
+            return extent
+
+    def written(self, key: Hashable, extent: Extent, checksum: int | None = None) -> None:
+        """All bytes of the write to `extent` have been moved: they are the current copy of `key` now."""
+        with self._lock:
+            self._end_write(key, extent)
+            old = self._current.get(key)
+            self._current[key] = Copy(extent, checksum)
+            self._lost.discard(key)
+            if old is not None and old.extent != extent:
+                self._supersede(key, old)
+
+    def failed(self, key: Hashable, extent: Extent) -> None:
+        """The write to `extent` failed. The copy before it is current still, unless it was being overwritten."""
+        with self._lock:
+            if self._end_write(key, extent):
+                del self._current[key]
+                self._lost.add(key)
+            self._give_back(key, extent)
+
+    def extent_for_read(self, key: Hashable) -> Extent:
+        """The extent of the current copy. Raises SwapError if there is none."""
+        return self.current(key).extent
+
+    def current(self, key: Hashable) -> Copy:
+        """The current copy: extent and checksum. Raises SwapError if there is none."""
+        with self._lock:
+            copy = self._current.get(key)
+            if copy is None or key in self._in_place:
+                raise SwapError(
+                    f"there is no whole copy of {key!r}: it was not written, or its last write has not ended"
+                )
+            return copy
+
+    def mark(self) -> Mark:
+        """Protect the current copies of all keys until `release`. Costs a copy of a dictionary.
+
+        Raises SwapError while a current copy is being overwritten, or if a failed write has spoilt one that has been
+        neither rewritten nor forgotten.
+        """
+        with self._lock:
+            unfit = self._in_place or self._lost
+            if unfit:
+                names = ", ".join(repr(key) for key in list(unfit)[:3])
+                state = "being overwritten" if self._in_place else "spoilt by a write that failed"
+                raise SwapError(f"no mark can be made: {len(unfit)} keys are {state}, such as {names}")
+            mark = Mark(self._current.copy())
+            self._marks.append(mark)
+            return mark
+
+    def release(self, mark: Mark) -> None:
+        """Protect these copies no longer; those that are neither current nor held by another mark are given up."""
+        with self._lock:
+            self._check_live(mark)
+            self._marks.remove(mark)
+            for key in mark.superseded:
+                copy = mark.copies[key]
+                if self._current.get(key) is not copy and not self._holders(key, copy):
+                    self._give_back(key, copy.extent)
+
+    def restore(self, mark: Mark) -> None:
+        """Make the marked copies current again, keys and all: undo. The mark stays live.
+
+        Raises SwapError while any write has not ended.
+        """
+        with self._lock:
+            self._check_live(mark)
+            if self._writing:
+                raise SwapError(
+                    f"{len(self._writing)} writes have not ended, such as that of {next(iter(self._writing))!r}"
+                )
+            before, self._current = self._current, dict(mark.copies)
+            self._lost.clear()
+            for key, copy in before.items():
+                if mark.copies.get(key) is not copy:
+                    self._supersede(key, copy)
+
+    def forget(self, key: Hashable) -> None:
+        """The key is no longer there; marks still hold what they held. Raises SwapError while a write has not ended."""
+        with self._lock:
+            if key in self._writing:
+                raise SwapError(f"{key!r} cannot be forgotten: a write of it has not ended")
+            copy = self._current.pop(key, None)
+            self._lost.discard(key)
+            spare = self._spares.pop(key, None)
+            if spare is not None:
+                self._space.free(spare)
+            if copy is not None:
+                self._supersede(key, copy)
+
+    def adopt(self, entries: Iterable[Entry], key: Callable[[str], Hashable] = str) -> Mark:
+        """Claim the extents of a commit in a space opened with `keep`, make them current, and return a mark on them.
+
+        `key` turns the text of an entry back into its key. Raises SwapError, and claims nothing, if any of the extents
+        is in use, outside the files, or there twice.
+        """
+        copies: dict[Hashable, Copy] = {}
+        with self._lock:
+            if self._current or self._writing:
+                raise SwapError("a commit can only be adopted by generations that hold nothing yet")
+            try:
+                for entry in entries:
+                    own = key(entry.key)
+                    if own in copies:
+                        raise SwapError(f"{own!r} is there twice")
+                    self._space.claim(entry.extent)
+                    copies[own] = Copy(entry.extent, entry.checksum)
+            except BaseException:
+                for copy in copies.values():
+                    self._space.free(copy.extent)
+                raise
+            self._current = copies
+            mark = Mark(copies.copy())
+            self._marks.append(mark)
+            return mark
+
+    def trim(self) -> int:
+        """Give all spares back to the space; return their bytes."""
+        with self._lock:
+            return self._trim()
+
+    def statistics(self) -> GenerationsStatistics:
+        """Where the bytes are."""
+        with self._lock:
+            current = {id(copy): copy.extent.nbytes for copy in self._current.values()}
+            marked = {
+                id(copy): copy.extent.nbytes
+                for mark in self._marks
+                for copy in mark.copies.values()
+                if id(copy) not in current
+            }
+            fresh = [extent for key, extent in self._writing.items() if key not in self._in_place]
+            return GenerationsStatistics(
+                keys=len(self._current),
+                marks=len(self._marks),
+                current=sum(current.values()),
+                marked=sum(marked.values()),
+                writing=sum(extent.nbytes for extent in fresh),
+                spare=sum(extent.nbytes for extent in self._spares.values()),
+            )
+
+    def _take(self, key: Hashable, nbytes: int, *, slot: int) -> Extent:
+        spare = self._spares.pop(key, None)
+        if spare is not None:
+            if spare.nbytes == nbytes:
+                return spare
+            self._space.free(spare)
+        while True:
+            try:
+                return replace(self._space.allocate(nbytes), slot=slot)
+            except SwapFullError as error:
+                if not self._trim():
+                    raise SwapFullError(
+                        f"{error}; {len(self._marks)} marks hold copies: release one, or make room for another copy"
+                    ) from error
+
+    def _trim(self) -> int:
+        spares, self._spares = self._spares, {}
+        for extent in spares.values():
+            self._space.free(extent)
+        return sum(extent.nbytes for extent in spares.values())
+
+    def _end_write(self, key: Hashable, extent: Extent) -> bool:
+        """Take the write off the list; return whether it was in place."""
+        expected = self._writing.get(key)
+        if expected is None or expected != extent:
+            raise SwapError(f"expected the end of the write of {key!r} to {expected}, found {extent}")
+        del self._writing[key]
+        in_place = key in self._in_place
+        self._in_place.discard(key)
+        return in_place
+
+    def _supersede(self, key: Hashable, copy: Copy) -> None:
+        """A copy is current no more: note it in all marks that hold it, or give it up."""
+        holders = self._holders(key, copy)
+        for mark in holders:
+            mark.superseded.add(key)
+        if not holders:
+            self._give_back(key, copy.extent)
+
+    def _holders(self, key: Hashable, copy: Copy) -> list[Mark]:
+        return [mark for mark in self._marks if mark.copies.get(key) is copy]
+
+    def _give_back(self, key: Hashable, extent: Extent) -> None:
+        if key in self._current and key not in self._spares:
+            self._spares[key] = extent
+        else:
+            self._space.free(extent)
+
+    def _check_live(self, mark: Mark) -> None:
+        if not any(mark is live for live in self._marks):
+            raise SwapError("the mark has been released, or belongs to other generations")

@@ -1,0 +1,164 @@
+"""Recovery: from what a dead run left to a space that goes on from its last commit.
+
+Owns the look at leftovers, the verification of every extent, and the order of a resume. Does not decide whether to
+resume: its caller does. Guarantees that nothing of an earlier run is changed before its last commit has been found to
+be whole, and that a mismatch between manifest, files and bytes is an error that names the place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from swap.buffers import AlignedBuffer
+from swap.commit import CommitStore
+from swap.errors import FormatError, SwapError, SwapIOError
+from swap.files import look
+from swap.generations import Generations, Mark
+from swap.manifest import Entry, Manifest
+from swap.requests import Request
+from swap.space import SwapSpace
+from swap.superblock import Superblock
+from swap.syscalls import SystemCalls
+
+_IN_FLIGHT = 4  # extents read at once while verifying
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What is in the directories. `files`: the superblock of each directory's swap file, None where none is.
+
+    `in_use`: another process holds one of them now.
+    """
+
+    in_use: bool
+    files: tuple[Superblock | None, ...]
+    manifest: Manifest | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing of an earlier run."""
+        return self.manifest is None and not any(self.files)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether files and manifest are of one run, which no longer lives. The bytes have not been looked at."""
+        if self.in_use or self.manifest is None:
+            return False
+        return all(block is not None and block.identity.run_id == self.manifest.run_id for block in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The last commit, current again: `mark` holds its extents until the next commit is durable."""
+
+    manifest: Manifest
+    generations: Generations
+    mark: Mark
+
+
+def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCalls | None = None) -> Leftovers:
+    """What earlier runs left in existing directories. Changes nothing. Raises FormatError for foreign, damaged ones."""
+    system = system or SystemCalls()
+    paths = [os.path.join(os.fspath(directory), name) for directory in directories]
+    return Leftovers(
+        in_use=any(_is_locked(f"{path}.lock", system) for path in paths),
+        files=tuple(look(f"{path}.swapfile", system)[1] for path in paths),
+        manifest=CommitStore(directories, name=name, system=system).read_latest(),
+    )
+
+
+def recover(
+    space: SwapSpace,
+    store: CommitStore,
+    *,
+    key: Callable[[str], Hashable] = str,
+    verify_bytes: bool = True,
+    verify_mode: Literal["first", "all"] = "first",
+) -> Recovered | None:
+    """Go on from the last commit in a space opened with `keep`; None if there was no commit. Waits.
+
+    `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. Reads every
+    extent and compares its checksum unless told otherwise. Raises FormatError if manifest and files do not belong
+    together, ChecksumError or SwapIOError for a damaged extent, FormatError for several with "all", saying how many.
+    After an error the space is fit for nothing but `close`.
+    """
+    manifest = store.read_latest()
+    if manifest is None:
+        return None
+    if manifest.run_id != space.run_id:
+        raise FormatError(
+            f"the last commit in {store.directory!r} is of run {manifest.run_id.hex()}, the swap files are of run "
+            f"{space.run_id.hex()}: the data it speaks of are gone; it was left alone"
+        )
+    if manifest.file_sizes != space.file_sizes:
+        raise FormatError(f"expected swap files of {manifest.file_sizes} bytes, found {space.file_sizes}")
+    generations = Generations(space)
+    try:
+        mark = generations.adopt(manifest.entries, key)
+    except (SwapError, ValueError) as error:
+        raise FormatError(f"the last commit in {store.directory!r} does not fit its swap files: {error}") from error
+    if verify_bytes:
+        errors = verify(space, manifest.entries, mode=verify_mode)
+        if errors:
+            raise errors[0] if len(errors) == 1 else _several(errors)
+    store.settle(manifest)
+    return Recovered(manifest, generations, mark)
+
+
+def verify(space: SwapSpace, entries: Iterable[Entry], *, mode: Literal["first", "all"] = "first") -> list[SwapIOError]:
+    """Read every extent and compare its checksum. Waits. Returns the errors with "all", raises the first otherwise.
+
+    The extents must be allocated or claimed in the space. Needs room for a few of the largest of them in memory.
+    """
+    ordered = sorted(entries, key=lambda entry: (entry.extent.pieces[0].directory, entry.extent.pieces[0].offset))
+    errors: list[SwapIOError] = []
+    pending: deque[tuple[Request, memoryview]] = deque()
+    largest = max((entry.nbytes for entry in ordered), default=0)
+    # Not closed but dropped: a drive that stalls may still write into them, and a request keeps its own alive.
+    free = [AlignedBuffer(largest).view for _ in ordered[:_IN_FLIGHT]]
+
+    def end_one() -> None:
+        request, view = pending.popleft()
+        free.append(view)
+        try:
+            request.wait()
+        except SwapIOError as error:
+            errors.append(error)
+
+    for entry in ordered:
+        if not free:
+            end_one()
+        if errors and mode == "first":
+            break
+        view = free.pop()
+        pending.append((space.start_read(entry.extent, view[: entry.nbytes], expected=entry.checksum), view))
+    while pending:
+        end_one()
+    if errors and mode == "first":
+        raise errors[0]
+    return errors
+
+
+def _several(errors: Sequence[SwapIOError]) -> SwapError:
+    return FormatError(f"{len(errors)} extents of the last commit are damaged, the first: {errors[0]}")
+
+
+def _is_locked(path: str, system: SystemCalls) -> bool:
+    try:
+        fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        return False
+    try:
+        # Shared and at once given back: a run that starts in this instant would be refused, one that lives is seen.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        system.close(fd)
+    return False

@@ -1,0 +1,436 @@
+"""Commit and recovery: the order of things, and every fault in between."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import FaultySystemCalls, Short
+
+import swap
+from swap import AlignedBuffer, ChecksumError, FormatError, SwapError, SwapFullError, SwapIOError, SwapSpace
+from swap.commit import CommitStore
+from swap.generations import Generations, Mark
+from swap.recovery import find_leftovers, recover, verify
+
+MIB = 1 << 20
+
+
+class Run:
+    """A small run: a few keys, commits on demand."""
+
+    def __init__(self, directory: Path, *, keep: bool = False, system: Any = None) -> None:
+        self.system = system or FaultySystemCalls()
+        self.space = SwapSpace.open([directory], name="r0", nbytes=MIB, keep=keep, system=self.system)
+        self.store = CommitStore([directory], name="r0", system=self.system)
+        self.generations = Generations(self.space)
+        self.mark: Mark | None = None
+
+    def write(self, key: str, value: bytes, nbytes: int = 8192) -> None:
+        extent = self.generations.extent_for_write(key, nbytes)
+        with AlignedBuffer(nbytes) as buffer:
+            buffer.view[:] = value * nbytes
+            request = self.space.start_write(extent, buffer.view, checksum=True)
+            request.wait(30)
+        self.generations.written(key, extent, request.checksum)
+
+    def commit(self, generation: int, user: dict[str, Any] | None = None) -> None:
+        mark = self.generations.mark()
+        self.store.write(generation, mark.entries(), user or {}, space=self.space)
+        if self.mark is not None:
+            self.generations.release(self.mark)
+        self.mark = mark
+
+    def two_commits(self) -> None:
+        for generation in range(2):
+            for key in "abc":
+                self.write(key, b"%d" % generation)
+            self.commit(generation, {"step": generation})
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def manifest_path(directory: Path, generation: int) -> Path:
+    return directory / f"r0.{generation:020d}.manifest"
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_commit_is_found_again_with_all_it_holds(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    user = {"step": 7, "loss": float("inf"), "text": "ümlaut\ud800", "nested": [1, None, {"x": 0.1}]}
+    run.write("weird \n key \u2028", b"w")
+    run.commit(7, user)
+    run.space.close()
+    assert stat.S_IMODE(os.stat(manifest_path(tmp_path, 7)).st_mode) == 0o600
+    run = Run(tmp_path, keep=True)
+    found = recover(run.space, run.store)
+    assert found is not None
+    assert found.manifest.user == user
+    assert (found.manifest.generation, found.manifest.run_id) == (7, run.space.run_id)
+    assert found.manifest.file_sizes == (MIB,)
+    (entry,) = found.manifest.entries
+    assert (entry.key, entry.nbytes) == ("weird \n key \u2028", 8192)
+    assert found.generations.current(entry.key).checksum == entry.checksum
+    run.space.close()
+
+
+def test_the_steps_of_a_commit_are_in_order(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    order: list[str] = []
+    for call in ("fdatasync", "fsync", "rename", "unlink"):
+        real = getattr(run.system, call)
+
+        def note(*arguments: Any, call: str = call, real: Any = real) -> None:
+            target = arguments[-1]
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+            order.append(f"{call} {Path(path).name.replace('0' * 19, '')}")
+            real(*arguments)
+
+        setattr(run.system, call, note)
+    run.commit(2)
+    assert order == [
+        "fdatasync r0.swapfile",
+        "fsync r0.manifest.new",
+        "rename r0.2.manifest",
+        f"fsync {tmp_path.name}",
+        "unlink r0.1.manifest",
+        f"fsync {tmp_path.name}",
+    ]
+    run.space.close()
+
+
+def test_no_commit_yet_is_none(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.space.close()
+    assert CommitStore([tmp_path], name="r0").read_latest() is None
+    run = Run(tmp_path, keep=True)
+    assert recover(run.space, run.store) is None
+    run.space.close()
+
+
+@pytest.mark.parametrize("name", ["", "r", "other"])
+def test_other_ranks_and_files_are_not_looked_at(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}0.{1:020d}.manifest").write_text("poetry")
+    (tmp_path / "r0.12.manifest").write_text("poetry")
+    assert CommitStore([tmp_path], name="x0").read_latest() is None
+
+
+def test_a_damaged_manifest_without_an_earlier_one_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.space.close()
+    path = manifest_path(tmp_path, 1)
+    flip(path, 100)
+    before = path.read_bytes()
+    with pytest.raises(FormatError, match=r"checksum.*no earlier commit to fall back to"):
+        run.store.read_latest()
+    with pytest.raises(FormatError, match="damaged"):
+        CommitStore([tmp_path], name="r0").discard()
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_manifest_that_was_never_acknowledged_falls_back(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.write("a", b"2")
+    run.system.inject("unlink", errno.EIO)
+    with pytest.raises(SwapIOError, match="unlink"):
+        run.commit(2)
+    run.space.close()
+    flip(manifest_path(tmp_path, 2), 100)
+    run = Run(tmp_path, keep=True)
+    found = recover(run.space, run.store)
+    assert found is not None
+    assert found.manifest.user == {"step": 1}
+    # The damaged one is put aside, not removed, and its number can be used again.
+    assert manifest_path(tmp_path, 2).with_suffix(".manifest.damaged").exists()
+    run.generations, run.mark = found.generations, found.mark
+    run.commit(2)
+    assert run.store.latest is not None
+    assert run.store.latest.generation == 2
+    run.space.close()
+
+
+@pytest.mark.parametrize("content", [b"poetry", b"\0" * 500])
+def test_a_foreign_manifest_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    path = manifest_path(tmp_path, 9)
+    path.write_bytes(content)
+    for use in (run.store.read_latest, CommitStore([tmp_path], name="r0").discard):
+        with pytest.raises(FormatError, match="something else"):
+            use()
+    assert path.read_bytes() == content
+    run.space.close()
+
+
+def test_a_manifest_under_another_number_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    os.rename(manifest_path(tmp_path, 1), manifest_path(tmp_path, 5))
+    with pytest.raises(FormatError, match="to be generation 5, found 1"):
+        run.store.read_latest()
+    run.space.close()
+
+
+def test_links_and_directories_in_the_way_of_a_manifest(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    path = manifest_path(tmp_path, 3)
+    path.symlink_to(victim)
+    with pytest.raises(SwapIOError, match="links are not followed"):
+        CommitStore([tmp_path], name="r0").read_latest()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FormatError, match="to be a file"):
+        CommitStore([tmp_path], name="r0").read_latest()
+    path.rmdir()
+    (tmp_path / "r0.manifest.new").symlink_to(victim)
+    run = Run(tmp_path)
+    with pytest.raises(SwapIOError, match="links are not followed"):
+        run.commit(0)
+    run.space.close()
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("content", [b"", b"tiermem-man", b"tiermem-manifest and half of it", b"\0" * 300])
+def test_what_a_killed_commit_left_is_replaced(tmp_path: Path, content: bytes) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "r0.manifest.new").write_bytes(content)
+    run.two_commits()
+    assert names(tmp_path) == {"r0.lock", "r0.swapfile", manifest_path(tmp_path, 1).name}
+    (tmp_path / "r0.manifest.new").write_bytes(b"poetry")
+    with pytest.raises(FormatError, match="something else"):
+        run.commit(2)
+    assert (tmp_path / "r0.manifest.new").read_bytes() == b"poetry"
+    run.space.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "fault", "error"),
+    [
+        ("fdatasync", errno.EIO, SwapIOError),
+        ("open", errno.EROFS, SwapIOError),
+        ("open", errno.EMFILE, SwapIOError),
+        ("pwritev", errno.EIO, SwapIOError),
+        ("pwritev", errno.ENOSPC, SwapFullError),
+        ("pwritev", errno.EDQUOT, SwapFullError),
+        ("pwritev", Short(0), SwapIOError),
+        ("fsync", errno.EIO, SwapIOError),
+        ("fsync", errno.ENOSPC, SwapFullError),
+        ("rename", errno.EIO, SwapIOError),
+        ("unlink", errno.EIO, SwapIOError),
+    ],
+)
+def test_a_fault_in_a_commit_leaves_the_one_before(tmp_path: Path, call: str, fault: Any, error: type) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.write("a", b"2")
+    run.system.inject(call, fault)
+    with pytest.raises(error):
+        run.commit(2)
+    latest = CommitStore([tmp_path], name="r0").read_latest()
+    assert latest is not None
+    assert latest.generation == (2 if call == "unlink" else 1)
+    assert not (tmp_path / "r0.manifest.new").exists() or call == "rename"
+    run.space.close()
+    run = Run(tmp_path, keep=True)
+    assert recover(run.space, run.store) is not None
+    run.space.close()
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "rename", "unlink"])
+def test_after_a_fault_that_leaves_the_disk_in_doubt_no_commit_succeeds(tmp_path: Path, call: str) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.system.inject(call, errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.commit(2)
+    with pytest.raises(SwapError, match="EIO"):
+        run.commit(3)
+    run.space.close()
+
+
+def test_after_a_full_disk_the_next_commit_succeeds(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.system.inject("pwritev", errno.ENOSPC)
+    with pytest.raises(SwapFullError, match="the commit before holds"):
+        run.commit(2)
+    run.system.inject("pwritev", Short(10), errno.EINTR, Short(100))
+    run.commit(3)
+    latest = run.store.read_latest()
+    assert latest is not None
+    assert latest.generation == 3
+    run.space.close()
+
+
+def test_a_commit_does_not_wait_for_writes_of_the_next_step(tmp_path: Path) -> None:
+    from doubles import StepBackend
+
+    backend = StepBackend()
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, backend=backend)
+    store = CommitStore([tmp_path], name="r0")
+    with AlignedBuffer(4096) as buffer:
+        request = space.start_write(space.allocate(4096), buffer.view)
+        store.write(0, [], {}, space=space)
+        assert not request.done
+        backend.run()
+    space.close()
+
+
+def test_unfit_commits_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    with pytest.raises(ValueError, match=r"above the last \(1\), found 1"):
+        run.commit(1)
+    with pytest.raises(TypeError):
+        run.commit(2, {"tensor": object()})
+    run.commit(2)
+    run.space.close()
+    with pytest.raises(SwapError, match="settle on the latest, or discard"):
+        CommitStore([tmp_path], name="r0").write(3, [], {}, space=run.space)
+
+
+def test_a_fresh_run_invalidates_the_old_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.space.close()
+    Run(tmp_path).space.close()  # without discarding
+    run = Run(tmp_path, keep=True)
+    with pytest.raises(FormatError, match=r"of run .* the data it speaks of are gone"):
+        recover(run.space, run.store)
+    run.store.discard()
+    assert recover(run.space, run.store) is None
+    run.space.close()
+
+
+def test_a_flipped_bit_in_any_extent_is_found(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    assert run.mark is not None
+    entries = run.mark.entries()
+    assert verify(run.space, entries) == []
+    run.space.close()
+    for entry in entries[:2]:
+        flip(tmp_path / "r0.swapfile", entry.extent.pieces[0].offset + 4097)
+    before = (tmp_path / "r0.swapfile").read_bytes()
+    run = Run(tmp_path, keep=True)
+    with pytest.raises(ChecksumError, match=f"offset {min(e.extent.pieces[0].offset for e in entries[:2])}"):
+        recover(run.space, run.store)
+    with pytest.raises(SwapError):  # claimed by the attempt before
+        recover(run.space, run.store)
+    errors = verify(run.space, entries, mode="all")
+    assert len(errors) == 2
+    with pytest.raises(ChecksumError):
+        verify(run.space, entries)
+    run.space.close()
+    run = Run(tmp_path, keep=True)
+    with pytest.raises(FormatError, match="2 extents of the last commit are damaged, the first: read of 8192"):
+        recover(run.space, run.store, verify_mode="all")
+    run.space.close()
+    assert (tmp_path / "r0.swapfile").read_bytes() == before
+    run = Run(tmp_path, keep=True)
+    assert recover(run.space, run.store, verify_bytes=False) is not None
+    run.space.close()
+
+
+def test_a_truncated_swap_file_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.space.close()
+    os.truncate(tmp_path / "r0.swapfile", MIB)
+    with pytest.raises(FormatError, match="it has been truncated; it was left alone"):
+        Run(tmp_path, keep=True)
+
+
+def test_a_missing_swap_file_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.space.close()
+    (tmp_path / "r0.swapfile").unlink()
+    with pytest.raises(FormatError, match="found none"):
+        Run(tmp_path, keep=True)
+    assert manifest_path(tmp_path, 1).exists()
+
+
+def test_a_swap_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path).space.close()
+    path = tmp_path / "r0.swapfile"
+    content = bytearray(path.read_bytes())
+    content[16] = 1
+    path.write_bytes(content)
+    for keep in (False, True):
+        with pytest.raises(FormatError, match="to be of version 2, found version 1"):
+            Run(tmp_path, keep=keep)
+    assert path.read_bytes() == content
+
+
+def test_manifest_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    assert run.mark is not None
+    entries = run.mark.entries()
+    run.store.write(2, [*entries, swap.Entry("d", entries[0].extent, 1)], {}, space=run.space)
+    run.space.close()
+    run = Run(tmp_path, keep=True)
+    with pytest.raises(FormatError, match=r"does not fit its swap files.*in use"):
+        recover(run.space, run.store)
+    run.space.close()
+
+
+def test_leftovers_are_recognised(tmp_path: Path) -> None:
+    found = find_leftovers([tmp_path], name="r0")
+    assert (found.empty, found.resumable, found.in_use) == (True, False, False)
+    run = Run(tmp_path)
+    assert find_leftovers([tmp_path], name="r0").in_use
+    run.two_commits()
+    assert not find_leftovers([tmp_path], name="r0").resumable  # its owner lives
+    run.space.close()
+    found = find_leftovers([tmp_path], name="r0")
+    assert (found.empty, found.resumable, found.in_use) == (False, True, False)
+    assert found.manifest is not None
+    assert found.manifest.generation == 1
+    Run(tmp_path).space.close()
+    assert not find_leftovers([tmp_path], name="r0").resumable  # the files are another run's
+
+
+def test_a_manifest_is_readable_without_this_program(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.space.close()
+    content = manifest_path(tmp_path, 1).read_bytes()
+    fields = json.loads(content[content.index(b'{"file_sizes"') :])
+    assert fields["user"] == {"step": 1}
+    assert [row[0] for row in fields["entries"]] == ["a", "b", "c"]
+
+
+def test_a_thousand_commits_leave_no_descriptor_and_no_file(tmp_path: Path) -> None:
+    run = Run(tmp_path, system=_without_waiting())
+    run.write("a", b"x", 4096)
+    run.commit(0)
+    before, there = len(os.listdir("/proc/self/fd")), run.space.statistics().allocated
+    for generation in range(1, 1000):
+        run.generations.written("a", run.generations.extent_for_write("a", 4096), 1)
+        run.commit(generation)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(names(tmp_path)) == 3
+    assert run.space.statistics().allocated == there + 4096
+    run.space.close(remove=True)
+
+
+def _without_waiting() -> FaultySystemCalls:
+    system = FaultySystemCalls()
+    system.fsync = system.fdatasync = lambda fd: None  # type: ignore[method-assign]
+    return system
