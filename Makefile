@@ -21,7 +21,7 @@ help:
 	@echo "make clean   remove what the others made"
 
 demo: $(READY)
-	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 80 --batch 4 --seq 256 --lr 1e-3
+	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -91,7 +91,8 @@ def main() -> None:
         return float(loss.detach())
 
     parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    measure(job, step, parameters=parameters, baseline=baseline)
+    version = {"version": f" {deepspeed.__version__}"}
+    measure(job, step, parameters=parameters, baseline=baseline, details=lambda: version)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         peak = max(run["peak_rss_bytes"] for run in good)
         growth = max(run["peak_rss_bytes"] - run["baseline_rss_bytes"] for run in good)
         lines.append(
-            f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} "
+            f"| {name}{good[0]['details'].get('version', '')} "
+            f"| {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} "
             f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {detail(good, 'stall_seconds', 1, 's')} "
             f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
         )

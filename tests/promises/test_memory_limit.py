@@ -40,9 +40,11 @@ def test_page_cache_counts_but_gives_way(tmp_path: Path) -> None:
 @needs_core
 def test_half_a_billion_parameters_train_in_one_gibibyte(tmp_path: Path) -> None:
     """8.6 GB of AdamW state, all of the process within 1 GiB: interpreter, libraries, activations, budget."""
+    # Peak RSS is the stricter of the two measures: library pages that another process touched first are not charged to
+    # this group. The budget, twice the largest unit, leaves room for what is outside it.
     command = [
         *(sys.executable, "-m", "tiermem", "train", "--model", "llama-537m", "--steps", "2", "--batch", "1"),
-        *("--seq", "64", "--host-memory", "384MiB", "--swap-dir", str(tmp_path), "--json"),
+        *("--seq", "64", "--host-memory", "208MiB", "--swap-dir", str(tmp_path), "--json"),
     ]
     run = run_limited(command, 1024 * MIB, timeout_seconds=280, cwd=ROOT)
     assert run.completed.returncode == 0, run.completed.stderr

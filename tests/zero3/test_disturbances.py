@@ -196,10 +196,10 @@ def test_view_of_a_weight_that_is_kept():
     assert sharded.gatherer.statistics().leaks == 1
     unit, _ = sharded.slots["codes"]
     with pytest.raises(TiermemError, match="clone"):
-        sharded.scheduler.require_free(unit)
+        sharded.gatherer.require_free(unit)
     del codes
     sharded.scheduler.finish_step()
-    sharded.scheduler.require_free(unit)
+    sharded.gatherer.require_free(unit)
     assert sharded.leased() == []
 
 

@@ -70,7 +70,7 @@ class Training:
         self.model.train()
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.runtime = tiermem.offload(self.model, config)
+        self.runtime = tiermem.offload(self.model, config, resume="auto" if options.resume else False)
         self.optimizer = tiermem.AdamW(
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM
         )

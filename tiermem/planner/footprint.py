@@ -51,6 +51,7 @@ class Footprint:
         serial: whether the update runs only while the computation waits for it.
         reserve: bytes that read-ahead leaves for demands.
         look_ahead: bytes fetched ahead at most.
+        lag: bytes that updates may keep in memory while they lag behind backward; zero in serial.
         least: the smallest budget that would work, bytes.
     """
 
@@ -60,6 +61,7 @@ class Footprint:
     serial: bool
     reserve: int
     look_ahead: int
+    lag: int
     least: int
 
 
@@ -104,6 +106,7 @@ def plan_footprint(
                     serial=serial,
                     reserve=_reserve(units, tile_numel),
                     look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
+                    lag=0 if serial else _update_bytes(units, tile_numel, depth) + spare // 2,
                     least=least,
                 )
     raise BudgetError(f"host_memory is {budget} bytes; no tile size fits (least budget {least} bytes)")

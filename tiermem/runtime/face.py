@@ -27,7 +27,14 @@ from tiermem.zero3.lend import lend, restore
 from tiermem.zero3.units import Wanted
 
 
-def offload(model: nn.Module, config: Config, *, units: Wanted = None, init: Initializer | None = None) -> Runtime:
+def offload(
+    model: nn.Module,
+    config: Config,
+    *,
+    units: Wanted = None,
+    init: Initializer | None = None,
+    resume: bool | str = False,
+) -> Runtime:
     """Turn a model's parameters into pages, in place, and have them come and go by themselves.
 
     Args:
@@ -39,6 +46,7 @@ def offload(model: nn.Module, config: Config, *, units: Wanted = None, init: Ini
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
+        resume: False, start anew; this version commits nothing that could be resumed.
 
     Raises:
         ConfigError: the model or the configuration cannot be served.
@@ -47,6 +55,8 @@ def offload(model: nn.Module, config: Config, *, units: Wanted = None, init: Ini
     """
     if not isinstance(config, Config):
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    if resume is not False:
+        raise ConfigError(f"resume={resume!r}: this version commits nothing that could be resumed; leave it out")
     for name, parameter in model.named_parameters():
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")

@@ -20,12 +20,14 @@ from tiermem.memory.machine import available_host_memory
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import UpdateSchedule, make_schedule
+from tiermem.optim.service import UpdateQueue
 from tiermem.optim.tiles import Segment, UnitState, state_nbytes
 from tiermem.optim.updater import Updater
 from tiermem.pager.page import Kind, PageKey
 from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
 from tiermem.registry import registry
-from tiermem.runtime.ledger import GradientLedger, SerialQueue, Steps
+from tiermem.runtime.ledger import GradientLedger, Steps
+from tiermem.runtime.queues import BackwardThrottle, LazyQueue
 from tiermem.runtime.storage import Storage, close_all, open_storage
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.gather import Gatherer
@@ -156,15 +158,17 @@ def _furnish(
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
     gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
     schedule = _schedule(config)
-    ledger = GradientLedger({unit: [s.parameter for s in state.segments] for unit, state in blueprint.states.items()})
+    ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     early = schedule.name == "backward"
-    queue = SerialQueue(updater, at_once=early) if footprint.serial else updater
+    queue = LazyQueue(updater) if footprint.serial else updater
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
-    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, coordinator, early=early)
+    scheduler = GatherScheduler(
+        blueprint.divided, parameters, gatherer, gradients, _listener(coordinator, queue, blueprint), early=early
+    )
     ledger.connect(scheduler)
     tiles = {unit: state.tiles for unit, state in blueprint.states.items()}
-    steps = Steps(coordinator, ledger, pager, storage.counters, tiles=tiles, update=schedule.name)
+    steps = Steps(coordinator, ledger, queue, pager, storage.counters, tiles=tiles, update=schedule.name)
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     return House(
@@ -182,6 +186,14 @@ def _furnish(
         states,
         steps,
     )
+
+
+def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
+    sizes = {
+        layout.unit: rounded(layout.nbytes) + layout.trainable_numel * layout.dtype.itemsize
+        for layout in blueprint.layouts
+    }
+    return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag)
 
 
 def _schedule(config: Config) -> UpdateSchedule:

@@ -14,20 +14,21 @@ import torch
 
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
-from tiermem.optim.updates import UnitUpdate
 from tiermem.pager.pager import Pager
 from tiermem.planner.steps import plan_step
 from tiermem.stats import Counters
-from tiermem.zero3.order import Access
+from tiermem.zero3.gather import Gatherer
+from tiermem.zero3.order import Access, Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
 
 
 class GradientLedger:
     """Which parameters have a gradient nobody has claimed (`optim.service.GradientBook`)."""
 
-    def __init__(self, units: Mapping[int, Sequence[int]]) -> None:
-        """`units`: the trainable parameters of each unit."""
+    def __init__(self, units: Sequence[int], gatherer: Gatherer) -> None:
+        """`units`: those that have trainable parameters."""
         self._units = units
+        self._gatherer = gatherer
         self._claimed: set[int] = set()
         self._scheduler: GatherScheduler | None = None
 
@@ -66,6 +67,12 @@ class GradientLedger:
             self.scheduler.drop_gradients()
             self._claimed.clear()
 
+    def require_free(self) -> None:
+        """Raise TiermemError if somebody keeps a view of parameters that are about to be updated."""
+        for unit in self._units:
+            if self.present(unit):
+                self._gatherer.require_free(unit)
+
     def unclaimed(self) -> set[int]:
         """All parameters with an unclaimed gradient."""
         return {number for unit in self._units for number in self.present(unit)}
@@ -88,6 +95,7 @@ class Steps:
         self,
         coordinator: UpdateCoordinator,
         ledger: GradientLedger,
+        queue: UpdateQueue,
         pager: Pager,
         counters: Counters,
         *,
@@ -96,6 +104,7 @@ class Steps:
     ) -> None:
         self._coordinator = coordinator
         self._ledger = ledger
+        self._queue = queue
         self._pager = pager
         self._counters = counters
         self._tiles = tiles
@@ -110,9 +119,11 @@ class Steps:
         """Update what has a gradient; end the step if that was all."""
         scheduler = self._ledger.scheduler
         scheduler.settle()
+        self._ledger.require_free()
         result = self._coordinator.step(source)
         if self._ledger.close_step(updated=not result.skipped):
             order = scheduler.order.expected
+            self._hurry_in_forward_order(order)
             if order is not None and order.accesses != self._planned:
                 self._planned = order.accesses
                 self._pager.set_schedule(plan_step(order.accesses, self._tiles, self._update))
@@ -120,6 +131,13 @@ class Steps:
                 self._pager.begin_step()
             self._counters.step()
         return result
+
+    def _hurry_in_forward_order(self, order: StepOrder | None) -> None:
+        """What backward queued last to first is needed first to last, with its parameters still in memory then."""
+        used = [access.unit for access in order.accesses if access.phase is Phase.FORWARD] if order else []
+        for unit in reversed(dict.fromkeys(used)):
+            if self._queue.pending(unit):
+                self._queue.hurry(unit)
 
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
@@ -132,50 +150,3 @@ class Steps:
     def wait_updates(self) -> None:
         """Wait until all queued updates are done."""
         self._coordinator.wait_updates()
-
-
-class SerialQueue:
-    """An update queue for budgets in which computation and update do not fit beside each other.
-
-    An update runs while the computation waits for it: at once (`at_once`, for updates that backward asks for), or when
-    its unit is needed again.
-    """
-
-    def __init__(self, queue: UpdateQueue, *, at_once: bool) -> None:
-        self._queue = queue
-        self._at_once = at_once
-        self._waiting: dict[int, list[UnitUpdate]] = {}
-
-    def start(self, update: UnitUpdate) -> None:
-        """Run the update now, or keep it until somebody waits for its unit."""
-        if self._at_once:
-            self._run(update)
-        else:
-            self._waiting.setdefault(update.unit, []).append(update)
-
-    def wait(self, unit: int) -> None:
-        """Run and wait for the unit's updates. Raises the error of one that failed."""
-        for update in self._waiting.pop(unit, ()):
-            self._run(update)
-        self._queue.wait(unit)
-
-    def wait_all(self) -> None:
-        """Run and wait for all updates. Raises the error of one that failed."""
-        for unit in list(self._waiting):
-            self.wait(unit)
-        self._queue.wait_all()
-
-    def pending(self, unit: int) -> bool:
-        """Whether an update of the unit waits, or has failed."""
-        return unit in self._waiting or self._queue.pending(unit)
-
-    def hurry(self, unit: int) -> None:
-        """Nothing to do: whoever waits for a unit runs it."""
-
-    def raise_failed(self) -> None:
-        """Raise the error of an update that failed, if one has."""
-        self._queue.raise_failed()
-
-    def _run(self, update: UnitUpdate) -> None:
-        self._queue.start(update)
-        self._queue.wait(update.unit)

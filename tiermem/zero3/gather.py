@@ -193,6 +193,11 @@ class Gatherer:
             )
         return free
 
+    def require_free(self, unit: int) -> None:
+        """Raise TiermemError, saying why, if the unit's page is still leased here and cannot be updated."""
+        if self.presence(unit) is not Presence.SHARDED and not self.reshard(unit):
+            raise TiermemError(f"unit {self._units[unit].layout.name} cannot be updated: {self.explain(unit)}")
+
     def count_leaks(self) -> None:
         """Note, once per lease, the units that linger where nobody has reason to look at them."""
         for unit in self._lingering:

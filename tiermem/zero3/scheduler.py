@@ -105,11 +105,6 @@ class GatherScheduler:
         self._gradients.release()
         self._gatherer.recheck()
 
-    def require_free(self, unit: int) -> None:
-        """Raise TiermemError, saying why, if the unit's page is still leased here and cannot be updated."""
-        if self._gatherer.presence(unit) is not Presence.SHARDED and not self._gatherer.reshard(unit):
-            raise TiermemError(f"unit {unit} cannot be updated: {self._gatherer.explain(unit)}")
-
     def finish_step(self, *, updated: bool = True) -> None:
         """Begin a new step: the gradients have been taken over. `updated`: parameters with gradients change value."""
         self.settle()

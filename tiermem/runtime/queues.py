@@ -1,0 +1,81 @@
+"""How far the update may lag behind the computation, for budgets that do not hold everything at once.
+
+Owns the two answers: hold backward up while updates lag too far, or carry updates out only when somebody waits. Does
+not know pages: it is given bytes per unit. Guarantees that no update is lost or done twice, and that the errors of the
+updater reach whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.service import UpdateQueue
+from tiermem.optim.updates import UnitUpdate
+
+
+class BackwardThrottle:
+    """Between the gather scheduler and the coordinator: holds backward up while updates lag by more than `limit` bytes.
+
+    A unit whose update lags keeps its gradient waiting and will want its parameters again. Once that no longer fits,
+    running ahead would only have both written to disk and read back: more bytes for the same step.
+    """
+
+    def __init__(
+        self, coordinator: UpdateCoordinator, queue: UpdateQueue, nbytes: Mapping[int, int], *, limit: int
+    ) -> None:
+        """`nbytes`: what each unit keeps in memory from its gradient to the end of its update."""
+        self._coordinator = coordinator
+        self._queue = queue
+        self._nbytes = nbytes
+        self._limit = limit
+        self._lagging: dict[int, None] = {}
+
+    def unit_needed(self, unit: int) -> None:
+        """Wait for a pending update of a unit that is about to be used."""
+        self._coordinator.unit_needed(unit)
+
+    def gradients_complete(self, unit: int) -> None:
+        """Have the unit updated, and wait for earlier updates if they lag too far."""
+        self._coordinator.gradients_complete(unit)
+        self._lagging[unit] = None
+        self._lagging = {lagging: None for lagging in self._lagging if self._queue.pending(lagging)}
+        while sum(self._nbytes[lagging] for lagging in self._lagging) > self._limit:
+            oldest = next(iter(self._lagging))
+            self._queue.wait(oldest)
+            del self._lagging[oldest]
+
+
+class LazyQueue:
+    """Carries an update out only while somebody waits for its unit: nothing runs beside the computation."""
+
+    def __init__(self, queue: UpdateQueue) -> None:
+        self._queue = queue
+        self._kept: dict[int, list[UnitUpdate]] = {}
+
+    def start(self, update: UnitUpdate) -> None:
+        """Keep the update until somebody waits for its unit."""
+        self._kept.setdefault(update.unit, []).append(update)
+
+    def wait(self, unit: int) -> None:
+        """Carry out the unit's updates. Raises the error of one that failed."""
+        for update in self._kept.pop(unit, ()):
+            self._queue.start(update)
+        self._queue.wait(unit)
+
+    def wait_all(self) -> None:
+        """Carry out all updates, one unit after the other. Raises the error of one that failed."""
+        for unit in list(self._kept):
+            self.wait(unit)
+        self._queue.wait_all()
+
+    def pending(self, unit: int) -> bool:
+        """Whether an update of the unit is kept, or has failed."""
+        return unit in self._kept or self._queue.pending(unit)
+
+    def hurry(self, unit: int) -> None:
+        """Nothing to do: whoever waits for a unit carries it out."""
+
+    def raise_failed(self) -> None:
+        """Raise the error of an update that failed, if one has."""
+        self._queue.raise_failed()
