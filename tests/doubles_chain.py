@@ -100,4 +100,4 @@ def stepped_chain(host: int, device: int | None = None) -> tuple[Chain, list[Ste
     for low, high in itertools.pairwise(tiers):
         edges[low, high] = SteppedEdge(low, high, flying, store)
         edges[high, low] = SteppedEdge(high, low, flying, store)
-    return Chain(arenas, edges), flying, store  # type: ignore[arg-type]
+    return Chain(arenas, edges, alignment=1), flying, store  # type: ignore[arg-type]

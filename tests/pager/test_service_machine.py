@@ -23,14 +23,8 @@ from tiermem.stats import Counters
 
 KEYS = [PageKey(unit, Kind.PARAM) for unit in range(6)]
 SIZES = [4, 4, 8, 8, 12, 2]
+INDICES = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 LOST = OSError(5, "injected")
-
-
-class Held:
-    """A granted lease of the test."""
-
-    def __init__(self, request: LeaseRequest) -> None:
-        self.request = request
 
 
 class ServiceMachine(RuleBasedStateMachine):
@@ -86,26 +80,34 @@ class ServiceMachine(RuleBasedStateMachine):
                 frame.contents = self.version[page.key] = self.counter
         self.held.append(request)
 
-    @rule(indices=st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True), lane=st.sampled_from(Lane))
+    @rule(indices=INDICES, lane=st.sampled_from(Lane))
     def write_fresh(self, indices: list[int], lane: Lane) -> None:
-        if not self.asked_for(indices):
+        if not self.doomed(indices):
             self.ask(indices, Intent.FRESH, lane)
 
-    @rule(
-        indices=st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True),
-        lane=st.sampled_from(Lane),
-        intent=st.sampled_from([Intent.READ, Intent.WRITE]),
-    )
+    @rule(indices=INDICES, lane=st.sampled_from(Lane), intent=st.sampled_from([Intent.READ, Intent.WRITE]))
     def use(self, indices: list[int], lane: Lane, intent: Intent) -> None:
-        if all(self.pages[index].is_written for index in indices) and not self.asked_for(indices):
+        if all(self.version[KEYS[index]] is not None for index in indices) and not self.doomed(indices):
             self.ask(indices, intent, lane)
 
+    @precondition(lambda self: self.waiting and not self.flying)
+    @rule()
+    def stand_still(self) -> None:
+        self.service.resolve_standstill()
+        self.settle_events()
+
+    @rule(flush=st.booleans())
+    def write_everything(self, flush: bool) -> None:
+        if flush != bool(self.service._flushing):
+            (self.service.start_flush if flush else self.service.end_flush)()
+        self.settle_events()
+
     def asked_for(self, indices: list[int]) -> bool:
-        """One outstanding request per page keeps the model simple; leases already granted may overlap."""
         wanted = {KEYS[index] for index in indices}
-        return any(page.key in wanted for request in self.waiting for page in request.pages) or any(
-            self.pages[index].doomed for index in indices
-        )
+        return any(page.key in wanted for request in self.waiting for page in request.pages)
+
+    def doomed(self, indices: list[int]) -> bool:
+        return any(self.pages[index].doomed for index in indices)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -169,9 +171,7 @@ class ServiceMachine(RuleBasedStateMachine):
             elif self.held:
                 continue
             elif self.waiting:
-                self.service.pump_out_of_order()
-                if not self.flying and not self.held:
-                    assert self.service.fail_standstill()
+                assert self.service.resolve_standstill()
                 self.settle_events()
             else:
                 return

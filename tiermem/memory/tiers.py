@@ -15,3 +15,5 @@ class Tier(enum.IntEnum):
     SWAP = 0
     HOST = 1
     DEVICE = 2
+
+    __hash__ = int.__hash__  # that of `Enum` is slow, and tiers are the keys of everything

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from swap.extents import Extent
 from swap.requests import Priority, Request
 from swap.space import SwapSpace
 from tiermem.errors import InvariantError
-from tiermem.memory.arena import Arena
+from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Page, Transfer
 
@@ -35,10 +36,12 @@ class Chain:
     Attributes:
         arenas: one arena for each memory tier.
         edges: the edge for each (source, target) pair of neighbours.
+        alignment: frames take whole multiples of this many bytes, on every tier.
     """
 
     arenas: Mapping[Tier, Arena]
     edges: Mapping[tuple[Tier, Tier], Edge]
+    alignment: int = FRAME_ALIGNMENT
 
     @property
     def memory_tiers(self) -> tuple[Tier, ...]:
@@ -49,6 +52,14 @@ class Chain:
     def top(self) -> Tier:
         """The tier the computation works on."""
         return self.memory_tiers[-1]
+
+    def room(self, nbytes: int) -> int:
+        """Bytes that a frame for `nbytes` bytes takes."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def capacity(self, tier: Tier) -> int:
+        """Bytes that frames on `tier` may take: the budget without the part too small for a block."""
+        return self.arenas[tier].capacity // self.alignment * self.alignment
 
     def towards(self, start: Tier, target: Tier) -> Tier:
         """The neighbour of `start` on the way to `target`."""
@@ -68,6 +79,11 @@ class _SwapTransfer:
         self._request.promote(Priority.DEMAND)
 
 
+def _bytes_for(page: Page, extent: Extent) -> memoryview:
+    """The part of the HOST frame that the extent holds; where memory pages exceed 4096 bytes, frames are longer."""
+    return page.frames[Tier.HOST].buffer[: extent.nbytes]
+
+
 class SwapReadEdge:
     """SWAP to HOST: straight from the extent into the frame."""
 
@@ -78,7 +94,7 @@ class SwapReadEdge:
         """Start reading the page's extent into its HOST frame."""
         if page.extent is None:
             raise InvariantError(f"{page.key}: expected an extent to read from, found none; this is a bug in tiermem")
-        buffer = page.frames[Tier.HOST].buffer
+        buffer = _bytes_for(page, page.extent)
         request = self._space.start_read(
             page.extent, buffer, priority=priority, on_done=lambda ended: done(ended.error)
         )
@@ -95,7 +111,7 @@ class SwapWriteEdge:
         """Start writing the page's HOST frame to its extent."""
         if page.extent is None:
             page.extent = self._space.allocate(page.nbytes)
-        buffer = page.frames[Tier.HOST].buffer
+        buffer = _bytes_for(page, page.extent)
         request = self._space.start_write(
             page.extent, buffer, priority=priority, on_done=lambda ended: done(ended.error)
         )

@@ -1,15 +1,15 @@
 """Leases: the hold on pages that somebody outside the pager's loop has in hand.
 
 Owns the user's side of a lease and of the wait for one. Does not change any page: releasing is a message to the loop.
-Guarantees that a lease is released once however often it is asked to, that waiting ends with leases or with an error,
-and that the time spent waiting is counted.
+Guarantees that a lease is released once however often and from however many threads it is asked to, that waiting ends
+with leases or with an error, and that a lease nobody receives any more is given back.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
@@ -24,13 +24,13 @@ Release = Callable[["Lease", BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("_open", "_pages", "_release", "_tensors")
+    __slots__ = ("_closing", "_pages", "_release", "_tensors")
 
     def __init__(self, pages: Sequence[Page], tensors: dict[PageKey, torch.Tensor], release: Release) -> None:
         self._pages = pages
-        self._tensors = tensors
+        self._tensors: dict[PageKey, torch.Tensor] | None = tensors
         self._release = release
-        self._open = True
+        self._closing = threading.Lock()
 
     @property
     def pages(self) -> Sequence[Page]:
@@ -43,9 +43,10 @@ class Lease:
         Raises:
             InvariantError: the lease is released already.
         """
-        if not self._open:
+        tensors = self._tensors
+        if tensors is None:
             raise InvariantError(f"{key}: looked at after its lease was released; this is a bug in tiermem")
-        return self._tensors[key]
+        return tensors[key]
 
     def release(self) -> None:
         """Give the hold back. Never waits; may be called from any thread and more than once."""
@@ -56,9 +57,8 @@ class Lease:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._open:
-            self._open = False
-            self._tensors = {}
+        if self._closing.acquire(blocking=False):  # never given back: a flag that only one thread can set
+            self._tensors = None
             self._release(self, error)
 
     def __enter__(self) -> Self:
@@ -71,32 +71,57 @@ class Lease:
 
 
 class PendingLease:
-    """A lease that was asked for; `wait` returns it."""
+    """A lease that was asked for; `wait` returns it, `give_up` says that nobody will.
 
-    __slots__ = ("_future", "_stalled")
+    A lock instead of a `concurrent.futures.Future`, because every use of a page waits for one of these.
+    """
 
-    def __init__(self, future: Future[Lease], stalled: Callable[[float, float], None]) -> None:
-        self._future = future
+    __slots__ = ("_abandoned", "_error", "_gate", "_lease", "_stalled", "awaited")
+
+    def __init__(self, stalled: Callable[[float, float], None]) -> None:
+        """`stalled(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`."""
+        self.awaited = False
         self._stalled = stalled
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._lease: Lease | None = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+
+    def settle(self, lease: Lease | None, error: BaseException | None) -> None:
+        """The request is served, or failed with `error`. Called once."""
+        self._lease, self._error = lease, error
+        self._gate.release()
+        if self._abandoned and lease is not None:
+            lease.release()
 
     def wait(self) -> Lease:
-        """Wait for the lease.
+        """Wait for the lease. If the wait is interrupted (Ctrl-C), the lease is given back as soon as it is granted.
 
         Raises:
             CapacityError: no room can be made for it.
+            TiermemError: the pager was closed.
             Exception: the recorded error of one of the pages.
         """
         started = time.perf_counter()
+        self.awaited = True
         try:
-            return self._future.result()
-        except KeyboardInterrupt:
-            # Nobody will receive the lease any more: give it back as soon as it is granted.
-            self._future.add_done_callback(_give_back)
+            try:
+                with self._gate:
+                    pass
+            finally:
+                self._stalled(started, time.perf_counter())
+        except BaseException:
+            self.give_up()
             raise
-        finally:
-            self._stalled(started, time.perf_counter())
+        if self._lease is None:
+            raise self._error or InvariantError("a lease was settled with nothing; this is a bug in tiermem")
+        return self._lease
 
-
-def _give_back(future: Future[Lease]) -> None:
-    if future.exception() is None:
-        future.result().release()
+    def give_up(self) -> None:
+        """Nobody wants the lease any more: it is given back as soon as it is granted. Never waits."""
+        # The flag before the look: `settle` does it the other way round, so one of the two sees the other.
+        self._abandoned = True
+        lease = self._lease
+        if lease is not None:
+            lease.release()

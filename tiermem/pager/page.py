@@ -23,6 +23,8 @@ class Kind(enum.Enum):
     STATE = "state"
     ACTIVATION = "activation"
 
+    __hash__ = object.__hash__  # members are singletons; the hash of `Enum` is slow, and keys are hashed all the time
+
 
 class Intent(enum.Enum):
     """What a lease is taken for.
@@ -41,6 +43,8 @@ class Lane(enum.Enum):
 
     COMPUTE = "compute"
     UPDATE = "update"
+
+    __hash__ = object.__hash__  # as for Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +106,26 @@ class Page:
 
     `valid`, `move`, `leases` and `error` are the facts (with the frames and the extent that hold the bytes); whether a
     page is resident, dirty or fetching is derived from them. Only the residency core changes any of them (I6).
+
+    Attributes:
+        room: bytes a frame for it takes: `nbytes` rounded up to whole blocks.
+        exclusive: whether its one lease was taken to write.
+        doomed: whether it is to be discarded as soon as nobody holds or moves it.
+        stamp: raised with every change of the facts, so that older entries in queues are known to be outdated.
     """
 
     key: PageKey
     nbytes: int
-    frames: dict[Tier, Frame] = field(default_factory=dict)
-    valid: set[Tier] = field(default_factory=set)
-    move: Move | None = None
-    leases: dict[Tier, int] = field(default_factory=dict)
-    exclusive: bool = False
-    error: BaseException | None = None
-    extent: Extent | None = None
-    doomed: bool = False
-    stamp: int = 0
-    last_use: int = 0
+    room: int
+    frames: dict[Tier, Frame] = field(init=False, default_factory=dict)
+    valid: set[Tier] = field(init=False, default_factory=set)
+    move: Move | None = field(init=False, default=None)
+    leases: dict[Tier, int] = field(init=False, default_factory=dict)
+    exclusive: bool = field(init=False, default=False)
+    error: BaseException | None = field(init=False, default=None)
+    extent: Extent | None = field(init=False, default=None)
+    doomed: bool = field(init=False, default=False)
+    stamp: int = field(init=False, default=0)
 
     @property
     def is_leased(self) -> bool:

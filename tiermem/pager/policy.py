@@ -9,10 +9,13 @@ room that the largest demand may claim.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tiermem.pager.page import PageKey
+from tiermem.pager.page import Page, PageKey
+
+# A queue shorter than this is not worth tidying; a longer one is rid of its outdated entries when it has doubled.
+_TIDY_AT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,12 @@ class Candidate:
         key: the page.
         nbytes: bytes it takes on the tier.
         present: whether the tier holds it already, or a move to it is under way.
-        readable: whether there is something below that could be fetched.
         leased: whether its bytes are counted as held already.
     """
 
     key: PageKey
     nbytes: int
     present: bool
-    readable: bool
     leased: bool
 
 
@@ -57,7 +58,7 @@ def choose_read_ahead(
         ahead += candidate.nbytes
         if kept > capacity or ahead > look_ahead:
             break
-        if candidate.readable and not candidate.present:
+        if not candidate.present:
             chosen.append(candidate.key)
     return chosen
 
@@ -70,25 +71,27 @@ class FarthestFirst:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, PageKey, int]] = []
+        self._heap: list[tuple[int, int, Page, int]] = []
         self._pushes = 0
+        self._tidy_at = _TIDY_AT
 
-    def push(self, key: PageKey, *, next_use: int, stamp: int) -> None:
+    def push(self, page: Page, *, next_use: int, stamp: int) -> None:
         """Add a candidate."""
         self._pushes += 1
-        heapq.heappush(self._heap, (-next_use, self._pushes, key, stamp))
+        heapq.heappush(self._heap, (-next_use, self._pushes, page, stamp))
+        if len(self._heap) >= self._tidy_at:
+            self._heap = [entry for entry in self._heap if entry[2].stamp == entry[3]]
+            heapq.heapify(self._heap)
+            self._tidy_at = max(_TIDY_AT, 2 * len(self._heap))
 
-    def pop(self) -> tuple[int, PageKey, int] | None:
-        """The farthest entry as (next use, key, stamp), outdated or not; None when empty."""
-        if not self._heap:
-            return None
-        use, _, key, stamp = heapq.heappop(self._heap)
-        return -use, key, stamp
+    def farthest(self) -> int | None:
+        """The next use of the farthest candidate; None when there is none."""
+        heap = self._heap
+        while heap and heap[0][2].stamp != heap[0][3]:
+            heapq.heappop(heap)
+        return -heap[0][0] if heap else None
 
-    def forget(self, outdated: Callable[[PageKey, int], bool]) -> None:
-        """Remove the entries for which `outdated(key, stamp)` holds."""
-        self._heap = [entry for entry in self._heap if not outdated(entry[2], entry[3])]
-        heapq.heapify(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._heap)
+    def pop(self) -> tuple[int, Page]:
+        """Take the entry `farthest` spoke of: (next use, page). IndexError when empty."""
+        use, _, page, _ = heapq.heappop(self._heap)
+        return -use, page

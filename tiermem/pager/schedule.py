@@ -18,6 +18,11 @@ from tiermem.pager.page import Lane, PageKey
 # than every recorded use.
 _UNKNOWN = 1 << 60
 
+# An access that lies further ahead in its lane than this many accesses is either an extra one (of a page that had its
+# turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
+# whole forecast off.
+_LEAP = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -47,14 +52,24 @@ class _LaneOrder:
     keys: list[PageKey] = field(default_factory=list)
     of_key: dict[PageKey, list[int]] = field(default_factory=dict)
     cursor: int = 0  # absolute position: everything before it has happened
+    leap: int | None = None  # where the cursor would be if the last surprising access was the end of a gap
 
-    def next_at(self, key: PageKey, period: int) -> int | None:
+    def next_at(self, key: PageKey, period: int, start: int | None = None) -> int | None:
+        """The absolute position of the first access to `key` at or after `start` (by default the cursor)."""
         own = self.of_key.get(key)
         if own is None:
             return None
-        cycle, inside = divmod(self.cursor, period)
+        cycle, inside = divmod(self.cursor if start is None else start, period)
         index = bisect.bisect_left(own, inside)
         return cycle * period + own[index] if index < len(own) else (cycle + 1) * period + own[0]
+
+    def between(self, start: int, end: int, period: int) -> int:
+        """How many accesses of the lane lie in the absolute positions from `start` up to, not including, `end`."""
+        return self._before(end, period) - self._before(start, period)
+
+    def _before(self, position: int, period: int) -> int:
+        cycle, inside = divmod(position, period)
+        return cycle * len(self.positions) + bisect.bisect_left(self.positions, inside)
 
 
 class Forecast:
@@ -64,7 +79,9 @@ class Forecast:
         self._schedule: Schedule | None = None
         self._lanes: dict[Lane, _LaneOrder] = {}
         self._step = 0
+        self._regular = True
         self.surprises = 0
+        self.version = 0
 
     @property
     def has_schedule(self) -> bool:
@@ -76,32 +93,54 @@ class Forecast:
         self._schedule = schedule
         self._lanes = {lane: _LaneOrder() for lane in Lane}
         self._step = 0
+        self._regular = True
+        self.version += 1
         for position, access in enumerate(schedule.accesses if schedule else ()):
             order = self._lanes[access.lane]
             order.positions.append(position)
             order.keys.append(access.key)
             order.of_key.setdefault(access.key, []).append(position)
 
-    def begin_step(self) -> None:
-        """A new step starts: the computation is at its beginning; the update may lag, but by less than a step."""
+    def begin_step(self) -> bool:
+        """A new step starts: the computation is at its beginning; the update may lag, but by less than a step.
+
+        Returns whether the step before went as recorded. If not, next uses asked for during it may be wrong.
+        """
         if self._schedule is None:
-            return
+            return True
+        period = self._schedule.period
+        compute, update = self._lanes[Lane.COMPUTE], self._lanes[Lane.UPDATE]
         self._step += 1
-        start = self._step * self._schedule.period
-        self._lanes[Lane.COMPUTE].cursor = start
-        update = self._lanes[Lane.UPDATE]
-        update.cursor = min(max(update.cursor, start - self._schedule.period), start)
+        self.version += 1
+        start = self._step * period
+        regular = self._regular and compute.cursor <= start and compute.between(compute.cursor, start, period) == 0
+        self._regular = True
+        compute.cursor, compute.leap = start, None
+        update.cursor = min(max(update.cursor, start - period), start)
+        return regular
 
     def note(self, lane: Lane, key: PageKey) -> None:
-        """Move the lane's cursor behind its next access to `key`; an access not in the schedule is a surprise."""
+        """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
         if self._schedule is None:
             return
-        order = self._lanes[lane]
-        position = order.next_at(key, self._schedule.period)
+        order, period = self._lanes[lane], self._schedule.period
+        position = order.next_at(key, period)
         if position is None:
             self.surprises += 1
             return
-        order.cursor = position + 1
+        reach = min(_LEAP, len(order.positions) // 2)
+        skipped = order.between(order.cursor, position, period)
+        if skipped > reach:
+            self._regular = False
+            confirmed = None if order.leap is None else order.next_at(key, period, order.leap)
+            if order.leap is None or confirmed is None or order.between(order.leap, confirmed, period) > reach:
+                self.surprises += 1
+                order.leap = position + 1
+                return
+            position = confirmed
+        elif skipped:
+            self._regular = False
+        order.cursor, order.leap = position + 1, None
 
     def next_use(self, key: PageKey, last_use: int) -> int:
         """Absolute position of the next access to `key` by any lane; without one, LRU order by `last_use`."""
@@ -113,7 +152,10 @@ class Forecast:
         return _UNKNOWN - last_use
 
     def upcoming(self, limit: int) -> Iterator[tuple[int, Lane, PageKey]]:
-        """The next accesses of all lanes by position, at most one step ahead and at most `limit` of them."""
+        """The next accesses of all lanes by position, at most one step ahead and at most `limit` of them.
+
+        Lanes are merged as they come, so that taking a few costs a few, however long the step is.
+        """
         if self._schedule is None:
             return
         period = self._schedule.period

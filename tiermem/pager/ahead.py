@@ -1,0 +1,139 @@
+"""Work ahead of time: fetching what comes next, and writing down what will have to leave.
+
+Owns what was chosen to be fetched and when to look at the coming accesses again. Does not serve anybody: demands go
+first and this runs after them. Guarantees that looking ahead costs a bounded number of steps for each lease (a look is
+repeated only after an eighth of what it saw has passed), and that a tier which can hold every page there is writes
+nothing early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+from swap.requests import Priority
+from tiermem.memory.tiers import Tier
+from tiermem.pager.page import Lane, PageKey
+from tiermem.pager.policy import Candidate, choose_read_ahead
+from tiermem.pager.residency import Residency
+from tiermem.pager.room import Room
+
+# How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
+_COMING = 256
+# A look is repeated after this fraction of the accesses it saw has passed.
+_PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Appetite:
+    """How far the pager looks ahead on a tier.
+
+    Attributes:
+        look_ahead: bytes fetched ahead of the cursors at most.
+        reserve: bytes always left for the largest single demand.
+    """
+
+    look_ahead: int
+    reserve: int
+
+
+class Ahead:
+    """Reads ahead and writes back early. Used on the pager's loop only."""
+
+    def __init__(self, residency: Residency, room: Room, appetite: Mapping[Tier, Appetite]) -> None:
+        self._residency = residency
+        self._room = room
+        self._appetite = appetite
+        self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
+        self._seen = 0
+        self._uses = 0
+        self._version = -1
+
+    def write_back(self) -> None:
+        """Send dirty pages off before their room is asked for, the one used last first.
+
+        What read-ahead may want and the reserve should be had without a write. That is never more than the bytes which
+        are not on the tier at all: where every page fits, nothing has to leave, and nothing is written early.
+        """
+        residency = self._residency
+        census = residency.census
+        for tier in residency.chain.memory_tiers:
+            appetite, capacity = self._appetite[tier], residency.chain.capacity(tier)
+            if residency.total <= capacity:
+                continue
+            absent = residency.total - residency.chain.arenas[tier].reserved
+            wanted = min(appetite.look_ahead, absent) + appetite.reserve
+            keep = max(0, self._room.unheld(tier) - wanted)
+            if census.dirty[tier] <= keep:
+                continue
+            with closing(census.writable(tier)) as candidates:
+                for _, page in candidates:
+                    if census.dirty[tier] <= keep:
+                        break
+                    if not page.leases.get(tier) and not self._room.send_off(page, tier):
+                        break
+
+    def write_back_all(self) -> None:
+        """Send off everything that has no copy below, whatever its next use, leased for reading or not."""
+        for tier in self._residency.chain.memory_tiers:
+            with closing(self._residency.census.writable(tier)) as candidates:
+                for _, page in candidates:
+                    if not self._room.send_off(page, tier):
+                        break
+
+    def read(self) -> None:
+        """Start fetching what is needed next and fits; not while a demand lacks room."""
+        forecast, uses = self._residency.forecast, self._residency.uses
+        if not forecast.has_schedule:
+            return
+        if forecast.version != self._version or uses - self._uses >= self._seen // _PATIENCE:
+            self._seen, self._uses, self._version = 0, uses, forecast.version
+            for tier in self._residency.chain.memory_tiers:
+                self._look(tier)
+        for tier, pending in self._pending.items():
+            self._start(tier, pending)
+
+    def _look(self, tier: Tier) -> None:
+        """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
+        appetite = self._appetite[tier]
+        positions: dict[PageKey, int] = {}
+        chosen = choose_read_ahead(
+            self._coming(tier, positions),
+            capacity=self._residency.chain.capacity(tier),
+            held=self._residency.census.held[tier],
+            reserve=appetite.reserve,
+            look_ahead=appetite.look_ahead,
+        )
+        self._pending[tier] = deque((key, positions[key]) for key in chosen)
+
+    def _start(self, tier: Tier, pending: deque[tuple[PageKey, int]]) -> None:
+        """Start what can be started, in order, up to the first that finds no frame."""
+        below = self._residency.chain.towards(tier, Tier.SWAP)
+        later = []
+        while pending:
+            key, position = pending[0]
+            page = self._residency.pages[key]
+            wanted = page.valid and tier not in page.frames and page.error is None
+            if wanted and not page.doomed and not page.exclusive:
+                if below not in page.valid or page.move is not None:
+                    later.append(pending[0])  # on its way to the tier below
+                elif not self._room.make_ahead(page, tier, position):
+                    break
+                else:
+                    self._residency.start_move(page, tier, Priority.READ_AHEAD)
+            pending.popleft()
+        pending.extendleft(reversed(later))
+
+    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
+        pages, top = self._residency.pages, self._residency.chain.top
+        for position, lane, key in self._residency.forecast.upcoming(_COMING):
+            self._seen += 1
+            page = pages.get(key)
+            wanted = top if lane is Lane.COMPUTE else Tier.HOST
+            if page is None or wanted < tier or key in positions or not page.valid or page.error is not None:
+                continue
+            positions[key] = position
+            present = tier in page.frames or max(page.valid) > tier
+            yield Candidate(key, page.room, present=present, leased=bool(page.leases.get(tier)))

@@ -1,0 +1,110 @@
+"""Which pages can give up their room, and how many bytes are held, dirty, leaving or stuck on each tier.
+
+Owns what is derived from the facts of all pages: sums of bytes and the two orders of eviction per tier (copies that
+may simply be dropped, and copies that must be written down first). Does not change a page and decides nothing.
+Guarantees that noting a page costs a logarithm however many pages there are, and that an entry of a page which has
+changed since is never handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+from tiermem.memory.tiers import Tier
+from tiermem.pager.page import Page
+from tiermem.pager.policy import FarthestFirst
+
+
+class Tally:
+    """The bytes of the pages for which something holds now, per tier."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._of_page: dict[Tier, dict[Page, int]] = {tier: {} for tier in tiers}
+        self._total = dict.fromkeys(tiers, 0)
+
+    def note(self, tier: Tier, page: Page, nbytes: int) -> None:
+        """It holds now for `nbytes` bytes of the page on `tier`; zero: no longer."""
+        noted = self._of_page[tier]
+        before = noted.get(page, 0)
+        if nbytes == before:
+            return
+        self._total[tier] += nbytes - before
+        if nbytes:
+            noted[page] = nbytes
+        else:
+            del noted[page]
+
+    def __getitem__(self, tier: Tier) -> int:
+        return self._total[tier]
+
+
+class Census:
+    """Derived knowledge about all pages, kept up to date by `note`.
+
+    Attributes:
+        held: bytes leased.
+        dirty: bytes of copies that are the lowest of their page and that nobody holds or moves.
+        leaving: bytes of copies being written down that nobody holds: room that is about to be free.
+        stuck: bytes of failed pages: they stay, so that nothing is lost by making room.
+        unsaved: bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy.
+        changes: how often the facts of any page have changed.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], next_use: Callable[[Page], int]) -> None:
+        self.held = Tally(tiers)
+        self.dirty = Tally(tiers)
+        self.leaving = Tally(tiers)
+        self.stuck = Tally(tiers)
+        self.unsaved = Tally(tiers)
+        self.changes = 0
+        self._next_use = next_use
+        self._droppable = {tier: FarthestFirst() for tier in tiers}
+        self._writable = {tier: FarthestFirst() for tier in tiers}
+
+    def note(self, page: Page) -> None:
+        """The facts of the page have changed."""
+        page.stamp += 1
+        self.changes += 1
+        for tier in self._droppable:
+            frame = page.frames.get(tier)
+            nbytes = frame.nbytes if frame is not None else 0
+            leased = bool(page.leases.get(tier))
+            failed, move = page.error is not None, page.move
+            lowest = page.is_dirty_on(tier)
+            free = tier in page.valid and not failed and move is None and not page.exclusive
+            self.held.note(tier, page, nbytes if leased else 0)
+            self.stuck.note(tier, page, nbytes if failed and not leased else 0)
+            self.unsaved.note(tier, page, nbytes if lowest and not failed and not page.doomed else 0)
+            self.dirty.note(tier, page, nbytes if free and lowest and not leased else 0)
+            leaves = move is not None and move.is_write_back and move.source is tier and not leased
+            self.leaving.note(tier, page, nbytes if leaves and not failed else 0)
+            if free and (lowest or not leased):
+                queue = self._writable[tier] if lowest else self._droppable[tier]
+                queue.push(page, next_use=self._next_use(page), stamp=page.stamp)
+
+    def droppable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
+        """(next use, page) whose copy on `tier` is valid elsewhere and held by nobody, farthest next use first."""
+        return self._walk([self._droppable[tier]])
+
+    def writable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
+        """(next use, page) whose lowest copy is on `tier` and could be written down now, leased or not."""
+        return self._walk([self._writable[tier]])
+
+    def victims(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
+        """(next use, page) that could leave `tier`, at once or after a write, farthest next use first."""
+        return self._walk([self._droppable[tier], self._writable[tier]])
+
+    @staticmethod
+    def _walk(queues: Sequence[FarthestFirst]) -> Generator[tuple[int, Page], None, None]:
+        """Whoever stops early closes the generator; what was left as it is stays in its queue."""
+        met: list[tuple[FarthestFirst, int, Page, int]] = []
+        try:
+            while tops := [(use, queue) for queue in queues if (use := queue.farthest()) is not None]:
+                queue = max(tops, key=lambda top: top[0])[1]
+                use, page = queue.pop()
+                met.append((queue, use, page, page.stamp))
+                yield use, page
+        finally:
+            for queue, use, page, stamp in met:
+                if page.stamp == stamp:
+                    queue.push(page, next_use=use, stamp=stamp)

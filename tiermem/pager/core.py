@@ -1,0 +1,200 @@
+"""What the pager does on its loop: takes requests, pumps after every event, notices when everything stands still.
+
+Owns the residency, the service and the knowledge of what else is going on (kernels, threads that wait). Does not know
+threads' doors: every method is called on the loop. Guarantees that after an error which should not exist everybody
+gets that error, now and later, and only closing works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from tiermem.errors import TiermemError
+from tiermem.memory.tiers import Tier
+from tiermem.pager.edges import Chain
+from tiermem.pager.lease import Lease, PendingLease
+from tiermem.pager.loop import LoopThread
+from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
+from tiermem.pager.residency import Residency
+from tiermem.pager.schedule import Forecast, Schedule
+from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.stats import Counters
+from tiermem.timeline import Timeline
+
+Settled = Callable[[Lease | None, BaseException | None], None]
+
+# Standing still is only believed when nothing has happened for this long: a coroutine that was just granted a lease
+# needs a moment to act on it.
+_STANDSTILL_SECONDS = 0.25
+# How long tasks may take to act on the error that closing gives them before they are cancelled.
+_GRACE_SECONDS = 1.0
+
+
+class Core:
+    """The loop's side of the pager."""
+
+    def __init__(self, chain: Chain, appetite: dict[Tier, Appetite], *, counters: Counters, timeline: Timeline) -> None:
+        self.residency = Residency(chain, Forecast(), counters, ended=self._move_ended)
+        self.loop = LoopThread("tiermem-pager", after=self._pump, failed=self.refuse)
+        self._service = Service(self.residency, appetite)
+        self._timeline = timeline
+        self._kernels = 0
+        self._waiting_threads = 0
+        self._events = 0
+        self._watched = False
+        self._watchers: list[asyncio.Future[None]] = []
+        self._refusal: Exception | None = None
+
+    def submit(
+        self, keys: Sequence[PageKey], intent: Intent, lane: Lane, settled: Settled, waiter: PendingLease | None
+    ) -> None:
+        """Take a request; `settled(lease, error)` is called once, on the loop. `waiter` None: a coroutine asks."""
+        tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
+        try:
+            if self._refusal is not None:
+                raise self._refusal
+            pages = [self.residency.page(key) for key in dict.fromkeys(keys)]
+        except Exception as error:  # noqa: BLE001 - handed to whoever asked
+            settled(None, error)
+            return
+
+        def finished(error: BaseException | None) -> None:
+            if error is not None:
+                settled(None, error)
+                return
+            tensors = {page.key: page.frames[tier].tensor[: page.nbytes] for page in pages}
+            settled(Lease(pages, tensors, lambda lease, failure: self._post_release(lease, tier, failure)), None)
+
+        self._service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget the contents of pages."""
+        for key in keys:
+            self.residency.discard(self.residency.page(key))
+
+    def is_written(self, key: PageKey) -> bool:
+        """Whether the page has contents that are not about to be forgotten."""
+        page = self.residency.page(key)
+        return page.is_written and not page.doomed
+
+    def set_schedule(self, schedule: Schedule | None) -> None:
+        """Plan by another schedule."""
+        self.residency.forecast.set_schedule(schedule)
+        self.residency.reclassify()
+
+    def begin_step(self) -> None:
+        """The computation is at the beginning again."""
+        if not self.residency.forecast.begin_step():
+            self.residency.reclassify()
+
+    def kernel_started(self) -> None:
+        """A kernel runs: not standing still."""
+        self._kernels += 1
+
+    def kernel_ended(self) -> None:
+        """It does not any more."""
+        self._kernels -= 1
+        self.loop.wake()
+
+    def thread_waits(self, difference: int) -> None:
+        """One thread more (1) or less (-1) waits for a task."""
+        self._waiting_threads += difference
+
+    async def flush(self) -> None:
+        """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
+        self._service.start_flush()
+        try:
+            self.loop.wake()
+            await self._next_event()
+            while self._service.unsaved():
+                await self._next_event()
+            for page in self.residency.pages.values():
+                if page.error is not None:
+                    raise page.error
+        finally:
+            self._service.end_flush()
+
+    async def close(self) -> None:
+        """Fail what waits, then until no task, no move and no kernel is left."""
+        self.refuse(TiermemError("the pager was closed while a lease was waited for"))
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=_GRACE_SECONDS)
+        while self.residency.moves or self._kernels:
+            await self._turn()
+
+    def refuse(self, error: Exception) -> None:
+        """Everybody who waits, and whoever asks from now on, gets `error`; the first one stays."""
+        if self._refusal is None:
+            self._refusal = error
+        self._service.fail_all(self._refusal)
+        self._notify()
+
+    def _post_release(self, lease: Lease, tier: Tier, failure: BaseException | None) -> None:
+        def release() -> None:
+            if failure is not None:
+                for page in lease.pages:
+                    self.residency.fail(page, failure)
+            self._service.release(lease.pages, tier)
+
+        self.loop.post(release)
+
+    def _move_ended(self, page: Page, move: Move, error: BaseException | None) -> None:
+        """Called on an I/O thread (or, by an inline backend, on the loop)."""
+        ended = time.perf_counter()
+        self.loop.report(lambda: self._finish_move(page, move, error, ended))
+
+    def _finish_move(self, page: Page, move: Move, error: BaseException | None, ended: float) -> None:
+        self.residency.finish_move(page, move, error)
+        self._timeline.record(str(page.key), move.edge, move.started, ended, {"bytes": page.nbytes})
+
+    def _pump(self) -> None:
+        """Once behind all messages of a turn."""
+        self._events += 1
+        if self._refusal is None:
+            self._service.pump()
+        self._notify()
+        if self._service.waiting and not self._watched:
+            self._watched = True
+            self.loop.asyncio.call_later(_STANDSTILL_SECONDS, self._watch, self._events)
+
+    def _watch(self, events: int) -> None:
+        """Look whether everything stands still: whoever lacks room will not get it by waiting (I9)."""
+        self._watched = False
+        waiting = self._service.waiting
+        blocked = self._waiting_threads > 0 or any(
+            request.waiter is not None and request.waiter.awaited for request in waiting
+        )
+        if not self.residency.moves and not self._kernels and self._events == events and blocked:
+            try:
+                self._service.resolve_standstill()
+            except Exception as error:  # noqa: BLE001 - an error that should not exist goes to everybody
+                self.refuse(error)
+        if self._service.waiting:
+            self._watched = True
+            self.loop.asyncio.call_later(_STANDSTILL_SECONDS, self._watch, self._events)
+
+    async def _next_event(self) -> None:
+        """Until something has happened and all that could be done about it has been started."""
+        if self._refusal is not None:
+            raise self._refusal
+        await self._turn()
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def _turn(self) -> None:
+        pumped = self.loop.asyncio.create_future()
+        self._watchers.append(pumped)
+        await pumped
+
+    def _notify(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)

@@ -1,0 +1,133 @@
+"""An event loop on a thread of its own, and the mailbox through which other threads speak with it.
+
+Owns the loop, the thread and the order of messages. Does not know pages. Guarantees that messages run one after the
+other in the order they were posted, that any number of them posted in one go cost one wake-up, that `after` runs once
+behind each batch, and that after `shut` nobody's message is taken without being told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from tiermem.errors import InvariantError, TiermemError
+
+T = TypeVar("T")
+Message = Callable[[], object]
+
+
+class LoopThread:
+    """Runs messages and coroutines on one thread."""
+
+    def __init__(self, name: str, *, after: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """`after()` runs on the loop behind each batch of messages; `failed(error)` when one or the other raised."""
+        self.asyncio = asyncio.new_event_loop()
+        self._after = after
+        self._failed = failed
+        self._inbox: deque[Message] = deque()
+        self._ringing = False
+        self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
+        self._shut = False
+        self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the loop's thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def post(self, message: Message) -> bool:
+        """Run `message` on the loop soon. Never waits; False (and nothing is done) after `shut`."""
+        with self._door:
+            if self._shut:
+                return False
+            self.report(message)
+        return True
+
+    def report(self, message: Message) -> None:
+        """As `post`, but taken after `shut` as well: for the ends of what was started before."""
+        self._inbox.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have `after` run soon, even without a message."""
+        if not self._ringing:
+            self._ringing = True
+            if self.is_current:
+                self.asyncio.call_soon(self._deliver)
+            else:
+                self.asyncio.call_soon_threadsafe(self._deliver)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Wait for `function()` run on the loop; raises what it raises, TiermemError after `shut`."""
+        if self.is_current:
+            return function()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to the thread that waits for the result
+                future.set_exception(error)
+
+        if not self.post(run):
+            raise closed()
+        return future.result()
+
+    def start_task(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop; the future carries its result or error. Raises TiermemError after `shut`."""
+        with self._door:
+            if not self._shut:
+                return asyncio.run_coroutine_threadsafe(coroutine, self.asyncio)
+        coroutine.close()
+        raise closed()
+
+    def shut(self) -> bool:
+        """Take no more messages from outside. False if that is so already."""
+        with self._door:
+            was_open, self._shut = not self._shut, True
+        return was_open
+
+    def finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """After `shut`: run everything posted before, then `last`, then end the thread. Waits."""
+        if self.is_current:
+            raise InvariantError("closed from its own loop, which would wait for itself; this is a bug in tiermem")
+        ended: Future[None] = Future()
+
+        async def run() -> None:
+            try:
+                await last()
+            except Exception as error:  # noqa: BLE001 - handed to the thread that closes
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        tasks: list[asyncio.Task[None]] = []
+        self.report(lambda: tasks.append(self.asyncio.create_task(run())))
+        try:
+            ended.result()
+        finally:
+            self.asyncio.call_soon_threadsafe(self.asyncio.stop)
+            self._thread.join()
+            self.asyncio.close()
+
+    def _deliver(self) -> None:
+        self._ringing = False  # first: whoever posts from now on rings again
+        for _ in range(len(self._inbox)):
+            self._guard(self._inbox.popleft())
+        self._guard(self._after)
+
+    def _guard(self, message: Message) -> None:
+        try:
+            message()
+        except Exception as error:  # noqa: BLE001 - nobody waits for a message, so its error goes to the owner
+            self._failed(error)
+
+
+def closed() -> TiermemError:
+    """The error of whoever comes too late."""
+    return TiermemError("the pager is closed; a closed runtime cannot be used again")
