@@ -101,6 +101,9 @@ class FakePager:
         await asyncio.sleep(0)
         return lease
 
+    def set_agenda(self, groups: Any) -> None:
+        self.agenda = groups
+
     async def run_worker(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
             self.gate.wait(20)

@@ -84,6 +84,14 @@ class Core:
         self.residency.forecast.set_schedule(schedule)
         self.residency.reclassify()
 
+    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
+        """What the update does next, unit by unit."""
+        pages = self.residency.pages
+        for key in self.residency.forecast.set_agenda(groups):
+            if key in pages and pages[key].frames:
+                self.residency.census.note(pages[key])
+        self.loop.wake()
+
     def begin_step(self) -> None:
         """The computation is at the beginning again."""
         if not self.residency.forecast.begin_step():

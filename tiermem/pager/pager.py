@@ -142,6 +142,10 @@ class Pager:
                 waiter.result().release()
             raise
 
+    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
+        """Say what the update does next, unit by unit, so that it is read ahead and kept. On the loop only."""
+        self._core.set_agenda(groups)
+
     async def run_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a kernel on the update worker. Cancelling waits for its end: it writes into leased frames."""
         self._core.kernel_started()
