@@ -8,12 +8,14 @@ names the largest unit and the least budget that works.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiermem.errors import BudgetError
 
-_PAGE = 4096
+# As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
+_PAGE = max(4096, mmap.PAGESIZE)
 # Tile sizes are tried from the configured one down by halves to this many elements.
 SMALLEST_TILE = 2048
 
@@ -29,7 +31,7 @@ class UnitSize:
         grad_itemsize: bytes of one gradient element.
         state_itemsize: bytes of optimizer state for one element.
         nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
-            those whose parameters it borrows.
+            those whose parameters it borrows, each `rounded`.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Footprint:
 
 
 def rounded(nbytes: int) -> int:
-    """`nbytes` as a frame takes it: whole 4096-byte blocks."""
+    """`nbytes` as a frame takes it: whole blocks of 4096 bytes (or of a memory page, where that is larger)."""
     return -(-nbytes // _PAGE) * _PAGE
 
 
@@ -104,7 +106,7 @@ def plan_footprint(
                     hold_tiles=hold_tiles,
                     depth=depth,
                     serial=serial,
-                    reserve=_reserve(units, tile_numel),
+                    reserve=_reserve(units, tile_numel, hold_tiles=hold_tiles),
                     look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
                     lag=0 if serial else _update_bytes(units, tile_numel, depth) + spare // 2,
                     least=least,
@@ -114,7 +116,8 @@ def plan_footprint(
 
 def _tile_sizes(units: Sequence[UnitSize], tile_nbytes: int, smallest: int) -> list[int]:
     itemsize = max((unit.state_itemsize for unit in units), default=8)
-    largest = max(smallest, tile_nbytes // max(1, itemsize) // SMALLEST_TILE * SMALLEST_TILE)
+    largest = max(SMALLEST_TILE, tile_nbytes // max(1, itemsize) // SMALLEST_TILE * SMALLEST_TILE)
+    smallest = min(smallest, largest)
     sizes = [largest]
     while sizes[-1] // 2 >= smallest:
         sizes.append(sizes[-1] // 2 // SMALLEST_TILE * SMALLEST_TILE)
@@ -130,10 +133,19 @@ def _state_tile(unit: UnitSize, tile_numel: int) -> int:
 
 
 def _compute_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
+    """The computation's leases: one unit, those around it, and gradients.
+
+    Gradient tiles that are held belong to the unit whose gradient came last, which may be another one than is being
+    computed: the tiles of an output layer tied to the embedding are still held when the last block is gathered.
+    """
+    computed = max((rounded(unit.param_nbytes) + rounded(unit.nested_nbytes) for unit in units), default=0)
+    return computed + _gradient_bytes(units, tile_numel, hold_tiles=hold_tiles)
+
+
+def _gradient_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
     def of(unit: UnitSize) -> int:
         tiles = -(-unit.trainable_numel // tile_numel)
-        gradients = _grad_tile(unit, tile_numel) * (tiles if hold_tiles else min(1, tiles))
-        return rounded(unit.param_nbytes) + unit.nested_nbytes + gradients
+        return _grad_tile(unit, tile_numel) * (tiles if hold_tiles else min(1, tiles))
 
     return max(map(of, units), default=0)
 
@@ -148,13 +160,14 @@ def _update_bytes(units: Sequence[UnitSize], tile_numel: int, depth: int) -> int
 
 
 def _nested(units: Sequence[UnitSize]) -> int:
-    return max((unit.nested_nbytes for unit in units), default=0)
+    return max((rounded(unit.nested_nbytes) for unit in units), default=0)
 
 
-def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
+def _reserve(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
+    """The largest single demand: a unit's parameters, its gradient tiles at once, or a tile of the update."""
     unit_demand = max((rounded(unit.param_nbytes) for unit in units), default=0)
     tile_demand = max((_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
-    return max(unit_demand, tile_demand)
+    return max(unit_demand, tile_demand, _gradient_bytes(units, tile_numel, hold_tiles=hold_tiles))
 
 
 def _least(units: Sequence[UnitSize]) -> int:

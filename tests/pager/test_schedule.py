@@ -1,0 +1,156 @@
+"""The forecast: where each lane stands, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.pager.page import Kind, Lane, PageKey
+from tiermem.pager.schedule import Forecast, schedule_of
+
+KEYS = [PageKey(unit, Kind.PARAM) for unit in range(8)]
+ACCESSES = st.lists(st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS)), min_size=1, max_size=30)
+
+
+def forecast_of(*accesses: tuple[Lane, PageKey]) -> Forecast:
+    forecast = Forecast()
+    forecast.set_schedule(schedule_of(accesses))
+    return forecast
+
+
+def compute(*units: int) -> list[tuple[Lane, PageKey]]:
+    return [(Lane.COMPUTE, KEYS[unit]) for unit in units]
+
+
+def test_without_a_schedule_the_page_used_longest_ago_is_needed_last() -> None:
+    forecast = Forecast()
+    assert not forecast.has_schedule
+    assert forecast.next_use(KEYS[0], last_use=1) > forecast.next_use(KEYS[1], last_use=2)
+    assert list(forecast.upcoming(10)) == []
+    forecast.note(Lane.COMPUTE, KEYS[0])
+    assert forecast.begin_step()
+    assert forecast.surprises == 0
+
+
+def test_a_page_the_schedule_does_not_hold_is_needed_after_all_it_holds() -> None:
+    forecast = forecast_of(*compute(0, 1))
+    assert forecast.next_use(KEYS[5], last_use=10**9) > forecast.next_use(KEYS[1], last_use=0) + 10**9
+
+
+def test_the_cursor_follows_and_the_next_step_is_a_period_later() -> None:
+    forecast = forecast_of(*compute(0, 1, 2, 1))
+    assert [forecast.next_use(KEYS[unit], 0) for unit in range(3)] == [0, 1, 2]
+    forecast.note(Lane.COMPUTE, KEYS[0])
+    forecast.note(Lane.COMPUTE, KEYS[1])
+    assert [forecast.next_use(KEYS[unit], 0) for unit in range(3)] == [4, 3, 2]
+    forecast.note(Lane.COMPUTE, KEYS[2])
+    forecast.note(Lane.COMPUTE, KEYS[1])
+    assert forecast.begin_step()
+    assert [forecast.next_use(KEYS[unit], 0) for unit in range(3)] == [4, 5, 6]
+
+
+def test_the_update_lags_and_is_answered_with_what_it_has_still_to_do() -> None:
+    forecast = forecast_of((Lane.COMPUTE, KEYS[0]), (Lane.UPDATE, KEYS[1]), (Lane.UPDATE, KEYS[2]))
+    forecast.note(Lane.COMPUTE, KEYS[0])
+    forecast.note(Lane.UPDATE, KEYS[1])
+    assert forecast.begin_step()
+    assert forecast.next_use(KEYS[2], 0) == 2, "not done yet, so needed before anything of the new step"
+    assert [key for _, _, key in forecast.upcoming(2)] == [KEYS[2], KEYS[0]]
+    forecast.note(Lane.UPDATE, KEYS[2])
+    assert forecast.next_use(KEYS[2], 0) == 5
+
+
+def test_an_update_that_does_not_come_is_given_up_after_a_step() -> None:
+    forecast = forecast_of((Lane.COMPUTE, KEYS[0]), (Lane.UPDATE, KEYS[1]))
+    for _ in range(3):
+        forecast.note(Lane.COMPUTE, KEYS[0])
+        forecast.begin_step()
+    assert forecast.next_use(KEYS[1], 0) == 5
+
+
+def test_one_extra_access_does_not_throw_the_forecast_off() -> None:
+    order = compute(*range(8), *reversed(range(8))) * 4
+    forecast = forecast_of(*order)
+    for lane, key in order[:20]:
+        forecast.note(lane, key)
+    before = forecast.next_use(KEYS[5], 0)
+    schedule = [(lane, PageKey(key.unit + 100, Kind.STATE)) for lane, key in order]
+    far = forecast_of(*schedule, *order)  # KEYS are 64 accesses away
+    far.note(Lane.COMPUTE, KEYS[0])
+    assert far.surprises == 1
+    assert next(far.upcoming(1))[0] == 0
+    far.note(*schedule[0])
+    assert next(far.upcoming(1))[0] == 1
+    assert before == forecast.next_use(KEYS[5], 0)
+
+
+def test_a_gap_is_believed_at_the_second_access_behind_it() -> None:
+    skipped = [(Lane.COMPUTE, PageKey(unit, Kind.STATE)) for unit in range(50)]
+    forecast = forecast_of(*skipped, *compute(0, 1, 2))
+    forecast.note(Lane.COMPUTE, KEYS[0])
+    assert next(forecast.upcoming(1))[0] == 0
+    forecast.note(Lane.COMPUTE, KEYS[1])
+    assert next(forecast.upcoming(1))[2] == KEYS[2]
+    forecast.note(Lane.COMPUTE, KEYS[2])
+    assert not forecast.begin_step(), "a step with a gap was not as recorded"
+    for lane, key in [*skipped, *compute(0, 1, 2)]:
+        forecast.note(lane, key)
+    assert forecast.begin_step()
+
+
+def test_a_step_that_ends_early_was_not_as_recorded() -> None:
+    forecast = forecast_of(*compute(0, 1, 2, 3))
+    forecast.note(Lane.COMPUTE, KEYS[0])
+    assert not forecast.begin_step()
+    assert next(forecast.upcoming(1)) == (4, Lane.COMPUTE, KEYS[0])
+
+
+def test_an_empty_schedule_knows_nothing() -> None:
+    forecast = forecast_of()
+    assert list(forecast.upcoming(5)) == []
+    forecast.note(Lane.COMPUTE, KEYS[0])
+    forecast.begin_step()
+
+
+@given(accesses=ACCESSES, steps=st.integers(1, 3), stop=st.integers(0, 29))
+@settings(max_examples=200, deadline=None)
+def test_next_use_and_upcoming_against_the_written_out_sequence(
+    accesses: list[tuple[Lane, PageKey]], steps: int, stop: int
+) -> None:
+    """Both lanes on schedule: everything can be read off the sequence written out for several steps."""
+    forecast = forecast_of(*accesses)
+    for step in range(steps):
+        if step:
+            assert forecast.begin_step()
+        for lane, key in accesses if step < steps - 1 else accesses[: stop % len(accesses)]:
+            forecast.note(lane, key)
+    assert forecast.surprises == 0
+    done = (steps - 1) * len(accesses) + stop % len(accesses)
+    written_out = accesses * (steps + 2)
+    for key in KEYS:
+        uses = [position for position in range(done, len(written_out)) if written_out[position][1] == key]
+        if uses:
+            assert forecast.next_use(key, 0) == uses[0]
+    coming = list(forecast.upcoming(1000))
+    assert coming == [(done + index, *access) for index, access in enumerate(written_out[done : done + len(accesses)])]
+    assert list(forecast.upcoming(3)) == coming[:3]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@given(accesses=ACCESSES)
+@settings(max_examples=50, deadline=None)
+def test_a_lagging_lane_is_merged_by_position(lag: int, accesses: list[tuple[Lane, PageKey]]) -> None:
+    forecast = forecast_of(*accesses)
+    updates = [access for access in accesses if access[0] is Lane.UPDATE]
+    for lane, key in accesses:
+        if lane is Lane.COMPUTE:
+            forecast.note(lane, key)
+    for lane, key in updates[: max(0, len(updates) - lag)]:
+        forecast.note(lane, key)
+    forecast.begin_step()
+    coming = list(forecast.upcoming(1000))
+    positions = [position for position, _, _ in coming]
+    assert positions == sorted(positions)
+    behind = [key for position, _, key in coming if position < len(accesses)]
+    assert behind == [key for _, key in updates[max(0, len(updates) - lag) :]]

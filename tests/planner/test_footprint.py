@@ -1,0 +1,141 @@
+"""Sharing a budget out: what is promised holds for any model and any budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.errors import BudgetError
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
+
+MIB = 1 << 20
+
+
+@st.composite
+def unit_sizes(draw: st.DrawFn) -> UnitSize:
+    itemsize = draw(st.sampled_from([2, 4]))
+    trainable = draw(st.one_of(st.just(0), st.integers(1, 10_000), st.integers(1, 50_000_000)))
+    frozen = draw(st.integers(0 if trainable else 1, 5_000_000))
+    return UnitSize(
+        name=f"unit {draw(st.integers(0, 99))}",
+        param_nbytes=(trainable + frozen) * itemsize,
+        trainable_numel=trainable,
+        grad_itemsize=itemsize,
+        state_itemsize=draw(st.sampled_from([8, 10, 12])),
+        nested_nbytes=rounded(draw(st.integers(0, 50 * MIB))),
+    )
+
+
+MODELS = st.lists(unit_sizes(), min_size=1, max_size=6)
+TILES = st.sampled_from([1, 4096, MIB, 16 * MIB])
+
+
+def least_of(units: list[UnitSize]) -> int:
+    with pytest.raises(BudgetError) as caught:
+        plan_footprint(units, 0, MIB)
+    return int(str(caught.value).split("at least ")[1].split()[0])
+
+
+def grad_tile(unit: UnitSize, plan: Footprint) -> int:
+    return rounded(min(plan.tile_numel, unit.trainable_numel) * unit.grad_itemsize)
+
+
+def state_tile(unit: UnitSize, plan: Footprint) -> int:
+    return rounded(min(plan.tile_numel, unit.trainable_numel) * unit.state_itemsize)
+
+
+def gradients(unit: UnitSize, plan: Footprint) -> int:
+    tiles = -(-unit.trainable_numel // plan.tile_numel)
+    return grad_tile(unit, plan) * (tiles if plan.hold_tiles else min(tiles, 1))
+
+
+def worst_case(units: list[UnitSize], plan: Footprint) -> int:
+    """The most bytes both actors can hold at one time, from what they do rather than from the planner's formula."""
+    compute = max(
+        rounded(unit.param_nbytes) + unit.nested_nbytes + gradients(other, plan) for unit in units for other in units
+    )
+    around = max(unit.nested_nbytes for unit in units)
+    update = max(
+        (
+            rounded(unit.param_nbytes) + plan.depth * (grad_tile(unit, plan) + state_tile(unit, plan))
+            for unit in units
+            if unit.trainable_numel
+        ),
+        default=0,
+    )
+    return max(compute, around + update) if plan.serial else compute + update
+
+
+@given(units=MODELS, tile=TILES, extra=st.integers(0, 400 * MIB))
+@settings(max_examples=300, deadline=None)
+def test_what_is_leased_at_one_time_fits(units: list[UnitSize], tile: int, extra: int) -> None:
+    budget = least_of(units) + extra
+    plan = plan_footprint(units, budget, tile)
+    assert worst_case(units, plan) <= budget
+    assert plan.tile_numel % SMALLEST_TILE == 0
+    assert plan.tile_numel > 0
+    assert 0 <= plan.look_ahead <= budget
+    assert plan.reserve >= max(rounded(unit.param_nbytes) for unit in units)
+    assert plan.reserve >= max(gradients(unit, plan) for unit in units)
+    assert plan.reserve <= budget
+
+
+@given(units=MODELS, tile=TILES)
+@settings(max_examples=200, deadline=None)
+def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize], tile: int) -> None:
+    least = least_of(units)
+    assert plan_footprint(units, least, tile).least == least
+    with pytest.raises(BudgetError, match=f"at least {least} bytes"):
+        plan_footprint(units, least - 1, tile)
+
+
+@given(units=MODELS, tile=TILES, budgets=st.tuples(st.integers(0, 400 * MIB), st.integers(0, 400 * MIB)))
+@settings(max_examples=200, deadline=None)
+def test_more_memory_is_never_used_worse(units: list[UnitSize], tile: int, budgets: tuple[int, int]) -> None:
+    low, high = (plan_footprint(units, least_of(units) + extra, tile) for extra in sorted(budgets))
+    assert high.depth >= low.depth
+    assert high.hold_tiles >= low.hold_tiles
+    assert high.serial <= low.serial
+    if (high.depth, high.hold_tiles, high.serial) == (low.depth, low.hold_tiles, low.serial):
+        assert high.tile_numel >= low.tile_numel
+
+
+@given(
+    width=st.sampled_from([512, 1024, 2048, 4096, 8192]),
+    layers=st.integers(2, 80),
+    vocabulary=st.sampled_from([256, 32_000, 128_256]),
+    tied=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_twice_the_largest_unit_is_enough(width: int, layers: int, vocabulary: int, tied: bool) -> None:
+    layer, embedding = 12 * width * width + 2 * width, vocabulary * width
+
+    def unit(name: str, numel: int, nested: int) -> UnitSize:
+        return UnitSize(name, numel * 2, numel, grad_itemsize=2, state_itemsize=10, nested_nbytes=nested)
+
+    # The model's own norm is around every layer; a head tied to the embedding borrows it while nothing else is held.
+    units = [unit(f"layer {index}", layer, rounded(2 * width)) for index in range(layers)]
+    units += [unit("embedding", embedding, rounded(2 * width)), unit("norm", width, 0)]
+    if not tied:
+        units.append(unit("head", embedding, rounded(2 * width)))
+    plan_footprint(units, 2 * max(unit.param_nbytes for unit in units), 4 * MIB)
+
+
+def test_a_tile_smaller_than_the_comfortable_one_is_taken_when_asked_for() -> None:
+    units = [UnitSize("layer", 4 * MIB, 2 * MIB, 2, 10)]
+    plan = plan_footprint(units, 400 * MIB, tile_nbytes=SMALLEST_TILE * 10)
+    assert (plan.tile_numel, plan.serial, plan.depth) == (SMALLEST_TILE, False, 3)
+
+
+def test_held_gradients_of_one_unit_beside_the_parameters_of_another() -> None:
+    frozen = UnitSize("frozen layer", 40 * MIB, 0, 2, 10)
+    trained = UnitSize("head", 20 * MIB, 10 * MIB, 2, 10)
+    plan = plan_footprint([frozen, trained], 90 * MIB, MIB)
+    assert not plan.hold_tiles or worst_case([frozen, trained], plan) <= 90 * MIB
+
+
+def test_a_model_without_anything_to_train_has_no_update_to_pay_for() -> None:
+    plan = plan_footprint([UnitSize("frozen", 10 * MIB, 0, 2, 1)], 10 * MIB, MIB)
+    assert plan.least == 10 * MIB
+    assert not plan.serial
