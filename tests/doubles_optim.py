@@ -101,8 +101,13 @@ class FakePager:
         await asyncio.sleep(0)
         return lease
 
+    agenda: Any = ()
+
     def set_agenda(self, groups: Any) -> None:
         self.agenda = groups
+
+    def extend_agenda(self, group: Any) -> None:
+        self.agenda = [*self.agenda, group]
 
     async def run_worker(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:

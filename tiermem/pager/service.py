@@ -108,7 +108,12 @@ class Service:
             moves = self._residency.moves
             if self._fits(request):
                 self._serve(request, set())
-            if request not in self.waiting or self._residency.moves > moves:
+            if request not in self.waiting:
+                return True
+            if self._residency.moves > moves:
+                # First in line until it has what it asked for: whoever retreated would take the room back.
+                self.waiting.remove(request)
+                self.waiting.insert(0, request)
                 return True
         for request in self.waiting:
             if (request.waiter is None or request.waiter.awaited) and (request.short or not self._fits(request)):
