@@ -108,10 +108,16 @@ class Service:
             moves = self._residency.moves
             if self._fits(request):
                 self._serve(request, set())
-            if request not in self.waiting or self._residency.moves > moves:
+            if request not in self.waiting:
+                return True
+            if self._residency.moves > moves:
+                # First from now on, or those before it would take the room back that they cannot use.
+                self.waiting.remove(request)
+                self.waiting.insert(0, request)
                 return True
         for request in self.waiting:
             if (request.waiter is None or request.waiter.awaited) and (request.short or not self._fits(request)):
+                self._retreat(request)
                 self._finish(request, self._capacity_error(request))
                 return True
         return False
