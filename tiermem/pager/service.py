@@ -111,12 +111,13 @@ class Service:
             if request not in self.waiting:
                 return True
             if self._residency.moves > moves:
-                # First in line until it has what it asked for: whoever retreated would take the room back.
+                # First from now on, or those before it would take the room back that they cannot use.
                 self.waiting.remove(request)
                 self.waiting.insert(0, request)
                 return True
         for request in self.waiting:
             if (request.waiter is None or request.waiter.awaited) and (request.short or not self._fits(request)):
+                self._retreat(request)
                 self._finish(request, self._capacity_error(request))
                 return True
         return False
@@ -240,9 +241,12 @@ class Service:
         held = {page.key: page.frames[tier].nbytes for page in residency.pages.values() if page.leases.get(tier)}
         largest = sorted(held.items(), key=lambda item: -item[1])[:8]
         holders = ", ".join(f"{key}: {nbytes}" for key, nbytes in largest)
-        return CapacityError(
+        error = CapacityError(
             f"{tier.name} has no room for {needed} bytes ({request.lacking[0].key}): budget {arena.capacity}, reserved "
             f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}; "
             f"failed: {residency.census.stuck[tier]} bytes. "
             f"Raise the budget of {tier.name}, or make the units smaller"
         )
+        # Where bytes stay because they could not be saved, that is what went wrong in the first place.
+        error.__cause__ = next((page.error for page in residency.pages.values() if page.error and page.frames), None)
+        return error
