@@ -225,6 +225,19 @@ def accumulate(counts: tuple[int, ...], *, gradients: bool = False) -> Script:
     return script
 
 
+def some_parameters_script(trainee: Trainee) -> None:
+    """An optimizer for some parameters of each unit; the others get gradients that nobody uses."""
+    matrices = [values for values in trainee.model.parameters() if values.dim() > 1]
+    optimizer = trainee.adamw(matrices, lr=1e-2)
+    for _ in range(STEPS):
+        loss = tokens_batch(trainee.model)
+        loss.backward()
+        optimizer.step()
+        trainee.model.zero_grad()
+        optimizer.zero_grad()
+        trainee.note(loss)
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -335,6 +348,7 @@ SCENARIOS: dict[str, Scenario] = {
     "channels last": Scenario(lambda: Convolutions().to(memory_format=torch.channels_last), loop(channels_last_batch)),
     "lstm": Scenario(Recurrent, loop(recurrent_batch)),
     "param groups": Scenario(Stack, groups_script),
+    "optimizer of some parameters": Scenario(Stack, some_parameters_script),
     "one cycle": Scenario(Stack, scheduled(lambda optimizer: OneCycleLR(optimizer, 0.02, total_steps=7))),
     "cosine": Scenario(Stack, scheduled(lambda optimizer: CosineAnnealingLR(optimizer, 5))),
     "max_grad_norm": Scenario(Stack, loop(tokens_batch, max_grad_norm=0.05)),

@@ -37,8 +37,8 @@ class UpdateSchedule(ABC):
     """Whether gradients are still untouched between backward and step, so that `clip_grad_norm_` can scale them."""
 
     @abstractmethod
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
-        """All gradients of a unit have arrived, in backward."""
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:
+        """All gradients of a unit have arrived, in backward. Returns whether its update was started."""
 
     @abstractmethod
     def step(self, units: Sequence[int], starter: Starter) -> None:
@@ -50,8 +50,9 @@ class StepSchedule(UpdateSchedule):
 
     name = "step"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - part of the interface
         """Too early."""
+        return False
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and wait."""
@@ -65,8 +66,9 @@ class ForwardSchedule(UpdateSchedule):
 
     name = "forward"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - part of the interface
         """Too early."""
+        return False
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and return."""
@@ -87,18 +89,19 @@ class BackwardSchedule(UpdateSchedule):
         self._started: set[int] = set()
         self._warned = False
 
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:
         """Start the unit. Raises `ConfigError` when it was already updated in this step."""
         if starter.clipping:
             self._warn_once()
-            return
+            return False
         if unit in self._started:
             raise ConfigError(
                 f"unit {unit} received gradients again after update='backward' had already updated it in this step; "
                 "to accumulate several backward passes choose update='forward' or update='step'"
             )
-        self._started.add(unit)
         starter.start(unit)
+        self._started.add(unit)
+        return True
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start what is left and return."""

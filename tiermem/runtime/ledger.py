@@ -8,7 +8,7 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -60,6 +60,16 @@ class GradientLedger:
         """An update owns these gradients now."""
         self._claimed.update(parameters)
 
+    def begun(self, parameters: Sequence[int]) -> bool:
+        """Whether an update has claimed a gradient of one of these parameters since the last step ended."""
+        return not self._claimed.isdisjoint(parameters)
+
+    def abandon(self) -> None:
+        """Forget all unclaimed gradients and end the step; what updates have claimed is theirs."""
+        self.scheduler.forget(sorted(self.unclaimed()))
+        self.scheduler.finish_step(updated=True)
+        self._claimed.clear()
+
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients as if backward had not brought them."""
         if self.unclaimed() - set(parameters):
@@ -78,9 +88,12 @@ class GradientLedger:
         """All parameters with an unclaimed gradient."""
         return {number for unit in self._units for number in self.present(unit)}
 
-    def close_step(self, *, updated: bool) -> bool:
-        """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come."""
-        if self.unclaimed():
+    def close_step(self, owned: Container[int], *, updated: bool) -> bool:
+        """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come.
+
+        `owned`: parameters that some optimizer has. Gradients of the others nobody waits for; they end with the step.
+        """
+        if any(number in owned for number in self.unclaimed()):
             self.scheduler.forget(sorted(self._claimed), updated=True)
             self._claimed.clear()
             return False
@@ -120,7 +133,7 @@ class Steps:
         scheduler.settle()
         self._ledger.require_free()
         result = self._coordinator.step(source)
-        if self._ledger.close_step(updated=not result.skipped):
+        if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
             order = scheduler.order.expected
             if order is not None and order.accesses != self._planned:
                 self._planned = order.accesses
