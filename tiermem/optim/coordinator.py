@@ -84,6 +84,7 @@ class UpdateCoordinator:
         if self._refused:
             self._refused = False
             self._scale_of.clear()
+            self._schedule.abandon()
             self._gradients.abandon()
             return
         parameters = self._present(source)

@@ -44,6 +44,9 @@ class UpdateSchedule(ABC):
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """`optimizer.step()` was called; `units` still have gradients, in forward order."""
 
+    def abandon(self) -> None:  # noqa: B027 - most have nothing to forget
+        """The step ends without an update of what is left."""
+
 
 class StepSchedule(UpdateSchedule):
     """Everything runs, and is waited for, inside `step()`."""
@@ -108,6 +111,10 @@ class BackwardSchedule(UpdateSchedule):
         self._started.clear()
         for unit in units:
             starter.start(unit)
+
+    def abandon(self) -> None:
+        """Forget what was started."""
+        self._started.clear()
 
     def _warn_once(self) -> None:
         if not self._warned:

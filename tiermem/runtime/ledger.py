@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import torch
 
+from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.optim.updates import UnitUpdate
@@ -122,13 +123,20 @@ class Steps:
         self._tiles = tiles
         self._update = update
         self._planned: tuple[Access, ...] = ()
+        self._closed = False
+
+    def close(self) -> None:
+        """From now on every other verb raises TiermemError."""
+        self._closed = True
 
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
         """Make `source` the optimizer of `parameters`."""
+        self._check_open()
         self._coordinator.attach_optimizer(source, parameters)
 
     def step(self, source: SettingsSource) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
+        self._check_open()
         scheduler = self._ledger.scheduler
         scheduler.settle()
         self._ledger.require_free()
@@ -145,15 +153,22 @@ class Steps:
 
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
+        self._check_open()
         return self._coordinator.clip_gradients(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed."""
+        self._check_open()
         self._coordinator.drop_gradients(source)
 
     def wait_updates(self) -> None:
         """Wait until all queued updates are done."""
+        self._check_open()
         self._coordinator.wait_updates()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TiermemError("the runtime of these parameters is closed; offload the model again to go on")
 
 
 class SerialQueue:
