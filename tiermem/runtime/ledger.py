@@ -93,7 +93,10 @@ class GradientLedger:
         """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come.
 
         `owned`: parameters that some optimizer has. Gradients of the others nobody waits for; they end with the step.
+        Where nothing was computed since the last step ended, another optimizer's call has ended it: both are one step.
         """
+        if self.scheduler.order.position == 0:
+            return False
         if any(number in owned for number in self.unclaimed()):
             self.scheduler.forget(sorted(self._claimed), updated=True)
             self._claimed.clear()
