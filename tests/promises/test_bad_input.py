@@ -555,11 +555,7 @@ class Drive:
         return transfer
 
 
-# Failed write-backs keep their frames: sometimes "no room" is what the caller hears, in place of the fault behind it.
-FAILED_WRITE = pytest.param("pwritev", marks=pytest.mark.xfail(raises=tiermem.CapacityError, strict=False))
-
-
-@pytest.mark.parametrize("call", ["preadv", FAILED_WRITE])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
 @pytest.mark.timeout(60)
 def test_a_drive_that_fails_in_training(update, call, tmp_path, monkeypatch):
