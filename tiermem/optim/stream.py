@@ -50,6 +50,12 @@ class UpdatePager(Protocol):
     async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> HeldPages:
         """A lease, awaited on the loop."""
 
+    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
+        """Say what the update does next, unit by unit. On the loop only."""
+
+    def extend_agenda(self, group: Sequence[PageKey]) -> None:
+        """Say that the update will do one more unit. Any thread."""
+
     async def run_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a kernel on the update worker."""
 
@@ -126,6 +132,13 @@ class UnitStream:
         """What has been done so far. Any thread."""
         with self._lock:
             return self._done
+
+    def keys(self, update: UnitUpdate) -> list[PageKey]:
+        """The pages that an update touches, in order."""
+        state = self.units[update.unit]
+        tiles = sorted({cut.tile for item in update.segments for cut in state.cuts(item.segment)})
+        kinds = (Kind.GRAD, Kind.STATE)
+        return [PageKey(update.unit, Kind.PARAM)] + [PageKey(update.unit, kind, t) for t in tiles for kind in kinds]
 
     async def run(self, update: UnitUpdate) -> None:
         """Update one unit. Raises the error of a page, of the kernel, or `InvariantError` for a missing gradient."""

@@ -8,6 +8,7 @@ it, and that no wait outlives the pager's loop.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from tiermem.optim.kernels import Workspace
 from tiermem.optim.stream import StreamStatistics, UnitStream, UpdatePager
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
+
+# How many queued updates behind the running one the pager is told of, for it to read ahead and to keep what they need.
+_ANNOUNCED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,9 @@ class Updater:
             self._running = True
         if must_run:
             self._start_running()
+        else:
+            # At once, so that its gradient is not written to disk for want of anybody who needs it soon.
+            self._pager.extend_agenda(self._stream.keys(update))
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit is queued or running, or has failed, so that `wait` has something to say."""
@@ -188,8 +195,10 @@ class Updater:
                     self._running = False
                     return
                 entry = self._queue.popleft()
+                coming = [entry, *itertools.islice(self._queue, _ANNOUNCED)]
                 error = self._failed.get(entry.update.unit)
             if error is None:
+                self._pager.set_agenda([self._stream.keys(announced.update) for announced in coming])
                 try:
                     await self._stream.run(entry.update)
                 except Exception as raised:  # noqa: BLE001 - recorded, and raised to whoever waits for the unit

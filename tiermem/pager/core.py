@@ -84,6 +84,22 @@ class Core:
         self.residency.forecast.set_schedule(schedule)
         self.residency.reclassify()
 
+    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
+        """What the update does next, unit by unit."""
+        self._renote(self.residency.forecast.set_agenda(groups))
+
+    def extend_agenda(self, group: Sequence[PageKey]) -> None:
+        """One more unit the update will do."""
+        self._renote(self.residency.forecast.extend_agenda(group))
+
+    def _renote(self, keys: set[PageKey]) -> None:
+        """The next use of these pages has changed."""
+        pages = self.residency.pages
+        for key in keys:
+            if key in pages and pages[key].frames:
+                self.residency.census.note(pages[key])
+        self.loop.wake()
+
     def begin_step(self) -> None:
         """The computation is at the beginning again."""
         if not self.residency.forecast.begin_step():

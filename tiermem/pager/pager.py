@@ -142,6 +142,14 @@ class Pager:
                 waiter.result().release()
             raise
 
+    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
+        """Say what the update does next, unit by unit, so that it is read ahead and kept. On the loop only."""
+        self._core.set_agenda(groups)
+
+    def extend_agenda(self, group: Sequence[PageKey]) -> None:
+        """Say that the update will do one more unit. Any thread; does not wait."""
+        self._loop.post(lambda: self._core.extend_agenda(group))
+
     async def run_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a kernel on the update worker. Cancelling waits for its end: it writes into leased frames."""
         self._core.kernel_started()

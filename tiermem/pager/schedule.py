@@ -9,10 +9,11 @@ schedule does not hold changes nothing but a counter.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tiermem.pager.page import Lane, PageKey
+from tiermem.pager.page import Kind, Lane, PageKey
 
 # Without a schedule the page used longest ago is taken to be needed last (LRU), and any such guess is further away
 # than every recorded use.
@@ -22,6 +23,9 @@ _UNKNOWN = 1 << 60
 # turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
 # whole forecast off.
 _LEAP = 16
+
+# Pages of a unit in the course of its update that go before the computation's next unit; the rest comes behind it.
+_FIRST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Forecast:
         self._lanes: dict[Lane, _LaneOrder] = {}
         self._step = 0
         self._regular = True
+        self._agenda: list[dict[PageKey, None]] | None = None
         self.surprises = 0
         self.version = 0
 
@@ -119,8 +124,28 @@ class Forecast:
         update.cursor = min(max(update.cursor, start - period), start)
         return regular
 
+    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> set[PageKey]:
+        """What the update does next, unit by unit; replaces what the recorded order says about lagging updates.
+
+        Returns the pages whose next use may have changed.
+        """
+        changed = {key for group in self._agenda or () for key in group}
+        self._agenda = [dict.fromkeys(group) for group in groups]
+        changed.symmetric_difference_update(key for group in self._agenda for key in group)
+        self.version += 1
+        return changed
+
+    def extend_agenda(self, group: Sequence[PageKey]) -> set[PageKey]:
+        """One more unit at the end of the agenda; returns its pages."""
+        self._agenda = [*(self._agenda or []), dict.fromkeys(group)]
+        self.version += 1
+        return set(group)
+
     def note(self, lane: Lane, key: PageKey) -> None:
         """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
+        if lane is Lane.UPDATE and self._agenda is not None:
+            self._agenda_done(key)
+            return
         if self._schedule is None:
             return
         order, period = self._lanes[lane], self._schedule.period
@@ -144,26 +169,48 @@ class Forecast:
 
     def next_use(self, key: PageKey, last_use: int) -> int:
         """Absolute position of the next access to `key` by any lane; without one, LRU order by `last_use`."""
-        if self._schedule is not None:
-            period = self._schedule.period
-            uses = [use for order in self._lanes.values() if (use := order.next_at(key, period)) is not None]
-            if uses:
-                return min(uses)
-        return _UNKNOWN - last_use
+        if self._schedule is None:
+            return _UNKNOWN - last_use
+        if any(key in group for group in self._agenda or ()):
+            return self._lanes[Lane.COMPUTE].cursor
+        period = self._schedule.period
+        uses = [use for lane in Lane if (use := self._lanes[lane].next_at(key, period, self._start(lane))) is not None]
+        return min(uses) if uses else _UNKNOWN - last_use
 
     def upcoming(self, limit: int) -> Iterator[tuple[int, Lane, PageKey]]:
         """The next accesses of all lanes by position, at most one step ahead and at most `limit` of them.
 
-        Lanes are merged as they come, so that taking a few costs a few, however long the step is.
+        Lanes are merged as they come, so that taking a few costs a few, however long the step is. What is on the
+        agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to.
         """
         if self._schedule is None:
             return
-        period = self._schedule.period
-        heads = {lane: _ahead(order, period) for lane, order in self._lanes.items() if order.positions}
+        yield from itertools.islice(self._with_agenda(self._merged()), limit)
+
+    def _with_agenda(self, accesses: Iterator[tuple[int, Lane, PageKey]]) -> Iterator[tuple[int, Lane, PageKey]]:
+        groups = [list(group) for group in self._agenda or ()]
+        known = {key for group in groups for key in group}
+        now = self._lanes[Lane.COMPUTE].cursor
+        if groups:
+            groups[:1] = [groups[0][:_FIRST], groups[0][_FIRST:]]
+        waiting = iter(groups)
+        yield from ((now, Lane.UPDATE, key) for key in next(waiting, ()))
+        for position, lane, key in accesses:
+            if lane is Lane.UPDATE and key in known:
+                continue
+            yield position, lane, key
+            if lane is Lane.COMPUTE and key.kind is Kind.PARAM:
+                yield from ((now, Lane.UPDATE, late) for late in next(waiting, ()))
+        for group in waiting:
+            yield from ((now, Lane.UPDATE, late) for late in group)
+
+    def _merged(self) -> Iterator[tuple[int, Lane, PageKey]]:
+        period = self._schedule.period if self._schedule else 1
+        heads = {
+            lane: _ahead(order, period, self._start(lane)) for lane, order in self._lanes.items() if order.positions
+        }
         front = {lane: next(head) for lane, head in heads.items()}
-        for _ in range(limit):
-            if not front:
-                return
+        while front:
             lane = min(front, key=lambda candidate: front[candidate][0])
             position, key = front[lane]
             yield position, lane, key
@@ -173,10 +220,27 @@ class Forecast:
             else:
                 front[lane] = following
 
+    def _start(self, lane: Lane) -> int:
+        """From where on a lane's recorded accesses are still to come.
 
-def _ahead(order: _LaneOrder, period: int) -> Iterator[tuple[int, PageKey]]:
-    """One period's worth of a lane's accesses from its cursor on."""
-    cycle, inside = divmod(order.cursor, period)
+        An update whose agenda is known does what lags from there; of the record it needs what the computation has yet
+        to bring about.
+        """
+        return self._lanes[Lane.COMPUTE if self._agenda is not None else lane].cursor
+
+    def _agenda_done(self, key: PageKey) -> None:
+        agenda = self._agenda or []
+        for group in agenda:
+            if key in group:
+                del group[key]
+                break
+        while agenda and not agenda[0]:
+            del agenda[0]
+
+
+def _ahead(order: _LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:
+    """One period's worth of a lane's accesses from `start` on."""
+    cycle, inside = divmod(start, period)
     first = bisect.bisect_left(order.positions, inside)
     count = len(order.positions)
     for step in range(count):

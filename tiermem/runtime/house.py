@@ -64,6 +64,7 @@ class House:
 
     def close(self, *, remove: bool) -> None:
         """Tear everything down in reverse; with `remove` the swap files go. Raises the first error at the end."""
+        self.steps.close()
         actions = [self.coordinator.wait_updates, self.scheduler.close, self.updater.close]
         close_all([*actions, lambda: self.storage.close(remove=remove)])
         for parameter in self.parameters:

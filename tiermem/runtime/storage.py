@@ -23,6 +23,8 @@ from tiermem.stats import Counters, TierStatistics
 from tiermem.timeline import Timeline
 
 SPACE_NAME = "tiermem"
+# The latest moves and stalls: about 400 bytes each, outside the budget, so 8 MB for a run of any length.
+_TIMELINE_EVENTS = 20_000
 _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 
@@ -72,7 +74,7 @@ def open_storage(config: Config, *, swap_nbytes: int, host_nbytes: int, footprin
         max_bytes_in_flight=config.block_nbytes * config.queue_depth,
         stall_seconds=config.stall_timeout,
     )
-    counters, timeline = Counters(), Timeline()
+    counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
     space = SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=swap_nbytes, settings=settings)
     try:
         if config.direct is True and not space.direct:
