@@ -8,7 +8,7 @@ Invariants (checked by `check_invariants`, which tests call after every event):
     I4  An exclusive lease is the only lease and there is no move; once granted, its copy is the only valid one.
     I5  A frame is reserved before its move starts; the reserved bytes of a tier never exceed its capacity.
 
-Transitions: `add`, `allocate`, `hold`, `take_over`, `unhold`, `start_move`, `finish_move`, `drop`, `discard`, `fail`.
+Transitions: `add`, `allocate`, `hold`, `grant`, `unhold`, `start_move`, `finish_move`, `drop`, `discard`, `fail`.
 Owns the pages and their frames. Does not know who waits, threads, or when to do what. Guarantees that each transition
 either keeps the invariants or raises before it changes anything.
 """
@@ -87,33 +87,31 @@ class Residency:
             page.frames[tier] = frame
         return frame is not None
 
-    def hold(self, page: Page, tier: Tier, intent: Intent, lane: Lane) -> None:
-        """Lease the page on `tier`. For WRITE it becomes the only valid copy; for FRESH only with `take_over`."""
+    def hold(self, page: Page, tier: Tier, intent: Intent) -> None:
+        """Lease the page on `tier` for a request that may still lack other pages; WRITE makes it dirty at once."""
         if tier not in page.frames or (tier not in page.valid and intent is not Intent.FRESH):
             raise InvariantError(f"{page.key}: expected its bytes on {tier.name}; this is a bug in tiermem")
         if page.exclusive or (intent is not Intent.READ and (page.is_leased or page.move is not None)):
             raise InvariantError(f"{page.key}: an exclusive lease while it is leased or moving; a bug in tiermem")
         page.exclusive = intent is not Intent.READ
         page.leases[tier] = page.leases.get(tier, 0) + 1
-        self.uses += 1
-        self._last_use[page.key] = self.uses
-        self.forecast.note(lane, page.key)
         if intent is Intent.WRITE:
-            self.take_over(page, tier)
+            self._take_over(page, tier)
         else:
             self.census.note(page)
 
-    def take_over(self, page: Page, tier: Tier) -> None:
-        """The exclusively leased copy on `tier` is the only valid one from now on (I4).
+    def grant(self, page: Page, tier: Tier, intent: Intent, lane: Lane) -> None:
+        """The request for which the page was held has all it asked for: this is the access that the schedule knows.
 
-        For FRESH this is put off until the whole lease is granted: a request that is refused must not cost contents.
+        Only now FRESH makes the page dirty: a request that is refused must not cost contents.
         """
-        if not page.exclusive or not page.leases.get(tier):
-            raise InvariantError(f"{page.key}: taken over on {tier.name} without the only lease; a bug in tiermem")
-        page.valid = {tier}
-        for other in [other for other in page.frames if other != tier]:
-            self._free(page, other)
-        self.census.note(page)
+        if not page.leases.get(tier):
+            raise InvariantError(f"{page.key}: granted on {tier.name} without being held; this is a bug in tiermem")
+        self.uses += 1
+        self._last_use[page.key] = self.uses
+        self.forecast.note(lane, page.key)
+        if intent is Intent.FRESH:
+            self._take_over(page, tier)
 
     def unhold(self, page: Page, tier: Tier) -> None:
         """Give one lease back."""
@@ -186,6 +184,13 @@ class Residency:
     def check_invariants(self) -> None:
         """Raise InvariantError if any page or tier breaks I1 to I5."""
         check_invariants(self.pages.values(), self.chain, self.census, self.moves)
+
+    def _take_over(self, page: Page, tier: Tier) -> None:
+        """The exclusively leased copy on `tier` is the only valid one from now on (I4)."""
+        page.valid = {tier}
+        for other in [other for other in page.frames if other != tier]:
+            self._free(page, other)
+        self.census.note(page)
 
     def _settle(self, page: Page) -> None:
         """After a lease or a move has ended: what was to be discarded is."""

@@ -67,20 +67,24 @@ class Service:
         self._room = Room(residency)
         self._ahead = Ahead(residency, self._room, appetite)
         self._flushing = 0
+        self._sole: LeaseRequest | None = None
+        self._tried: set[LeaseRequest] = set()
 
     def submit(self, request: LeaseRequest) -> None:
         """Take a request; `pump` serves it."""
         self.waiting.append(request)
+        self._in_order()
 
     def release(self, pages: Sequence[Page], tier: Tier) -> None:
         """Leases given back."""
         for page in pages:
             self._residency.unhold(page, tier)
+        self._in_order()
 
     def pump(self) -> None:
         """Do everything that can be done now."""
         claimed: set[Tier] = set()
-        for request in list(self.waiting):
+        for request in [self._sole] if self._sole is not None else list(self.waiting):
             self._serve(request, claimed)
         if self._flushing:
             self._ahead.write_back_all()
@@ -91,36 +95,53 @@ class Service:
     def fail_all(self, error: BaseException) -> None:
         """Give every waiting request up, for good: nothing is served after this."""
         waiting, self.waiting = self.waiting, []
+        self._in_order()
         for request in waiting:
             request.finished(error)
 
     def resolve_standstill(self) -> bool:
         """Everything stands still: let somebody go on, out of order if need be, or fail whoever lacks room.
 
-        Requests are tried in order of arrival; while one is tried the others give back what they hold without having
-        all of it, so that two of them cannot wait for each other. Returns False if nobody lacks room: then they wait
-        for leases that somebody holds.
+        One request after the other, in order of arrival, is served alone until it is done or stands still again; the
+        others give back what they hold without having all of it. So no two of them wait for each other or take each
+        other's room in turns. When all have been tried in vain, one that lacks room fails. A new request and a lease
+        given back bring the usual order back. Returns False if nobody who is waited for lacks room: then it is leases
+        that everybody waits for.
         """
-        for request in list(self.waiting):
-            for other in self.waiting:
-                if other is not request:
-                    self._retreat(other)
-            moves = self._residency.moves
-            if self._fits(request):
-                self._serve(request, set())
-            if request not in self.waiting:
-                return True
-            if self._residency.moves > moves:
-                # First from now on, or those before it would take the room back that they cannot use.
-                self.waiting.remove(request)
-                self.waiting.insert(0, request)
-                return True
+        if self._sole is not None:
+            self._tried.add(self._sole)
+            self._sole = None
         for request in self.waiting:
-            if (request.waiter is None or request.waiter.awaited) and (request.short or not self._fits(request)):
-                self._retreat(request)
-                self._finish(request, self._no_room(request))
+            self._retreat(request)
+        for request in list(self.waiting):
+            if request in self._tried or self._barred(request) or not self._fits(request):
+                continue
+            self._sole, moves = request, self._residency.moves
+            self._serve(request, set())
+            if self._sole is None or self._residency.moves > moves:
                 return True
-        return False
+            self._retreat(request)
+            self._tried.add(request)
+            self._sole = None
+        return self._fail_one()
+
+    def _in_order(self) -> None:
+        """Things have changed: everybody is served in order again, and may be tried again."""
+        self._sole = None
+        self._tried.clear()
+
+    def _fail_one(self) -> bool:
+        awaited = [request for request in self.waiting if request.waiter is None or request.waiter.awaited]
+        lacking = [request for request in awaited if request in self._tried or not self._fits(request)]
+        failing = min(lacking, key=self._barred, default=None)
+        if failing is not None:
+            self._finish(failing, self._no_room(failing))
+        return failing is not None
+
+    @staticmethod
+    def _barred(request: LeaseRequest) -> bool:
+        """Whether a lease on one of its pages stands in the way, whatever room there is."""
+        return any(page.exclusive or (request.intent is not Intent.READ and page.is_leased) for page in request.lacking)
 
     def start_flush(self) -> None:
         """Write back everything dirty, whatever its next use, until `end_flush`."""
@@ -143,24 +164,26 @@ class Service:
             return
         if not request.lacking:
             self._finish(request, None)
-        elif request.short is not None:
+            return
+        if request.short is not None:
             claimed.add(request.short[0])
 
     def _finish(self, request: LeaseRequest, error: BaseException | None) -> None:
         self.waiting.remove(request)
+        self._in_order()
         if error is not None:
             self._retreat(request)
         else:
-            if request.intent is Intent.FRESH:
-                for page in request.held:
-                    self._residency.take_over(page, request.tier)
+            for page in request.held:
+                self._residency.grant(page, request.tier, request.intent, request.lane)
             self._residency.counters.count(cache_hits=not request.missed, cache_misses=request.missed)
         request.finished(error)
 
     def _retreat(self, request: LeaseRequest) -> None:
         """Give back what a request holds without having all of it."""
         if request.held:
-            self.release(request.held, request.tier)
+            for page in request.held:
+                self._residency.unhold(page, request.tier)
             request.held.clear()
             request.lacking = list(request.pages)
 
@@ -174,7 +197,7 @@ class Service:
                 request.lacking = lacking + request.lacking[index:]
                 raise
             if ready:
-                self._residency.hold(page, request.tier, request.intent, request.lane)
+                self._residency.hold(page, request.tier, request.intent)
                 request.held.append(page)
             else:
                 lacking.append(page)
