@@ -16,7 +16,6 @@ from torch import nn
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.arena import FRAME_ALIGNMENT
-from tiermem.memory.heap import trim_heap
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
@@ -157,7 +156,6 @@ def _furnish(
 
     materializer = Materializer(pager, placeholders, store_master, init, weights)
     parameters = materializer.run(blueprint.divided, layouts)
-    trim_heap()  # a unit at a time was initialised outside the budget; glibc would keep the largest of them
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
     gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
     schedule = _schedule(config)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiermem.errors import ConfigError
+from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent
 from tiermem.zero3.gather import Pager
@@ -69,6 +70,7 @@ class Materializer:
         absent = {number for number, parameter in parameters.items() if parameter.is_meta}
         for unit in divided.units:
             self._unit(unit, layouts[unit.number], initialiser, parameters, absent)
+            trim_heap()  # what initialising a unit needed lies outside the budget: it is not kept for the next one
         for module in divided.model.modules():
             initialiser.run_buffers(module)
         # Only now: while others are initialised, an absent parameter has to bear being written (see initialise).
