@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tiermem.errors import TiermemError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
-from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
+from tiermem.pager.page import Intent, Kind, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Forecast, Schedule
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 
+T = TypeVar("T")
 Settled = Callable[[Lease | None, BaseException | None], None]
 
 # Standing still is only believed when nothing has happened for this long: a coroutine that was just granted a lease
@@ -123,6 +125,24 @@ class Core:
                     raise page.error
         finally:
             self._service.end_flush()
+
+    async def save(self, kinds: frozenset[Kind], then: Callable[[], T]) -> T:
+        """Until SWAP holds every page of these kinds; see `Pager.start_save`."""
+        while unsaved := self._unsaved(kinds):
+            for page in unsaved:  # all at once: the drive's queue is the place to wait in
+                self._service.save(page)
+            for page in unsaved:
+                while page.valid and Tier.SWAP not in page.valid and page.error is None:
+                    await self._next_event()
+                    self._service.save(page)
+        return then()
+
+    def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
+        found = [page for page in self.residency.pages.values() if page.key.kind in kinds and page.valid]
+        for page in found:
+            if page.error is not None:
+                raise page.error
+        return [page for page in found if Tier.SWAP not in page.valid]
 
     async def close(self) -> None:
         """Fail what waits, then until no task, no move and no kernel is left."""

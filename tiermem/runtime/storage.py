@@ -16,6 +16,7 @@ from tiermem.errors import ConfigError
 from tiermem.memory.arena import HostArena
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import host_chain
+from tiermem.pager.extents import Extents
 from tiermem.pager.pager import Pager
 from tiermem.pager.service import Appetite
 from tiermem.planner.footprint import Footprint
@@ -79,7 +80,7 @@ def open_storage(config: Config, *, swap_nbytes: int, host_nbytes: int, footprin
             raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
         arena = HostArena(host_nbytes, poison=config.poison)
         appetite = {Tier.HOST: Appetite(look_ahead=footprint.look_ahead, reserve=footprint.reserve)}
-        pager = Pager(host_chain(arena, space), appetite, counters=counters, timeline=timeline)
+        pager = Pager(host_chain(arena, Extents(space)), appetite, counters=counters, timeline=timeline)
     except BaseException:
         space.close(remove=True)
         raise
