@@ -10,21 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from tiermem.errors import TiermemError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
-from tiermem.pager.page import Intent, Kind, Lane, Move, Page, PageKey
+from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
+from tiermem.pager.saving import Saving
 from tiermem.pager.schedule import Forecast, Schedule
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 
-T = TypeVar("T")
 Settled = Callable[[Lease | None, BaseException | None], None]
 
 # Standing still is only believed when nothing has happened for this long: a coroutine that was just granted a lease
@@ -41,6 +40,7 @@ class Core:
         self.residency = Residency(chain, Forecast(), counters, ended=self._move_ended)
         self.loop = LoopThread("tiermem-pager", after=self._pump, failed=self.refuse)
         self._service = Service(self.residency, appetite)
+        self.saving = Saving(self.residency, self._service, self.loop.wake, self._next_event)
         self._timeline = timeline
         self._kernels = 0
         self._waiting_threads = 0
@@ -111,38 +111,6 @@ class Core:
     def thread_waits(self, difference: int) -> None:
         """One thread more (1) or less (-1) waits for a task."""
         self._waiting_threads += difference
-
-    async def flush(self) -> None:
-        """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
-        self._service.start_flush()
-        try:
-            self.loop.wake()
-            await self._next_event()
-            while self._service.unsaved():
-                await self._next_event()
-            for page in self.residency.pages.values():
-                if page.error is not None:
-                    raise page.error
-        finally:
-            self._service.end_flush()
-
-    async def save(self, kinds: frozenset[Kind], then: Callable[[], T]) -> T:
-        """Until SWAP holds every page of these kinds; see `Pager.start_save`."""
-        while unsaved := self._unsaved(kinds):
-            for page in unsaved:  # all at once: the drive's queue is the place to wait in
-                self._service.save(page)
-            for page in unsaved:
-                while page.valid and Tier.SWAP not in page.valid and page.error is None:
-                    await self._next_event()
-                    self._service.save(page)
-        return then()
-
-    def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
-        found = [page for page in self.residency.pages.values() if page.key.kind in kinds and page.valid]
-        for page in found:
-            if page.error is not None:
-                raise page.error
-        return [page for page in found if Tier.SWAP not in page.valid]
 
     async def close(self) -> None:
         """Fail what waits, then until no task, no move and no kernel is left."""

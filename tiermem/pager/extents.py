@@ -93,7 +93,7 @@ def page_key(name: str) -> PageKey:
     return PageKey(int(unit), Kind(kind), int(tile))
 
 
-def to_rows(extents: Mapping[PageKey, Extent]) -> list[list[Any]]:
+def to_rows(extents: Mapping[Any, Extent]) -> list[list[Any]]:
     """Pages and extents as JSON holds them; `from_rows` reads them."""
     return [
         [page_name(key), extent.slot, [[piece.directory, piece.offset, piece.nbytes] for piece in extent.pieces]]

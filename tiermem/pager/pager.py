@@ -87,7 +87,7 @@ class Pager:
 
         Waits for pages leased for writing until they are released: do not hold one of those meanwhile.
         """
-        self.wait_for(self.start_task(self._core.flush()))
+        self.wait_for(self.start_task(self._core.saving.flush()))
 
     def start_save(self, kinds: Collection[Kind], then: Callable[[], T]) -> Future[T]:
         """Write back every page of these kinds that SWAP does not hold yet; return what `then()` gives.
@@ -95,7 +95,7 @@ class Pager:
         `then` runs on the loop, at an instant when SWAP holds all of them; it must be quick. Readers go on. Waits for
         pages leased for writing until they are released. The future raises the error of a page that has failed.
         """
-        return self.start_task(self._core.save(frozenset(kinds), then))
+        return self.start_task(self._core.saving.save(frozenset(kinds), then))
 
     def start_task(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; the future carries its result or its error."""
