@@ -17,7 +17,7 @@ import tiermem
 class Net(nn.Module):
     """Dropout (torch's generator), a running mean (a buffer), a frozen part, several units."""
 
-    def __init__(self, width: int = 24, layers: int = 3) -> None:
+    def __init__(self, width: int = 96, layers: int = 2) -> None:
         super().__init__()
         self.inner = nn.Linear(8, width)
         self.layers = nn.ModuleList(

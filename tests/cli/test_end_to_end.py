@@ -62,3 +62,32 @@ def test_a_config_json_of_another_architecture(tmp_path: Path) -> None:
     done = run_train("--model", str(tmp_path), "--steps", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["steps"]) == 2
+
+
+def test_a_training_is_resumed_where_it_was_committed(tmp_path: Path) -> None:
+    common = ("--model", "llama-tiny", "--batch", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
+    for name in ("plain", "run"):
+        (tmp_path / name).mkdir()
+    plain = run_train(*common, "--steps", "6", "--swap-dir", str(tmp_path / "plain"))
+    losses = [step["loss"] for step in json.loads(plain.stdout)["steps"]]
+    run = str(tmp_path / "run")
+    # Stopped in the middle by an impossible request for a trace, after the commit of step 4.
+    first = run_train(*common, "--steps", "6", "--swap-dir", run, "--commit-every", "4", "--timeline", "/nowhere/trace")
+    assert first.returncode == 1
+    again = run_train(*common, "--steps", "6", "--swap-dir", run)
+    assert again.returncode == 1
+    assert "committed run" in again.stderr
+    listed = run_tiermem("snapshot", "list", run, "--json")
+    assert json.loads(listed.stdout)["step"] == 6
+    resumed = run_train(*common, "--steps", "8", "--swap-dir", run, "--resume", "--keep")
+    assert len(json.loads(resumed.stdout)["steps"]) == 2
+    assert len(losses) == 6
+    verified = run_tiermem("snapshot", "verify", run, "--json")
+    assert verified.returncode == 0
+    report = json.loads(verified.stdout)
+    assert (report["step"], report["verified"], report["damaged"]) == (8, True, [])
+
+
+def run_tiermem(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tiermem", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
