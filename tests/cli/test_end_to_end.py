@@ -71,21 +71,24 @@ def test_a_training_is_resumed_where_it_was_committed(tmp_path: Path) -> None:
     plain = run_train(*common, "--steps", "6", "--swap-dir", str(tmp_path / "plain"))
     losses = [step["loss"] for step in json.loads(plain.stdout)["steps"]]
     run = str(tmp_path / "run")
-    # Stopped in the middle by an impossible request for a trace, after the commit of step 4.
-    first = run_train(*common, "--steps", "6", "--swap-dir", run, "--commit-every", "4", "--timeline", "/nowhere/trace")
-    assert first.returncode == 1
+    command = [sys.executable, "-m", "tiermem", "train", *common, "--steps", "6", "--swap-dir", run]
+    with subprocess.Popen([*command, "--commit-every", "2"], stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 4/6" in line:
+                process.kill()
+    resumed = run_train(*common, "--steps", "6", "--swap-dir", run, "--resume")
+    found = [step["loss"] for step in json.loads(resumed.stdout)["steps"]]
+    assert 1 <= len(found) <= 5
+    assert found == losses[-len(found) :]
     again = run_train(*common, "--steps", "6", "--swap-dir", run)
     assert again.returncode == 1
     assert "committed run" in again.stderr
-    listed = run_tiermem("snapshot", "list", run, "--json")
-    assert json.loads(listed.stdout)["step"] == 6
-    resumed = run_train(*common, "--steps", "8", "--swap-dir", run, "--resume", "--keep")
-    assert len(json.loads(resumed.stdout)["steps"]) == 2
-    assert len(losses) == 6
+    assert json.loads(run_tiermem("snapshot", "list", run, "--json").stdout)["step"] == 6
     verified = run_tiermem("snapshot", "verify", run, "--json")
     assert verified.returncode == 0
     report = json.loads(verified.stdout)
-    assert (report["step"], report["verified"], report["damaged"]) == (8, True, [])
+    assert (report["step"], report["verified"], report["damaged"]) == (6, True, [])
 
 
 def run_tiermem(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -52,7 +52,7 @@ def offload(
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
             continue from the last commit if there is one. True: insist on one. After a resume parameters, optimizer
             state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
-            of the commit; what values the model had are dropped. See "Commit and resume" in tiermem/runtime/README.md.
+            of the commit; what values the model had are dropped. See COMMIT.md beside this file.
 
     Raises:
         ConfigError: the model or the configuration cannot be served.
