@@ -101,8 +101,13 @@ class FakePager:
         await asyncio.sleep(0)
         return lease
 
+    agenda: Any = ()
+
     def set_agenda(self, groups: Any) -> None:
         self.agenda = groups
+
+    def extend_agenda(self, group: Any) -> None:
+        self.agenda = [*self.agenda, group]
 
     async def run_worker(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
@@ -184,6 +189,7 @@ class FakeBook:
         self.pager = pager
         self.unit_of = {segment.parameter: state for state in units for segment in state.segments}
         self.gradients: dict[int, torch.Tensor] = {}
+        self.taken: set[int] = set()
 
     def set(self, parameter: int, gradient: torch.Tensor) -> None:
         self.gradients[parameter] = gradient.clone()
@@ -198,6 +204,13 @@ class FakeBook:
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         for parameter in parameters:
             del self.gradients[parameter]
+
+    def begun(self, parameters: Sequence[int]) -> bool:
+        return not self.taken.isdisjoint(parameters)
+
+    def abandon(self) -> None:
+        self.gradients.clear()
+        self.taken.clear()
 
     def drop(self, parameters: Sequence[int]) -> None:
         for parameter in parameters:

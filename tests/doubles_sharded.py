@@ -55,10 +55,11 @@ class Sharded:
         assert unit not in self.changing, f"unit {unit} is used after it was complete"
         self.needed.append(unit)
 
-    def gradients_complete(self, unit: int) -> None:
+    def gradients_complete(self, unit: int) -> bool:
         assert not any(key.unit == unit for key in self.leased())
         self.completed.append(unit)
         self.changing.add(unit)
+        return True
 
     def finish_step(self) -> None:
         self.scheduler.finish_step()

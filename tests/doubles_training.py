@@ -1,129 +1,152 @@
-"""A small model with everything that resuming has to bring back, trained by one function in any process."""
+"""The same training script on a plain model and on the same model offloaded, and their comparison bit for bit.
+
+A script is a function of a `Trainee`, written as users write training loops. `plain` runs it with torch's fused AdamW,
+`offloaded` with tiermem's; what the scripts note (losses, gradients) and the final weights must then be the same.
+"""
 
 from __future__ import annotations
 
-import random
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import tiermem
+from tiermem.runtime.house import draw
+
+Make = Callable[[], nn.Module]
+MIB = 1 << 20
+UPDATES = ("step", "forward", "backward", "auto")
+BUDGETS = ("generous", "tight", "least")
 
 
-class Net(nn.Module):
-    """Dropout (torch's generator), a running mean (a buffer), a frozen part, several units."""
+class PlainAdamW(torch.optim.AdamW):
+    """torch's, with clipping where tiermem's has it."""
 
-    def __init__(self, width: int = 96, layers: int = 2) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, width)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2)) for _ in range(layers)
-        )
-        self.norm = nn.BatchNorm1d(width, affine=False)
-        self.frozen = nn.Linear(width, width)
-        self.frozen.requires_grad_(False)
-        self.outer = nn.Linear(width, 4)
+    def __init__(self, params, *, max_grad_norm=None, **settings):
+        super().__init__(params, fused=True, **settings)
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.outer(self.frozen(self.norm(x.float()).to(x.dtype)))
+    def clip_grad_norm_(self, max_norm):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return self.grad_norm
+
+    def step(self, closure=None):
+        if self.max_grad_norm is not None:
+            self.clip_grad_norm_(self.max_grad_norm)
+        return super().step(closure)
 
 
-def make_config(directory: Path, **settings: Any) -> tiermem.Config:
-    values: dict[str, Any] = {
-        "device": "cpu",
-        "host_memory": "192KiB",
-        "swap_dirs": [str(directory)],
-        "param_dtype": "float32",
-        "update": "step",
-        "tile_size": "64KiB",
-        "block_size": 64 << 10,
-    }
-    return tiermem.Config(**(values | settings))
+@dataclass
+class Trainee:
+    """What a script sees."""
+
+    model: nn.Module
+    adamw: Callable[..., torch.optim.Optimizer]
+    gradient: Callable[[nn.Parameter], torch.Tensor | None]
+    noted: list[torch.Tensor | None] = field(default_factory=list)
+
+    def note(self, value: torch.Tensor | None) -> None:
+        self.noted.append(None if value is None else value.detach().clone())
+
+    def note_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            self.note(self.gradient(parameter))
 
 
-class Training:
-    """Open (new or resumed), step by step, committed in between."""
-
-    def __init__(
-        self,
-        config: tiermem.Config,
-        *,
-        resume: bool | str = False,
-        model: Callable[[], nn.Module] = Net,
-        clip: float | None = None,
-    ) -> None:
-        random.seed(1)
-        np.random.seed(1)
-        torch.manual_seed(1)
-        with tiermem.deferred_init():
-            self.model = model()
-        self.runtime = tiermem.offload(self.model, config, resume=resume)
-        self.optimizer = tiermem.AdamW(
-            [
-                {"params": [p for p in self.model.parameters() if p.ndim > 1]},
-                {"params": [p for p in self.model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-            ],
-            lr=1e-2,
-            weight_decay=0.1,
-            max_grad_norm=clip,
-        )
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
-        self.done = 0
-        if self.runtime.committed is not None:
-            self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
-            self.scheduler.load_state_dict(self.runtime.committed["scheduler"])
-            self.done = self.runtime.committed["step"]
-
-    def step(self) -> float:
-        data = torch.randn(5, 8) + float(np.random.rand()) + random.random()
-        loss = self.model(data.to(next(self.model.parameters()).dtype)).float().square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self.done += 1
-        return float(loss.detach())
-
-    def commit(self) -> Any:
-        return self.runtime.commit({"step": self.done, "scheduler": self.scheduler.state_dict()})
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Every value there is: parameters, masters, moments, buffers."""
-        found = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.runtime.settle()
-        house = self.runtime._house
-        for name, parameter in self.model.named_parameters():
-            found[name] = self.runtime.parameter(parameter)
-            if parameter.requires_grad:
-                found[f"{name} master"] = self.runtime.master(parameter)
-                unit, slot = self.runtime._find(parameter)
-                first, second = house.states.read_moments(unit, slot.parameter)
-                found[f"{name} first"], found[f"{name} second"] = first, second
-        return found
-
-    def close(self) -> None:
-        self.runtime.close()
+@dataclass
+class Outcome:
+    noted: list[torch.Tensor | None]
+    weights: dict[str, torch.Tensor]
+    statistics: tiermem.Statistics | None = None
 
 
-def undisturbed(directory: Path, steps: int, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final state of a run that commits nothing."""
-    clip = settings.pop("clip", None)
-    directory.mkdir(exist_ok=True)
-    training = Training(make_config(directory, **settings), clip=clip)
-    losses = [training.step() for _ in range(steps)]
-    state = training.state()
-    training.close()
-    return losses, state
+Script = Callable[[Trainee], None]
 
 
-def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+def plain(make: Make, script: Script) -> Outcome:
+    torch.manual_seed(1)
+    model = make()
+    torch.manual_seed(2)
+    trainee = Trainee(model, PlainAdamW, lambda p: None if p.grad is None else p.grad.clone())
+    script(trainee)
+    return Outcome(trainee.noted, {name: values.clone() for name, values in model.state_dict().items()})
+
+
+def config_for(directory: Path, budget: int | str, update: str, **settings) -> tiermem.Config:
+    defaults = {"param_dtype": "float32", "poison": True, "device": "cpu", "stall_timeout": 30.0}
+    return tiermem.Config(host_memory=budget, swap_dirs=[directory], update=update, **(defaults | settings))
+
+
+def least_budget(model: nn.Module, directory: Path, units=None, **settings) -> int:
+    """What BudgetError names when the budget is a single page."""
+    try:
+        draw(model, config_for(directory, 4096, "step", **settings), units)
+    except tiermem.BudgetError as error:
+        return int(re.search(r"at least (\d+) bytes", str(error)).group(1))
+    raise AssertionError("a budget of one page should never do")
+
+
+def largest_unit(model: nn.Module, directory: Path, units=None, **settings) -> int:
+    layouts = draw(model, config_for(directory, 1024 * MIB, "step", **settings), units).layouts
+    return max(layout.nbytes for layout in layouts)
+
+
+def budget_for(model: nn.Module, directory: Path, budget: str, units=None, **settings) -> int:
+    """Bytes for "generous", "tight" (twice the largest unit's parameters, but what can work at all) and "least"."""
+    if budget == "generous":
+        return 64 * MIB
+    least = least_budget(model, directory, units, **settings)
+    return least if budget == "least" else max(least, 2 * largest_unit(model, directory, units, **settings))
+
+
+def within_budgets(statistics: tiermem.Statistics) -> None:
+    for tier in statistics.tiers:
+        assert tier.reserved <= tier.budget, tier
+        assert tier.high_water <= tier.budget, tier
+
+
+def offloaded(
+    make: Make, script: Script, directory: Path, *, update: str, budget: str, units=None, **settings
+) -> Outcome:
+    torch.manual_seed(1)
+    model = make()
+    nbytes = budget_for(model, directory, budget, units, **settings)
+    torch.manual_seed(2)
+    with tiermem.offload(model, config_for(directory, nbytes, update, **settings), units=units) as runtime:
+        torch.manual_seed(2)
+        trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
+        script(trainee)
+        weights = {name: values.detach().clone() for name, values in model.named_buffers()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            weights[name] = runtime.parameter(parameter)
+        statistics = runtime.statistics()
+    within_budgets(statistics)
+    assert list(directory.iterdir()) == []
+    return Outcome(trainee.noted, weights, statistics)
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Equal in shape, dtype and every bit but the sign of zero and the kind of NaN."""
+    if left is None or right is None:
+        return left is right
+    return (
+        left.shape == right.shape
+        and left.dtype == right.dtype
+        and torch.equal(torch.nan_to_num(left.float(), 7e9), torch.nan_to_num(right.float(), 7e9))
+    )
+
+
+def check(found: Outcome, expected: Outcome) -> None:
+    assert len(found.noted) == len(expected.noted)
+    for number, (here, there) in enumerate(zip(found.noted, expected.noted, strict=True)):
+        assert same(here, there), f"note {number} differs: {here} and {there}"
+    for name, values in expected.weights.items():
+        if name in found.weights:
+            assert same(found.weights[name], values), f"{name} differs"
+    assert set(found.weights) >= {name for name in expected.weights if "num_batches" not in name}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles_training import Net, Training, check_equal, make_config, undisturbed
+from doubles_commit import Net, Training, check_equal, make_config, undisturbed
 from torch import nn
 
 import swap

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles_training import Training, check_equal, make_config, undisturbed
+from doubles_commit import Training, check_equal, make_config, undisturbed
 
 UPDATES = ("step", "forward", "backward")
 

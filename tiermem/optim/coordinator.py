@@ -2,17 +2,19 @@
 
 Owns who optimizes which parameter, and clipping coefficients that wait for a step. Does not know pages, modules or
 when to update (the schedule decides). Guarantees that an update carries the settings of the moment it was queued, that
-every gradient is claimed by one update only, and that a step with a non-finite norm changes nothing. Used from the
-compute thread only.
+every gradient is claimed by one update only, that a step with a non-finite norm changes nothing, and that in
+"backward", where the norm comes too late, no unit with a non-finite gradient is updated. Used from the compute thread
+only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import NoReturn
 
 import torch
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.clip import clip_coefficient, is_finite, total_norm
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import GradientBook, SettingsSource, StepResult, UpdateQueue
@@ -32,6 +34,8 @@ class UpdateCoordinator:
         self._schedule = schedule
         self._source_of: dict[int, SettingsSource] = {}
         self._scale_of: dict[int, float] = {}
+        # A unit of this step was refused: what is left of the step is dropped by the next step or zero_grad.
+        self._refused = False
 
     # What an optimizer asks (UpdateService).
 
@@ -50,7 +54,9 @@ class UpdateCoordinator:
     def step(self, source: SettingsSource) -> StepResult:
         """Update what has a gradient. In the "step" schedule this waits and raises the errors of the updates.
 
-        In the others, an error of an earlier step's update is raised here, or by `unit_needed`.
+        In the others, an error of an earlier step's update is raised here, or by `unit_needed`. A gradient norm that
+        is not finite skips the step; if some of its units are updated already, this raises TiermemError instead, and
+        the next call ends the step.
         """
         if source not in self._source_of.values():
             raise ConfigError("another optimizer was made for the same parameters since; step that one")
@@ -59,9 +65,9 @@ class UpdateCoordinator:
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
         parameters = self._present(source)
-        if not all(is_finite(self._scale_of.get(p, 1.0)) for p in parameters) or (
-            norm is not None and not is_finite(norm)
-        ):
+        if self._refused or not self._all_finite(parameters):
+            if not self._refused and self._gradients.begun(self._owned(source)):
+                self._refuse("what is left of this step")
             self.drop_gradients(source)
             return StepResult(norm, skipped=True)
         ready = set(parameters)
@@ -79,7 +85,16 @@ class UpdateCoordinator:
         return self._clip(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
-        """Forget the gradients of `source` that no update has claimed, and their clipping."""
+        """Forget the gradients of `source` that no update has claimed, and their clipping.
+
+        After a refusal: of everybody, since the backward that brought them did not run to its end.
+        """
+        if self._refused:
+            self._refused = False
+            self._scale_of.clear()
+            self._schedule.abandon()
+            self._gradients.abandon()
+            return
         parameters = self._present(source)
         for parameter in parameters:
             self._scale_of.pop(parameter, None)
@@ -98,10 +113,12 @@ class UpdateCoordinator:
             self._queue.hurry(unit)
             self._queue.wait(unit)
 
-    def gradients_complete(self, unit: int) -> None:
-        """All gradients of a unit have arrived: "backward" updates it now, with the settings as they are."""
-        if unit in self._units:
-            self._schedule.gradients_complete(unit, _StarterFor(self, None))
+    def gradients_complete(self, unit: int) -> bool:
+        """All gradients of a unit have arrived: "backward" updates it now, with the settings as they are.
+
+        Returns whether an update has begun. Raises TiermemError for a gradient that is not finite, and changes nothing.
+        """
+        return unit in self._units and self._schedule.gradients_complete(unit, _StarterFor(self, None))
 
     # Inside.
 
@@ -109,6 +126,8 @@ class UpdateCoordinator:
         """Queue the update of what has a gradient in a unit and belongs to `source` (None: to anybody)."""
         present = self._gradients.present(unit)
         mine = [p for p in present if p in self._source_of and source in (None, self._source_of[p])]
+        if source is None and not self._all_finite(mine):
+            self._refuse(f"unit {unit}")
         by_scale: dict[tuple[int, float], list[int]] = {}
         for parameter in mine:
             key = (id(self._source_of[parameter]), self._scale_of.pop(parameter, 1.0))
@@ -123,13 +142,34 @@ class UpdateCoordinator:
             self._queue.start(UnitUpdate(unit, segments, grad_scale=scale, discard_gradients=left == 0))
 
     @property
+    def owned(self) -> Container[int]:
+        """The parameters that some optimizer has."""
+        return self._source_of.keys()
+
+    @property
     def clipping(self) -> bool:
         """Whether some optimizer clips as part of its step."""
         return any(source.max_grad_norm is not None for source in self._source_of.values())
 
+    def _owned(self, source: SettingsSource) -> list[int]:
+        return [p for p, owner in self._source_of.items() if owner is source]
+
     def _present(self, source: SettingsSource) -> list[int]:
         with_gradient = {p for unit in self._units for p in self._gradients.present(unit)}
-        return [p for p, owner in self._source_of.items() if owner is source and p in with_gradient]
+        return [p for p in self._owned(source) if p in with_gradient]
+
+    def _all_finite(self, parameters: Sequence[int]) -> bool:
+        """Whether the norm over these gradients is finite, and what they are to be multiplied by."""
+        scales = (self._scale_of.get(p, 1.0) for p in parameters)
+        return all(map(is_finite, scales)) and is_finite(total_norm(self._gradients.norms(parameters)))
+
+    def _refuse(self, what: str) -> NoReturn:
+        self._refused = True
+        raise TiermemError(
+            f"{what} was not updated: a gradient is not finite. With update={self._schedule.name!r} other units may be "
+            "updated already; optimizer.step() or zero_grad() ends this step without the rest. "
+            "update='forward' and update='step' skip such a step as a whole"
+        )
 
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         parameters = self._present(source)

@@ -37,12 +37,15 @@ class UpdateSchedule(ABC):
     """Whether gradients are still untouched between backward and step, so that `clip_grad_norm_` can scale them."""
 
     @abstractmethod
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
-        """All gradients of a unit have arrived, in backward."""
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:
+        """All gradients of a unit have arrived, in backward. Returns whether its update was started."""
 
     @abstractmethod
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """`optimizer.step()` was called; `units` still have gradients, in forward order."""
+
+    def abandon(self) -> None:  # noqa: B027 - most have nothing to forget
+        """The step ends without an update of what is left."""
 
 
 class StepSchedule(UpdateSchedule):
@@ -50,8 +53,9 @@ class StepSchedule(UpdateSchedule):
 
     name = "step"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - part of the interface
         """Too early."""
+        return False
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and wait."""
@@ -65,8 +69,9 @@ class ForwardSchedule(UpdateSchedule):
 
     name = "forward"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - part of the interface
         """Too early."""
+        return False
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and return."""
@@ -87,24 +92,29 @@ class BackwardSchedule(UpdateSchedule):
         self._started: set[int] = set()
         self._warned = False
 
-    def gradients_complete(self, unit: int, starter: Starter) -> None:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:
         """Start the unit. Raises `ConfigError` when it was already updated in this step."""
         if starter.clipping:
             self._warn_once()
-            return
+            return False
         if unit in self._started:
             raise ConfigError(
                 f"unit {unit} received gradients again after update='backward' had already updated it in this step; "
                 "to accumulate several backward passes choose update='forward' or update='step'"
             )
-        self._started.add(unit)
         starter.start(unit)
+        self._started.add(unit)
+        return True
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start what is left and return."""
         self._started.clear()
         for unit in units:
             starter.start(unit)
+
+    def abandon(self) -> None:
+        """Forget what was started."""
+        self._started.clear()
 
     def _warn_once(self) -> None:
         if not self._warned:

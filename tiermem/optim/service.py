@@ -76,8 +76,14 @@ class GradientBook(Protocol):
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         """An update now owns these gradients: they are no longer present, and the next contribution starts anew."""
 
+    def begun(self, parameters: Sequence[int]) -> bool:
+        """Whether a gradient of one of these parameters was claimed since the last step ended."""
+
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients, as if backward had not produced them."""
+
+    def abandon(self) -> None:
+        """Forget all gradients that nobody has claimed and end the step, though some may be claimed."""
 
 
 class UpdateQueue(Protocol):

@@ -53,6 +53,9 @@ class UpdatePager(Protocol):
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
         """Say what the update does next, unit by unit. On the loop only."""
 
+    def extend_agenda(self, group: Sequence[PageKey]) -> None:
+        """Say that the update will do one more unit. Any thread."""
+
     async def run_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a kernel on the update worker."""
 

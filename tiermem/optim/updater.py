@@ -81,6 +81,9 @@ class Updater:
             self._running = True
         if must_run:
             self._start_running()
+        else:
+            # At once, so that its gradient is not written to disk for want of anybody who needs it soon.
+            self._pager.extend_agenda(self._stream.keys(update))
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit is queued or running, or has failed, so that `wait` has something to say."""

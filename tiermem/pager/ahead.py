@@ -47,6 +47,8 @@ class Ahead:
         self._room = room
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
+        # How far the last look came: the position of the first access that it found no room for.
+        self._horizon = dict.fromkeys(residency.chain.memory_tiers, -1)
         self._seen = 0
         self._uses = 0
         self._version = -1
@@ -69,9 +71,9 @@ class Ahead:
             if census.dirty[tier] <= keep:
                 continue
             with closing(census.writable(tier)) as candidates:
-                for _, page in candidates:
-                    if census.dirty[tier] <= keep:
-                        break
+                for use, page in candidates:
+                    if census.dirty[tier] <= keep or use <= self._horizon[tier]:
+                        break  # what is used before the last page fetched ahead would only have to be read again
                     if not page.leases.get(tier) and not self._room.send_off(page, tier):
                         break
 
@@ -99,6 +101,7 @@ class Ahead:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
         appetite = self._appetite[tier]
         positions: dict[PageKey, int] = {}
+        self._horizon[tier] = -1
         chosen = choose_read_ahead(
             self._coming(tier, positions),
             capacity=self._residency.chain.capacity(tier),
@@ -132,8 +135,12 @@ class Ahead:
             self._seen += 1
             page = pages.get(key)
             wanted = top if lane is Lane.COMPUTE else Tier.HOST
-            if page is None or wanted < tier or key in positions or not page.valid or page.error is not None:
+            if page is None or wanted < tier or key in positions or page.error is not None:
                 continue
+            if not page.valid and lane is Lane.UPDATE:
+                continue  # written when the update comes to it; nobody knows whether there is anything to update
             positions[key] = position
-            present = tier in page.frames or max(page.valid) > tier
+            self._horizon[tier] = max(self._horizon[tier], position)
+            # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
+            present = tier in page.frames or not page.valid or max(page.valid) > tier
             yield Candidate(key, page.room, present=present, leased=bool(page.leases.get(tier)))

@@ -86,10 +86,10 @@ class Core:
         self.residency.forecast.set_schedule(schedule)
         self.residency.reclassify()
 
-    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
-        """What the update does next, unit by unit."""
+    def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
+        """The update has said what it does next: `change` tells the forecast and returns the pages concerned."""
         pages = self.residency.pages
-        for key in self.residency.forecast.set_agenda(groups):
+        for key in change(self.residency.forecast):
             if key in pages and pages[key].frames:
                 self.residency.census.note(pages[key])
         self.loop.wake()
@@ -99,13 +99,9 @@ class Core:
         if not self.residency.forecast.begin_step():
             self.residency.reclassify()
 
-    def kernel_started(self) -> None:
-        """A kernel runs: not standing still."""
-        self._kernels += 1
-
-    def kernel_ended(self) -> None:
-        """It does not any more."""
-        self._kernels -= 1
+    def kernel_runs(self, difference: int) -> None:
+        """One kernel more (1) or less (-1) runs on the worker: not standing still."""
+        self._kernels += difference
         self.loop.wake()
 
     def thread_waits(self, difference: int) -> None:

@@ -154,11 +154,15 @@ class Pager:
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
         """Say what the update does next, unit by unit, so that it is read ahead and kept. On the loop only."""
-        self._core.set_agenda(groups)
+        self._core.announce(lambda forecast: forecast.set_agenda(groups))
+
+    def extend_agenda(self, group: Sequence[PageKey]) -> None:
+        """Say that the update will do one more unit. Any thread; does not wait."""
+        self._loop.post(lambda: self._core.announce(lambda forecast: forecast.extend_agenda(group)))
 
     async def run_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a kernel on the update worker. Cancelling waits for its end: it writes into leased frames."""
-        self._core.kernel_started()
+        self._core.kernel_runs(1)
         try:
             running = asyncio.get_running_loop().run_in_executor(self._worker, lambda: function(*args, **kwargs))
             try:
@@ -167,7 +171,7 @@ class Pager:
                 await _until_done(running)
                 raise
         finally:
-            self._core.kernel_ended()
+            self._core.kernel_runs(-1)
 
     def _note_stall(self, started: float, ended: float) -> None:
         self._counters.count(stall_seconds=ended - started)

@@ -135,6 +135,12 @@ class Forecast:
         self.version += 1
         return changed
 
+    def extend_agenda(self, group: Sequence[PageKey]) -> set[PageKey]:
+        """One more unit at the end of the agenda; returns its pages."""
+        self._agenda = [*(self._agenda or []), dict.fromkeys(group)]
+        self.version += 1
+        return set(group)
+
     def note(self, lane: Lane, key: PageKey) -> None:
         """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
         if lane is Lane.UPDATE and self._agenda is not None:

@@ -108,11 +108,17 @@ class Service:
             moves = self._residency.moves
             if self._fits(request):
                 self._serve(request, set())
-            if request not in self.waiting or self._residency.moves > moves:
+            if request not in self.waiting:
+                return True
+            if self._residency.moves > moves:
+                # First from now on, or those before it would take the room back that they cannot use.
+                self.waiting.remove(request)
+                self.waiting.insert(0, request)
                 return True
         for request in self.waiting:
             if (request.waiter is None or request.waiter.awaited) and (request.short or not self._fits(request)):
-                self._finish(request, self._capacity_error(request))
+                self._retreat(request)
+                self._finish(request, self._no_room(request))
                 return True
         return False
 
@@ -229,9 +235,12 @@ class Service:
             if passed < tier and request.intent is not Intent.FRESH
         )
 
-    def _capacity_error(self, request: LeaseRequest) -> CapacityError:
-        """Names the tier that is short, what is needed, and who holds the rest."""
+    def _no_room(self, request: LeaseRequest) -> BaseException:
+        """Why a request gets no room: the failure that keeps bytes from being saved, else who holds the tier."""
         residency = self._residency
+        failed = next((page.error for page in residency.pages.values() if page.error and page.frames), None)
+        if failed is not None:
+            return failed
         needed = sum(page.room for page in request.lacking if not page.leases.get(request.tier))
         tier, needed = (
             (request.tier, needed)
@@ -244,7 +253,6 @@ class Service:
         holders = ", ".join(f"{key}: {nbytes}" for key, nbytes in largest)
         return CapacityError(
             f"{tier.name} has no room for {needed} bytes ({request.lacking[0].key}): budget {arena.capacity}, reserved "
-            f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}; "
-            f"failed: {residency.census.stuck[tier]} bytes. "
+            f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}. "
             f"Raise the budget of {tier.name}, or make the units smaller"
         )

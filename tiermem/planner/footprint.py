@@ -108,9 +108,9 @@ def plan_footprint(
                     hold_tiles=hold_tiles,
                     depth=depth,
                     serial=serial,
-                    reserve=_reserve(units, tile_numel, hold_tiles=hold_tiles),
+                    reserve=_reserve(units, tile_numel),
                     look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
-                    lag=0 if serial else _update_bytes(units, tile_numel, depth) + spare // 2,
+                    lag=0 if serial else _lag(units, spare),
                     least=least,
                 )
     raise BudgetError(f"host_memory is {budget} bytes; no tile size fits (least budget {least} bytes)")
@@ -165,11 +165,22 @@ def _nested(units: Sequence[UnitSize]) -> int:
     return max((rounded(unit.nested_nbytes) for unit in units), default=0)
 
 
-def _reserve(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
-    """The largest single demand: a unit's parameters, its gradient tiles at once, or a tile of the update."""
-    unit_demand = max((rounded(unit.param_nbytes) for unit in units), default=0)
-    tile_demand = max((_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
-    return max(unit_demand, tile_demand, _gradient_bytes(units, tile_numel, hold_tiles=hold_tiles))
+def _lag(units: Sequence[UnitSize], spare: int) -> int:
+    """One unit beside the one being computed, and as many more as half of the spare room holds."""
+
+    def of(unit: UnitSize) -> int:
+        return rounded(unit.param_nbytes) + unit.trainable_numel * unit.grad_itemsize
+
+    return max(map(of, units), default=0) + spare // 2
+
+
+def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
+    """The largest demand that no schedule announces: a tile of the update.
+
+    A unit's parameters, and the tiles its gradient will be written to, are in the schedule and so among what read-ahead
+    makes room for anyway; one that comes as a surprise takes the room of what was fetched for later.
+    """
+    return max((_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
 
 
 def _least(units: Sequence[UnitSize]) -> int:

@@ -106,6 +106,7 @@ class House:
         def close_storage() -> None:
             self.storage.close(remove=self.commits.record is None if remove is None else remove)
 
+        self.steps.close()
         actions = [self.coordinator.wait_updates, self.commits.close, self.scheduler.close, self.updater.close]
         close_all([*actions, close_storage])
         for parameter in self.parameters:
@@ -152,7 +153,7 @@ class Blueprint:
         ]
 
 
-def draw(model: nn.Module, config: Config, units: Wanted, beginning: Beginning) -> Blueprint:
+def draw(model: nn.Module, config: Config, units: Wanted, beginning: Beginning | None = None) -> Blueprint:
     """Divide the model and share the budget out; opens nothing.
 
     Raises:
@@ -165,6 +166,7 @@ def draw(model: nn.Module, config: Config, units: Wanted, beginning: Beginning) 
     sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE)
     host_nbytes = resolve_host_memory(config, available_host_memory()) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     sizes = _sizes(divided, sketch, config.dtype)
+    beginning = beginning or Beginning()
     tile_nbytes, tile = config.tile_nbytes or _TILE_NBYTES, beginning.tile_numel
     footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes)
     if tile is not None and tile != footprint.tile_numel:

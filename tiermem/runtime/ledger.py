@@ -8,10 +8,11 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
+from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.pager.pager import Pager
@@ -59,6 +60,16 @@ class GradientLedger:
         """An update owns these gradients now."""
         self._claimed.update(parameters)
 
+    def begun(self, parameters: Sequence[int]) -> bool:
+        """Whether an update has claimed a gradient of one of these parameters since the last step ended."""
+        return not self._claimed.isdisjoint(parameters)
+
+    def abandon(self) -> None:
+        """Forget all unclaimed gradients and end the step; what updates have claimed is theirs."""
+        self.scheduler.forget(sorted(self.unclaimed()))
+        self.scheduler.finish_step(updated=True)
+        self._claimed.clear()
+
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients as if backward had not brought them."""
         if self.unclaimed() - set(parameters):
@@ -82,9 +93,15 @@ class GradientLedger:
         """All parameters with an unclaimed gradient."""
         return {number for unit in self._units for number in self.present(unit)}
 
-    def close_step(self, *, updated: bool) -> bool:
-        """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come."""
-        if self.unclaimed():
+    def close_step(self, owned: Container[int], *, updated: bool) -> bool:
+        """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come.
+
+        `owned`: parameters that some optimizer has. Gradients of the others nobody waits for; they end with the step.
+        Where nothing was computed since the last step ended, another optimizer's call has ended it: both are one step.
+        """
+        if self.scheduler.order.position == 0:
+            return False
+        if any(number in owned for number in self.unclaimed()):
             self.scheduler.forget(sorted(self._claimed), updated=True)
             self._claimed.clear()
             return False
@@ -116,6 +133,7 @@ class Steps:
         self._update = update
         self._planned: tuple[Access, ...] = ()
         self._resumed: dict[int, int] = {}
+        self._closed = False
         self.number = 0  # steps done
 
     def resume(self, number: int, counts: Mapping[int, int]) -> None:
@@ -123,18 +141,24 @@ class Steps:
         self.number = number
         self._resumed = dict(counts)
 
+    def close(self) -> None:
+        """From now on every other verb raises TiermemError."""
+        self._closed = True
+
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
         """Make `source` the optimizer of `parameters`; returns the updates they have had in the run resumed from."""
+        self._check_open()
         self._coordinator.attach_optimizer(source, parameters)
         return {number: self._resumed[number] for number in parameters if number in self._resumed}
 
     def step(self, source: SettingsSource) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
+        self._check_open()
         scheduler = self._ledger.scheduler
         scheduler.settle()
         self._ledger.require_free()
         result = self._coordinator.step(source)
-        if self._ledger.close_step(updated=not result.skipped):
+        if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
             order = scheduler.order.expected
             self._hurry_in_forward_order(order)
             if order is not None and order.accesses != self._planned:
@@ -156,12 +180,19 @@ class Steps:
 
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
+        self._check_open()
         return self._coordinator.clip_gradients(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed."""
+        self._check_open()
         self._coordinator.drop_gradients(source)
 
     def wait_updates(self) -> None:
         """Wait until all queued updates are done."""
+        self._check_open()
         self._coordinator.wait_updates()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TiermemError("the runtime of these parameters is closed; offload the model again to go on")

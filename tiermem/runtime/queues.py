@@ -35,15 +35,16 @@ class BackwardThrottle:
         """Wait for a pending update of a unit that is about to be used."""
         self._coordinator.unit_needed(unit)
 
-    def gradients_complete(self, unit: int) -> None:
-        """Have the unit updated, and wait for earlier updates if they lag too far."""
-        self._coordinator.gradients_complete(unit)
+    def gradients_complete(self, unit: int) -> bool:
+        """Have the unit updated, and wait for earlier updates if they lag too far; whether its update has begun."""
+        begun = self._coordinator.gradients_complete(unit)
         self._lagging[unit] = None
         self._lagging = {lagging: None for lagging in self._lagging if self._queue.pending(lagging)}
         while sum(self._nbytes[lagging] for lagging in self._lagging) > self._limit:
             oldest = next(iter(self._lagging))
             self._queue.wait(oldest)
             del self._lagging[oldest]
+        return begun
 
 
 class LazyQueue:

@@ -26,6 +26,8 @@ from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
 from tiermem.stats import Counters, TierStatistics
 from tiermem.timeline import Timeline
 
+# The latest moves and stalls: about 400 bytes each, outside the budget, so 8 MB for a run of any length.
+_TIMELINE_EVENTS = 20_000
 _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 
@@ -73,7 +75,7 @@ def open_storage(
         ResumeError: the commit does not fit its files.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
-    counters, timeline = Counters(), Timeline()
+    counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
     store = CommitStore(config.swap_paths, name=SPACE_NAME)
     space = _open_space(config, beginning, store, swap_nbytes)
     resumed = beginning.manifest is not None

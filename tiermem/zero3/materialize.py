@@ -17,12 +17,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiermem.errors import ConfigError
+from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent
 from tiermem.zero3.gather import Pager
 from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout, slot_view
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.units import Member, ModelUnits, Unit
+
+# Smaller parameters are not worth a mapping of their own.
+_MAPPED_NBYTES = 64 << 10
 
 StoreMaster = Callable[[int, Slot, torch.Tensor], None]
 
@@ -102,7 +106,7 @@ class Materializer:
         fresh = [member for member in unit.members if member.number in absent]
         for member in fresh:
             old = parameters[member.number]
-            values = mark(torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu"))
+            values = mark(_storage_like(old))
             parameters[member.number] = _replace(member, old, values)
         missing = [member for member in unit.members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):
@@ -154,6 +158,20 @@ def plan_layouts(divided: ModelUnits, *, dtype: torch.dtype, tile_numel: int) ->
         plan_layout(unit.number, unit.name, [_info(each) for each in unit.members], dtype=dtype, tile_numel=tile_numel)
         for unit in divided.units
     )
+
+
+def _storage_like(absent: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory in the form of a meta tensor, straight from the operating system and back to it.
+
+    Not from malloc: it keeps freed pieces (of up to 32 MiB with glibc), and with small allocations between them they
+    do not fit the next unit's parameters, so that in the end memory for the whole model would have been taken.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(absent.shape, absent.stride(), strict=True))
+    nbytes = (last + 1) * absent.dtype.itemsize
+    if absent.numel() == 0 or nbytes < _MAPPED_NBYTES:
+        return torch.empty_strided(absent.shape, absent.stride(), dtype=absent.dtype, device="cpu")
+    area = tensor_over(Mapping(nbytes).buffer(0, nbytes))  # the mapping ends with the last tensor over it
+    return area.view(absent.dtype).as_strided(absent.shape, absent.stride())
 
 
 def _info(member: Member) -> ParameterInfo:

@@ -36,8 +36,11 @@ class Listener(Protocol):
         """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
         ...
 
-    def gradients_complete(self, unit: int) -> None:
-        """All gradients that this step will bring for the unit are in its pages; no lease on it is held here."""
+    def gradients_complete(self, unit: int) -> bool:
+        """All gradients that this step will bring for the unit are in its pages; no lease on it is held here.
+
+        Returns whether an update takes them now, after which no more may come.
+        """
         ...
 
 
@@ -77,7 +80,7 @@ class GatherScheduler:
         self._calls: list[_Call] = []
         # Units gathered for backward, in order of arrival.
         self._backward: dict[int, None] = {}
-        # Units with a gradient in this step; True once announced as complete.
+        # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
         self._hooks: list[RemovableHandle] = []
@@ -269,8 +272,7 @@ class GatherScheduler:
         self._gradients.release()
         self._backward.pop(unit, None)
         if self._gatherer.reshard(unit):
-            self._touched[unit] = True
-            self._listener.gradients_complete(unit)
+            self._touched[unit] = self._listener.gradients_complete(unit)
 
 
 def _before_hook(call: Callable[[nn.Module, tuple[int, ...]], None], units: tuple[int, ...]) -> Callable[..., None]:

@@ -1,0 +1,537 @@
+"""The whole pager on real files: threads, coroutines, faults, interruption and closing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_all
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import FaultySystemCalls, Stall
+
+from swap.settings import EngineSettings
+from swap.space import SwapSpace
+from tiermem.errors import CapacityError, InvariantError, TiermemError
+from tiermem.memory.arena import HostArena
+from tiermem.memory.tiers import Tier
+from tiermem.pager import core
+from tiermem.pager.edges import host_chain
+from tiermem.pager.extents import Extents
+from tiermem.pager.lease import Lease, PendingLease
+from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.pager import Pager
+from tiermem.pager.schedule import schedule_of
+from tiermem.pager.service import Appetite
+from tiermem.stats import Counters
+from tiermem.timeline import Timeline
+
+PAGE = 4096
+READ, WRITE, FRESH = Intent.READ, Intent.WRITE, Intent.FRESH
+
+
+def key(number: int) -> PageKey:
+    return PageKey(number, Kind.STATE)
+
+
+class House:
+    """A pager on real files with `frames` pages of host memory."""
+
+    def __init__(self, path: Path, frames: int, *, backend: str = "threads", spare: int = 0) -> None:
+        self.system = FaultySystemCalls()
+        settings = EngineSettings(backend=backend, block_size=PAGE)
+        self.space = SwapSpace.open([path], name="r0", nbytes=64 * PAGE, settings=settings, system=self.system)
+        self.arena = HostArena(frames * PAGE + spare, poison=True)
+        appetite = {Tier.HOST: Appetite(look_ahead=frames * PAGE // 2, reserve=PAGE)}
+        self.counters = Counters()
+        self.pager = Pager(
+            host_chain(self.arena, Extents(self.space)), appetite, counters=self.counters, timeline=Timeline()
+        )
+
+    def add(self, count: int, nbytes: int = PAGE) -> None:
+        for number in range(count):
+            self.pager.add_page(key(number), nbytes)
+
+    def fill(self, number: int, value: int) -> None:
+        with self.pager.lease([key(number)], FRESH) as lease:
+            lease.tensor(key(number)).fill_(value)
+
+    def value(self, number: int) -> int:
+        with self.pager.lease([key(number)], READ) as lease:
+            tensor = lease.tensor(key(number))
+            assert bool((tensor == tensor[0]).all()), tensor
+            return int(tensor[0])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    before = set(threading.enumerate())
+    houses: list[House] = []
+
+    def build(frames: int, **options: Any) -> House:
+        houses.append(House(tmp_path, frames, **options))
+        return houses[-1]
+
+    yield build
+    for house in houses:
+        house.pager.close()
+        house.arena.close()
+        house.space.close(remove=True)
+    assert set(threading.enumerate()) <= before, "a thread is left"
+    gc.collect()  # a task destroyed while pending would warn, and warnings are errors
+
+
+@pytest.mark.parametrize("backend", ["threads", "inline"])
+def test_contents_survive_random_leases_from_threads_and_coroutines(make: Any, backend: str) -> None:
+    """Pages 0-5 belong to one thread, 6-11 to another, 12-17 to coroutines; 18 and 19 are read by all."""
+    house = make(7, backend=backend, spare=1000)
+    pager, model = house.pager, dict.fromkeys(range(20), 0)
+    sizes = [PAGE if number % 3 else PAGE - 100 for number in range(20)]
+    for number in range(20):
+        pager.add_page(key(number), sizes[number])
+        house.fill(number, 0)
+    order = [(Lane.UPDATE if number >= 12 else Lane.COMPUTE, key(number)) for number in range(20)]
+    pager.set_schedule(schedule_of(order))
+    failures: list[BaseException] = []
+
+    def touch(lease: Lease, numbers: list[int], intent: Intent, chance: random.Random) -> None:
+        for number in numbers:
+            tensor = lease.tensor(key(number))
+            assert tensor.shape == (sizes[number],)
+            if intent is not FRESH:
+                assert bool((tensor == model[number]).all()), (number, model[number], tensor)
+            if intent is not READ:
+                model[number] = chance.randrange(255)
+                tensor.fill_(model[number])
+
+    def draw(own: range, chance: random.Random) -> tuple[list[int], Intent]:
+        if chance.random() < 0.2:
+            return [chance.choice([18, 19])], READ
+        return chance.sample(own, chance.randint(1, 2)), chance.choice([READ, WRITE, WRITE, FRESH])
+
+    def work(own: range, seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for turn in range(500):
+                numbers, intent = draw(own, chance)
+                with pager.lease([key(number) for number in numbers], intent) as lease:
+                    touch(lease, numbers, intent, chance)
+                if turn % 50 == 0:
+                    pager.check_invariants()
+                    pager.begin_step()
+        except Exception as error:  # noqa: BLE001
+            failures.append(error)
+
+    async def stream() -> None:
+        chance = random.Random(3)
+        for _ in range(400):
+            numbers, intent = draw(range(12, 18), chance)
+            lease = await pager.acquire([key(number) for number in numbers], intent)
+            await pager.run_worker(touch, lease, numbers, intent, chance)
+            lease.release()
+
+    threads = [threading.Thread(target=work, args=(range(6 * index, 6 * index + 6), index)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    pager.wait_for(pager.start_task(stream()))
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    pager.flush()
+    pager.check_invariants()
+    assert all(Tier.SWAP in valid and not leased for valid, leased in pager.residency().values())
+    assert {number: house.value(number) for number in range(20)} == model
+    assert house.arena.high_water <= 7 * PAGE
+
+
+@pytest.mark.parametrize("broken", ["preadv", "pwritev"])
+def test_an_error_from_the_drive_surfaces_in_wait_and_closing_works(make: Any, broken: str) -> None:
+    house = make(2)
+    house.add(4)
+    for number in range(2):
+        house.fill(number, number)
+    house.pager.flush()
+    house.fill(0, 7)
+    house.system.always(broken, errno.EIO)
+    pending = [house.pager.start_lease([key(number)], FRESH) for number in (2, 3)]
+    if broken == "preadv":
+        for lease in pending:
+            lease.wait().release()
+        pending = [house.pager.start_lease([key(1)], READ)]
+        with pytest.raises(OSError, match="Input/output error"):
+            pending[0].wait()
+        with pytest.raises(OSError, match="Input/output error"):
+            house.value(1)
+        house.pager.lease([key(3)], WRITE).release()
+    else:
+        # Page 1 was clean and made room; the bytes of the others cannot be saved and stay where they are.
+        pending[0].wait().release()
+        with pytest.raises(OSError, match="Input/output error"):
+            pending[1].wait()
+        with pytest.raises(OSError, match="Input/output error"):
+            house.pager.flush()
+    house.pager.check_invariants()
+
+
+def test_flush_raises_the_error_of_the_page(make: Any) -> None:
+    house = make(4)
+    house.add(2)
+    house.fill(0, 1)
+    house.fill(1, 2)
+    house.system.always("pwritev", errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        house.pager.flush()
+    with pytest.raises(OSError, match="No space left"):
+        house.value(0)
+
+
+def test_flush_waits_for_what_is_still_written_to(make: Any) -> None:
+    house = make(4)
+    house.add(2)
+    held = house.pager.lease([key(0)], FRESH)
+    held.tensor(key(0)).fill_(5)
+    done: Future[None] = Future()
+    thread = threading.Thread(target=lambda: done.set_result(house.pager.flush()))
+    thread.start()
+    house.pager.check_invariants()
+    assert not done.done()
+    held.release()
+    thread.join()
+    assert house.pager.residency()[key(0)][0] == {Tier.SWAP, Tier.HOST}
+
+
+def test_a_failed_lease_fails_the_page_and_no_other(make: Any) -> None:
+    house = make(4)
+    house.add(2)
+    house.fill(1, 9)
+    error = ValueError("the kernel went wrong")
+    lease = house.pager.lease([key(0)], FRESH)
+    lease.fail(error)
+    lease.release()
+    with pytest.raises(ValueError, match="went wrong"):
+        house.pager.lease([key(0)], READ)
+    assert house.value(1) == 9
+
+
+def test_a_thread_waiting_while_the_pager_closes_gets_an_error(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    held = house.pager.lease([key(0)], FRESH)
+    pending = house.pager.start_lease([key(0)], READ)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pending.wait()
+        except TiermemError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    house.pager.close()
+    thread.join(10)
+    assert "closed while" in str(caught[0])
+    held.release()
+    house.pager.close()
+
+
+def test_after_closing_everything_says_so_and_nothing_hangs(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    lease = house.pager.lease([key(0)], FRESH)
+    house.pager.close()
+    lease.release()
+    house.pager.start_discard([key(0)])
+    house.pager.begin_step()
+    for call in (
+        lambda: house.pager.lease([key(0)], READ),
+        lambda: house.pager.start_lease([key(0)], READ).wait(),
+        lambda: house.pager.add_page(key(1), PAGE),
+        lambda: house.pager.is_written(key(0)),
+        house.pager.flush,
+        house.pager.check_invariants,
+    ):
+        with pytest.raises(TiermemError, match="closed"):
+            call()
+
+    async def never() -> None: ...
+
+    with pytest.raises(TiermemError, match="closed"):
+        house.pager.start_task(never())
+
+
+def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_GRACE_SECONDS", 0.1)
+    house = make(2)
+    house.add(1)
+    held = house.pager.lease([key(0)], FRESH)
+    entered, go = threading.Event(), threading.Event()
+
+    def kernel() -> str:
+        entered.set()
+        assert go.wait(10)
+        return "done"
+
+    async def leases() -> None:
+        await house.pager.acquire([key(0)], READ)
+
+    async def idle() -> None:
+        await asyncio.Event().wait()
+
+    tasks = [house.pager.start_task(task) for task in (leases(), house.pager.run_worker(kernel), idle())]
+    assert entered.wait(10)
+    closer = threading.Thread(target=house.pager.close)
+    closer.start()
+    with pytest.raises(TiermemError, match="closed while"):
+        tasks[0].result(10)
+    go.set()
+    assert wait_for_all([tasks[1]], 10).done, "ended or cancelled, but not before the kernel"
+    with pytest.raises(CancelledError):
+        tasks[2].result(10)
+    closer.join(10)
+    assert not closer.is_alive()
+    held.release()
+
+
+def test_an_interrupted_wait_gives_the_lease_back(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = make(2)
+    house.add(1)
+    held = house.pager.lease([key(0)], FRESH)
+    pending = house.pager.start_lease([key(0)], READ)
+
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def release(self) -> None: ...
+
+    pending._gate = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    held.release()
+    house.pager.lease([key(0)], WRITE).release()
+    house.pager.check_invariants()
+
+
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_a_lease_that_is_given_up_is_given_back(make: Any, granted_first: bool) -> None:
+    house = make(2)
+    house.add(1)
+    held = house.pager.lease([key(0)], FRESH)
+    pending = house.pager.start_lease([key(0)], READ)
+    if granted_first:
+        held.release()
+        house.pager.check_invariants()
+    pending.give_up()
+    held.release()
+    house.pager.lease([key(0)], WRITE).release()
+
+
+def test_settling_and_giving_up_in_either_order_release_once() -> None:
+    for first in ("settle", "give_up"):
+        released: list[Lease] = []
+        lease = Lease([], {}, lambda lease, _, into=released: into.append(lease))
+        pending = PendingLease(lambda *_: None)
+        if first == "settle":
+            pending.settle(lease, None)
+            pending.give_up()
+        else:
+            pending.give_up()
+            pending.settle(lease, None)
+        lease.release()
+        assert released == [lease]
+
+
+def test_a_lease_is_released_once_by_many_threads(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    for _ in range(50):
+        lease = house.pager.lease([key(0)], FRESH)
+        threads = [threading.Thread(target=lease.release) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(InvariantError, match="after its lease was released"):
+            lease.tensor(key(0))
+    house.pager.check_invariants()
+
+
+@pytest.mark.parametrize("lane", list(Lane))
+def test_a_standstill_is_a_capacity_error_and_not_a_hang(make: Any, lane: Lane) -> None:
+    house = make(3)
+    house.add(4)
+    held = house.pager.lease([key(0), key(1)], FRESH)
+    with pytest.raises(CapacityError, match=r"HOST has no room for 8192 bytes.*unit 0 state tile 0: 4096"):
+        house.pager.lease([key(2), key(3)], FRESH, lane=lane)
+    assert not house.pager.is_written(key(2))
+    held.release()
+    house.pager.lease([key(2), key(3)], FRESH).release()
+
+
+def test_a_task_without_room_fails_when_the_computation_waits_for_it(make: Any) -> None:
+    house = make(3)
+    house.add(4)
+    held = house.pager.lease([key(0), key(1)], FRESH)
+
+    async def update() -> None:
+        await house.pager.acquire([key(2), key(3)], FRESH)
+
+    with pytest.raises(CapacityError):
+        house.pager.wait_for(house.pager.start_task(update()))
+    held.release()
+
+
+def test_asking_early_is_no_standstill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease asked for ahead of time waits for as long as the computation computes, holding what it likes."""
+    monkeypatch.setattr(core, "_STANDSTILL_SECONDS", 0.001)
+    house = make(3)
+    house.add(4)
+    held = house.pager.lease([key(0), key(1)], FRESH)
+    early = house.pager.start_lease([key(2), key(3)], FRESH)
+    for _ in range(200):
+        house.pager.check_invariants()
+    held.release()
+    early.wait().release()
+
+
+def test_a_budget_that_is_no_multiple_of_a_frame(make: Any) -> None:
+    house = make(2, spare=4000)
+    house.add(6, nbytes=100)
+    for number in range(6):
+        house.fill(number, number)
+    assert [house.value(number) for number in range(6)] == list(range(6))
+
+
+def test_a_page_named_twice_is_leased_once(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    with house.pager.lease([key(0), key(0)], FRESH) as lease:
+        assert lease.tensor(key(0)).numel() == PAGE
+    house.pager.check_invariants()
+
+
+def test_an_unknown_page_and_a_page_never_written_are_bugs(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    with pytest.raises(InvariantError, match="no such page"):
+        house.pager.lease([key(5)], READ)
+    with pytest.raises(InvariantError, match="never written"):
+        house.pager.lease([key(0)], READ)
+    with pytest.raises(InvariantError):
+        house.pager.add_page(key(0), PAGE)
+
+
+def test_discarded_contents_are_gone_and_the_page_can_be_written_again(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    house.fill(0, 3)
+    assert house.pager.is_written(key(0))
+    house.pager.start_discard([key(0)])
+    assert not house.pager.is_written(key(0))
+    house.fill(0, 4)
+    assert house.value(0) == 4
+
+
+def test_a_cancelled_acquire_leaves_nothing_held(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    held = house.pager.lease([key(0)], FRESH)
+    for release_first in (False, True):
+
+        async def wait() -> None:
+            await house.pager.acquire([key(0)], WRITE)
+
+        task = house.pager.start_task(wait())
+        house.pager.check_invariants()
+        if release_first:
+            held.release()
+        task.cancel()
+        if not release_first:
+            with pytest.raises(CancelledError):
+                task.result(10)
+    house.pager.lease([key(0)], WRITE).release()
+    house.pager.check_invariants()
+
+
+def test_a_cancelled_kernel_is_waited_for(make: Any) -> None:
+    house = make(2)
+    entered, go, after = threading.Event(), threading.Event(), threading.Event()
+
+    def kernel() -> None:
+        entered.set()
+        assert go.wait(10)
+
+    async def update() -> None:
+        try:
+            await house.pager.run_worker(kernel)
+        finally:
+            assert go.is_set()
+            after.set()
+
+    task = house.pager.start_task(update())
+    assert entered.wait(10)
+    task.cancel()
+    house.pager.check_invariants()
+    assert not after.is_set(), "the kernel still writes into leased frames"
+    go.set()
+    assert after.wait(10)
+
+
+def test_closing_waits_for_moves_in_flight(make: Any) -> None:
+    house = make(2)
+    house.add(1)
+    stall = Stall()
+    house.system.inject("pwritev", stall)
+    house.fill(0, 1)
+    caught: list[TiermemError] = []
+
+    def flush_until_closed() -> None:
+        try:
+            house.pager.flush()
+        except TiermemError as error:
+            caught.append(error)
+
+    flush = threading.Thread(target=flush_until_closed)
+    flush.start()
+    assert stall.entered.wait(10)
+    closer = threading.Thread(target=house.pager.close)
+    closer.start()
+    flush.join(10)
+    assert len(caught) == 1
+    assert closer.is_alive()
+    stall.release()
+    closer.join(10)
+    assert not closer.is_alive()
+
+
+def test_after_an_error_that_should_not_exist_everybody_gets_it(make: Any) -> None:
+    house = make(2)
+    house.add(2)
+    held = house.pager.lease([key(0)], FRESH)
+    waiting = house.pager.start_lease([key(0)], READ)
+    house.pager.start_discard([key(9)])
+    for lease in (waiting, house.pager.start_lease([key(1)], FRESH)):
+        with pytest.raises(InvariantError, match="no such page"):
+            lease.wait()
+    with pytest.raises(InvariantError, match="no such page"):
+        house.pager.flush()
+    held.release()
+
+
+def test_tensors_are_views_of_the_frame(make: Any) -> None:
+    house = make(2)
+    house.pager.add_page(key(0), 100)
+    with house.pager.lease([key(0)], FRESH) as lease:
+        tensor = lease.tensor(key(0))
+        assert (tensor.shape, tensor.dtype) == ((100,), torch.uint8)
+        assert tensor.untyped_storage().nbytes() == PAGE

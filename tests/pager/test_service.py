@@ -1,0 +1,503 @@
+"""Named scenarios of the service, on tiers whose transfers end when the test says so. Every page here is 10 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from doubles_chain import SteppedTransfer, stepped_chain
+
+from swap.requests import Priority
+from tiermem.errors import CapacityError, InvariantError
+from tiermem.memory.tiers import Tier
+from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
+from tiermem.pager.residency import Residency
+from tiermem.pager.schedule import Forecast, schedule_of
+from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.stats import Counters
+
+LOST = OSError(5, "injected")
+READ, WRITE, FRESH = Intent.READ, Intent.WRITE, Intent.FRESH
+SWAP, HOST, DEVICE = Tier.SWAP, Tier.HOST, Tier.DEVICE
+
+
+class Bench:
+    """A service with `count` pages, all of them on SWAP only to begin with."""
+
+    def __init__(
+        self, host: int, device: int | None = None, *, count: int = 6, look_ahead: int = 0, reserve: int = 10
+    ) -> None:
+        self.chain, self.flying, self.store = stepped_chain(host, device)
+        self.ended: list[Any] = []
+        self.forecast, self.counters = Forecast(), Counters()
+        self.residency = Residency(
+            self.chain, self.forecast, self.counters, ended=lambda *what: self.ended.append(what)
+        )
+        self.service = Service(self.residency, {tier: Appetite(look_ahead, reserve) for tier in self.chain.arenas})
+        self.pages = [self.residency.add(PageKey(number, Kind.PARAM), 10) for number in range(count)]
+        for page in self.pages:
+            page.valid = {SWAP}
+            self.store[page.key] = page.key.unit
+
+    def ask(self, *numbers: int, intent: Intent = READ, lane: Lane = Lane.COMPUTE) -> Asked:
+        pages = [self.pages[number] for number in numbers]
+        return Asked(self, pages, intent, lane, self.chain.top if lane is Lane.COMPUTE else HOST)
+
+    def pump(self) -> None:
+        self.service.pump()
+        self.residency.check_invariants()
+
+    def moving(self) -> list[tuple[int, Tier]]:
+        return [(transfer.page.key.unit, transfer.target) for transfer in self.flying]
+
+    def end(self, number: int, error: BaseException | None = None) -> SteppedTransfer:
+        transfer = next(transfer for transfer in self.flying if transfer.page is self.pages[number])
+        self.flying.remove(transfer)
+        transfer.finish(error)
+        while self.ended:
+            self.residency.finish_move(*self.ended.pop(0))
+        self.pump()
+        return transfer
+
+    def settle(self) -> None:
+        while self.flying:
+            self.end(self.flying[0].page.key.unit)
+
+    def bring(self, *numbers: int, intent: Intent = READ) -> None:
+        """Use pages once each, in order, until everything has settled."""
+        for number in numbers:
+            asked = self.ask(number, intent=intent)
+            self.settle()
+            asked.give_back()
+
+    def order(self, *numbers: int) -> None:
+        self.forecast.set_schedule(schedule_of((Lane.COMPUTE, self.pages[number].key) for number in numbers))
+        self.residency.reclassify()
+        self.pump()
+
+    def on(self, tier: Tier) -> set[int]:
+        return {page.key.unit for page in self.pages if tier in page.valid}
+
+
+class Asked:
+    """A request and what became of it."""
+
+    def __init__(self, bench: Bench, pages: list[Page], intent: Intent, lane: Lane, tier: Tier) -> None:
+        self.bench, self.error = bench, None
+        self.granted = self.refused = False
+        self.request = LeaseRequest(pages, intent, lane, tier, self._finished)
+        bench.service.submit(self.request)
+        bench.pump()
+
+    def _finished(self, error: BaseException | None) -> None:
+        assert not self.granted
+        assert not self.refused
+        self.granted, self.refused, self.error = error is None, error is not None, error
+
+    def give_back(self) -> None:
+        assert self.granted, (self.error, self.request)
+        self.bench.service.release(self.request.pages, self.request.tier)
+        self.bench.pump()
+
+    def frame(self) -> Any:
+        return self.request.pages[0].frames[self.request.tier]
+
+
+def test_a_demand_evicts_the_page_used_farthest_in_the_future() -> None:
+    bench = Bench(30)
+    bench.bring(0, 1, 2)
+    bench.order(1, 0, 3, 2)
+    asked = bench.ask(3)
+    assert bench.on(HOST) == {0, 1}
+    bench.settle()
+    assert asked.granted
+    assert bench.on(HOST) == {0, 1, 3}
+
+
+def test_a_dirty_victim_is_written_back_before_it_goes() -> None:
+    bench = Bench(10)
+    bench.bring(0, intent=WRITE)
+    assert bench.pages[0].valid == {HOST}
+    asked = bench.ask(1)
+    assert bench.moving() == [(0, SWAP)]
+    assert bench.pages[0].valid == {HOST}, "the source stays valid until the move has ended"
+    bench.end(0)
+    assert bench.moving() == [(1, HOST)]
+    assert bench.pages[0].valid == {SWAP}
+    bench.end(1)
+    assert asked.granted
+
+
+def test_a_leased_page_is_never_evicted() -> None:
+    bench = Bench(20)
+    held = bench.ask(0)
+    bench.settle()
+    bench.bring(1, 2, 3)
+    assert bench.on(HOST) == {0, 3}
+    held.give_back()
+    bench.bring(4)
+    assert bench.on(HOST) == {3, 4}
+
+
+def test_what_is_being_written_back_may_be_read_but_not_written() -> None:
+    bench = Bench(20)
+    bench.bring(0, intent=WRITE)
+    bench.residency.start_move(bench.pages[0], SWAP, Priority.WRITE_BACK)
+    reader = bench.ask(0)
+    assert reader.granted
+    writer = bench.ask(0, intent=WRITE)
+    assert not writer.granted
+    assert bench.flying[0].promoted, "somebody waits for the write now"
+    bench.end(0)
+    assert not writer.granted, "still read"
+    reader.give_back()
+    assert writer.granted
+    assert bench.pages[0].valid == {HOST}
+
+
+def test_room_is_not_made_of_a_page_that_is_read_while_it_is_written_back() -> None:
+    bench = Bench(10)
+    bench.bring(0, intent=WRITE)
+    demand = bench.ask(1)
+    reader = bench.ask(0)
+    assert reader.granted
+    bench.end(0)
+    assert not demand.granted
+    assert bench.on(HOST) == {0}
+    reader.give_back()
+    bench.settle()
+    assert demand.granted
+
+
+def test_an_exclusive_lease_waits_for_all_readers_and_readers_for_it() -> None:
+    bench = Bench(20)
+    bench.bring(0)
+    readers = [bench.ask(0), bench.ask(0)]
+    writer = bench.ask(0, intent=WRITE)
+    for reader in readers:
+        assert not writer.granted
+        reader.give_back()
+    assert writer.granted
+    late = bench.ask(0)
+    assert not late.granted
+    writer.give_back()
+    assert late.granted
+
+
+def test_a_page_discarded_while_it_moves_is_forgotten_afterwards() -> None:
+    bench = Bench(20)
+    bench.ask(0)
+    bench.residency.discard(bench.pages[0])
+    fresh = bench.ask(0, intent=FRESH)
+    assert bench.pages[0].doomed
+    bench.end(0)
+    assert not bench.pages[0].doomed
+    assert fresh.granted
+    assert bench.pages[0].valid == {HOST}
+
+
+def test_a_read_of_a_page_discarded_under_way_is_told_so() -> None:
+    bench = Bench(20)
+    reader = bench.ask(0)
+    bench.residency.discard(bench.pages[0])
+    bench.end(0)
+    assert isinstance(reader.error, InvariantError)
+    assert bench.chain.arenas[HOST].reserved == 0
+
+
+def test_a_failed_read_is_raised_to_whoever_asked_and_others_go_on() -> None:
+    bench = Bench(20)
+    asked, other = bench.ask(0), bench.ask(1)
+    bench.end(0, LOST)
+    assert asked.error is LOST
+    assert bench.pages[0].valid == {SWAP}
+    bench.end(1)
+    assert other.granted
+    assert bench.ask(0).error is LOST, "and to whoever asks later"
+    assert bench.chain.arenas[HOST].reserved == 10, "the frame of the failed read is free again"
+
+
+def test_a_lease_on_several_pages_gives_all_back_when_one_fails() -> None:
+    bench = Bench(20)
+    asked = bench.ask(0, 1)
+    bench.end(1)
+    bench.end(0, LOST)
+    assert asked.error is LOST
+    assert not bench.pages[1].is_leased
+
+
+def test_a_failed_write_back_keeps_the_bytes_and_fails_that_page_only() -> None:
+    bench = Bench(20, reserve=0)
+    bench.bring(0, 1, intent=WRITE)
+    demand = bench.ask(2)
+    bench.end(0, LOST)
+    assert bench.pages[0].valid == {HOST}
+    assert bench.pages[0].error is LOST
+    bench.settle()
+    assert demand.granted
+    assert bench.on(HOST) == {0, 2}, "the bytes that could not be saved are not given up"
+    demand.give_back()
+    second = bench.ask(3, 4)
+    bench.settle()
+    while bench.service.resolve_standstill():
+        bench.settle()
+    assert second.error is LOST, "what kept the room from being made"
+
+
+def test_a_refused_start_is_an_error_of_the_page() -> None:
+    bench = Bench(20)
+    bench.chain.edges[SWAP, HOST].refuse = LOST  # type: ignore[attr-defined]
+    assert bench.ask(0).error is LOST
+    assert bench.residency.moves == 0
+    assert bench.chain.arenas[HOST].reserved == 0
+
+
+def test_read_ahead_leaves_the_reserve() -> None:
+    bench = Bench(40, look_ahead=100, reserve=20)
+    bench.order(0, 1, 2, 3, 4, 5)
+    assert bench.moving() == [(0, HOST), (1, HOST)]
+    bench.settle()
+    assert bench.on(HOST) == {0, 1}
+
+
+def test_read_ahead_stays_within_the_look_ahead_and_moves_with_the_cursor() -> None:
+    bench = Bench(60, look_ahead=20)
+    bench.order(0, 1, 2, 3, 4, 5)
+    bench.settle()
+    assert bench.on(HOST) == {0, 1}
+    bench.bring(0)
+    assert bench.on(HOST) == {0, 1, 2}
+    assert bench.counters.snapshot().total.cache_misses == 0
+
+
+def test_read_ahead_takes_no_room_while_a_demand_lacks_it() -> None:
+    bench = Bench(20, look_ahead=20, reserve=0)
+    held = bench.ask(5)
+    bench.settle()
+    demand = bench.ask(3, 4)
+    bench.order(0, 1, 2, 3, 4, 5)
+    bench.settle()
+    assert bench.on(HOST).isdisjoint({0, 1, 2})
+    held.give_back()
+    bench.settle()
+    assert demand.granted
+
+
+def test_a_demand_promotes_what_was_fetched_ahead() -> None:
+    bench = Bench(40, look_ahead=20)
+    bench.order(0, 1, 2)
+    ahead = next(transfer for transfer in bench.flying if transfer.page is bench.pages[1])
+    assert ahead.priority is Priority.READ_AHEAD
+    asked = bench.ask(1)
+    assert ahead.promoted
+    bench.settle()
+    assert asked.granted
+    assert bench.counters.snapshot().total.cache_misses == 1
+
+
+def test_a_tier_that_holds_everything_writes_nothing_early() -> None:
+    bench = Bench(60, look_ahead=60)
+    bench.order(0, 1, 2, 3, 4, 5)
+    bench.settle()
+    bench.bring(0, 1, 2, 3, 4, 5, intent=WRITE)
+    assert bench.counters.snapshot().total.bytes_written == 0
+
+
+def test_dirty_pages_leave_before_their_room_is_asked_for() -> None:
+    bench = Bench(30, look_ahead=20)
+    bench.order(0, 1, 2, 3, 4, 5)
+    bench.settle()
+    first = bench.ask(0, intent=WRITE)
+    first.give_back()
+    assert (0, SWAP) in bench.moving()
+
+
+def test_a_capacity_error_names_tier_bytes_budget_mark_and_holders() -> None:
+    bench = Bench(30)
+    held = bench.ask(0, 1, intent=WRITE)
+    bench.settle()
+    demand = bench.ask(2, 3)
+    bench.settle()
+    assert not demand.granted
+    assert not demand.refused, "waiting, as long as a lease may be given back"
+    assert bench.service.resolve_standstill()
+    assert isinstance(demand.error, CapacityError)
+    for part in ("HOST has no room for 20 bytes", "budget 30", "high-water mark 30", "unit 0 param tile 0: 10"):
+        assert part in str(demand.error)
+    held.give_back()
+    assert bench.residency.census.held[HOST] == 0
+
+
+def test_a_page_that_never_fits_is_refused_when_it_is_made_known() -> None:
+    bench = Bench(30, device=20)
+    with pytest.raises(CapacityError, match="25 bytes on DEVICE"):
+        bench.residency.add(PageKey(9, Kind.PARAM), 25)
+    with pytest.raises(InvariantError):
+        bench.residency.add(PageKey(0, Kind.PARAM), 10)
+    with pytest.raises(InvariantError):
+        bench.residency.add(PageKey(9, Kind.PARAM), 0)
+
+
+def test_at_a_standstill_a_later_demand_may_pass_an_earlier_one() -> None:
+    bench = Bench(30)
+    held = bench.ask(0, 1)
+    bench.settle()
+    large = bench.ask(2, 3)
+    bench.settle()
+    small = bench.ask(4)
+    assert not small.granted, "in order, as long as something may still happen"
+    assert bench.service.resolve_standstill()
+    bench.settle()
+    assert small.granted
+    assert not large.refused
+    small.give_back()
+    held.give_back()
+    bench.settle()
+    assert large.granted
+
+
+def test_two_demands_that_hold_half_of_what_both_need_are_untangled() -> None:
+    bench = Bench(40)
+    bench.bring(0, 1)
+    blockers = [bench.ask(0), bench.ask(1)]
+    one = bench.ask(2, 1, intent=WRITE)
+    two = bench.ask(3, 0, intent=WRITE)
+    bench.settle()
+    third = bench.ask(3, 2, intent=WRITE)
+    for blocker in blockers:
+        blocker.give_back()
+    assert one.granted
+    assert two.granted
+    one.give_back()
+    two.give_back()
+    assert third.granted
+
+
+def test_leases_in_a_circle_are_untangled() -> None:
+    bench = Bench(60)
+    bench.bring(0, 1, 2)
+    reader_of_1 = bench.ask(1)
+    one = bench.ask(0, 1, intent=WRITE)  # holds 0, waits for the reader of 1
+    two = bench.ask(1, 0, intent=READ)  # holds 1 as well, waits for 0
+    reader_of_1.give_back()
+    assert not one.granted
+    assert not two.granted
+    assert bench.service.resolve_standstill()
+    bench.pump()
+    assert one.granted
+    one.give_back()
+    assert two.granted
+
+
+def test_a_refused_fresh_lease_costs_no_contents() -> None:
+    bench = Bench(20)
+    held = bench.ask(0)
+    bench.settle()
+    fresh = bench.ask(1, 2, intent=FRESH)
+    assert bench.pages[1].is_leased
+    assert bench.service.resolve_standstill()
+    assert isinstance(fresh.error, CapacityError)
+    assert bench.pages[1].valid == {SWAP}
+    held.give_back()
+    reader = bench.ask(1)
+    bench.settle()
+    assert reader.frame().contents == 1
+
+
+def test_without_anybody_waiting_there_is_no_capacity_error() -> None:
+    bench = Bench(20)
+
+    class Later:
+        awaited = False
+
+    held = bench.ask(0)
+    bench.settle()
+    early = bench.ask(1, 2)
+    early.request.waiter = Later()
+    assert not bench.service.resolve_standstill()
+    assert not early.refused
+    held.give_back()
+    bench.settle()
+    assert early.granted
+
+
+def test_flush_writes_what_is_dirty_leased_for_reading_or_not() -> None:
+    bench = Bench(40)
+    bench.bring(0, 1, intent=WRITE)
+    reader = bench.ask(1)
+    writer = bench.ask(2, intent=FRESH)
+    bench.service.start_flush()
+    bench.pump()
+    assert sorted(bench.moving()) == [(0, SWAP), (1, SWAP)]
+    bench.settle()
+    assert bench.service.unsaved() == 10, "the page that is being written to"
+    writer.give_back()
+    bench.settle()
+    assert bench.service.unsaved() == 0
+    bench.service.end_flush()
+    reader.give_back()
+    assert bench.on(HOST) == {0, 1, 2}, "flushing evicts nothing"
+
+
+def test_a_page_goes_up_both_edges_and_comes_down_dirty() -> None:
+    bench = Bench(20, device=10)
+    asked = bench.ask(0, intent=WRITE)
+    assert bench.moving() == [(0, HOST)]
+    bench.end(0)
+    assert bench.moving() == [(0, DEVICE)]
+    bench.end(0)
+    assert asked.granted
+    assert bench.pages[0].valid == {DEVICE}
+    assert bench.chain.arenas[HOST].reserved == 0, "the outdated copy below is given up at once"
+    asked.frame().contents = 77
+    asked.give_back()
+    other = bench.ask(1)
+    bench.settle()
+    assert other.granted
+    assert DEVICE not in bench.pages[0].valid
+    other.give_back()
+    again = bench.ask(0)
+    bench.settle()
+    assert again.frame().contents == 77
+
+
+def test_the_update_gets_in_host_what_is_dirty_on_the_device() -> None:
+    bench = Bench(20, device=20)
+    bench.bring(0, intent=WRITE)
+    update = bench.ask(0, intent=WRITE, lane=Lane.UPDATE)
+    assert bench.moving() == [(0, HOST)]
+    bench.end(0)
+    assert update.granted
+    assert bench.pages[0].valid == {HOST}
+    assert bench.chain.arenas[DEVICE].reserved == 0
+
+
+def test_a_page_in_use_on_the_device_does_not_keep_its_clean_copy_in_host() -> None:
+    bench = Bench(10, device=30)
+    held = bench.ask(0)
+    bench.settle()
+    assert held.granted
+    second = bench.ask(1)
+    bench.settle()
+    assert second.granted
+    assert bench.on(DEVICE) == {0, 1}
+
+
+def test_two_that_must_pass_each_other_in_host_do_not_change_places_for_ever() -> None:
+    bench = Bench(10, device=10)
+    bench.bring(0, intent=WRITE)
+    asked = bench.ask(1)
+    for _ in range(20):
+        bench.settle()
+    assert asked.granted
+    assert bench.pages[0].valid == {SWAP}
+
+
+def test_read_ahead_goes_up_both_edges() -> None:
+    bench = Bench(40, device=30, look_ahead=20)
+    bench.order(0, 1, 2, 3)
+    bench.settle()
+    bench.settle()
+    assert {0, 1} <= bench.on(DEVICE)
+    asked = bench.ask(0)
+    assert asked.granted

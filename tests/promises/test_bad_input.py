@@ -1,0 +1,609 @@
+"""What cannot work is said clearly, by the documented class of error, before anything is lost; and nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_scenarios import Wide, tokens_batch, wide_batch
+from doubles_training import MIB, budget_for, config_for, least_budget, plain
+from torch import nn
+
+import swap
+import tiermem
+from swap.syscalls import SystemCalls
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def offload(model, directory, update="step", budget: int | str = 32 * MIB, **settings):
+    return tiermem.offload(model, config_for(directory, budget, update, **settings))
+
+
+def untouched(model, weights):
+    """Whether a refused model still is what it was."""
+    return all(torch.equal(values, weights[name]) for name, values in model.state_dict().items())
+
+
+@contextlib.contextmanager
+def refused(error, match, model=None, directory=None):
+    """An error of this class, and neither the model nor the directory changed, no thread left."""
+    weights = {} if model is None else {name: values.clone() for name, values in model.state_dict().items()}
+    before = sorted(directory.iterdir()) if directory is not None and directory.is_dir() else []
+    threads = threading.active_count()
+    with pytest.raises(error, match=match):
+        yield
+    if model is not None:
+        assert untouched(model, weights)
+    if directory is not None and directory.is_dir():
+        assert sorted(directory.iterdir()) == before
+    assert threading.active_count() <= threads
+
+
+def python(code: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HOME": "/nonexistent"}
+    command = [*prefix, sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+# Budgets.
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("make", [Stack, Wide])
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_an_impossible_budget_names_the_largest_unit_and_the_least_that_works(tmp_path, make, update, param_dtype):
+    model = make()
+    least = least_budget(model, tmp_path, param_dtype=param_dtype)
+    for base in (tiermem.CapacityError, tiermem.ConfigError, tiermem.BudgetError):
+        with refused(base, rf"largest unit \(\S+, \d+ bytes.*{least} bytes", model, tmp_path):
+            offload(model, tmp_path, update, least - 4096, param_dtype=param_dtype)
+    batch = tokens_batch if make is Stack else wide_batch
+    with offload(model, tmp_path, update, least, param_dtype=param_dtype) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        if make is Stack:
+            batch(model).backward()
+        else:
+            model(torch.randn(3, 48).to(getattr(torch, param_dtype))).square().mean().backward()
+        optimizer.step()
+        runtime.settle()
+        assert runtime.statistics().tiers[-1].high_water <= least
+
+
+def test_the_named_unit_is_the_largest(tmp_path):
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(90, 80), nn.Linear(8, 9)])})
+    with refused(tiermem.BudgetError, r"largest unit \(layers\.1,", model, tmp_path):
+        offload(model, tmp_path, "step", 8192)
+
+
+# Swap directories.
+
+
+def test_no_swap_directory(tmp_path):
+    model = Stack()
+    with refused(tiermem.ConfigError, "swap_dirs", model):
+        tiermem.offload(model, tiermem.Config(host_memory="32MiB", device="cpu"))
+
+
+def test_a_missing_swap_directory(tmp_path):
+    model = Stack()
+    with refused(swap.SwapIOError, "nowhere.*ENOENT.*create the directory", model, tmp_path) as caught:
+        offload(model, tmp_path / "nowhere")
+    assert caught is None
+
+
+def test_a_file_where_the_directory_should_be(tmp_path):
+    model = Stack()
+    (tmp_path / "file").write_text("precious")
+    with refused(swap.SwapIOError, "ENOTDIR", model, tmp_path):
+        offload(model, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def swap_file_name(directory) -> str:
+    with offload(Stack(), directory):
+        return next(path.name for path in directory.iterdir() if path.stat().st_size > 4096)
+
+
+def test_a_directory_where_the_swap_file_should_be(tmp_path):
+    name = swap_file_name(tmp_path)
+    (tmp_path / name).mkdir()
+    model = Stack()
+    with refused(swap.SwapError, name, model):
+        offload(model, tmp_path)
+    assert (tmp_path / name).is_dir()
+
+
+def test_a_foreign_file_with_our_name_is_left_alone(tmp_path):
+    name = swap_file_name(tmp_path)
+    (tmp_path / name).write_bytes(b"somebody's thesis" * 1000)
+    model = Stack()
+    with refused(swap.FormatError, name, model):
+        offload(model, tmp_path)
+    assert (tmp_path / name).read_bytes() == b"somebody's thesis" * 1000
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path):
+    name = swap_file_name(tmp_path)
+    (tmp_path / "target").write_bytes(b"x" * 5000)
+    (tmp_path / name).symlink_to(tmp_path / "target")
+    model = Stack()
+    with refused(swap.SwapError, name, model):
+        offload(model, tmp_path)
+    assert (tmp_path / "target").read_bytes() == b"x" * 5000
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    first, second = Stack(), Stack()
+    with offload(first, tmp_path):
+        with refused(swap.SwapInUseError, str(tmp_path), second, tmp_path):
+            offload(second, tmp_path)
+        tokens_batch(first).backward()
+    with offload(second, tmp_path):
+        tokens_batch(second).backward()
+
+
+TRY_TO_OFFLOAD = """
+    import sys, torch, swap, tiermem
+    from pathlib import Path
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    if len(sys.argv) > 2:
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+    try:
+        tiermem.offload(model, tiermem.Config(host_memory="8MiB", swap_dirs=[sys.argv[1]], device="cpu"))
+    except swap.SwapError as error:
+        assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+        print(type(error).__name__, getattr(error, "errno", None), error)
+    """
+
+
+def test_a_full_swap_directory(tmp_path):
+    """A file size limit: the room is preallocated, so that it is missed at the start."""
+    found = python(TRY_TO_OFFLOAD, str(tmp_path), str(1 << 20))
+    assert found.stdout.startswith(("SwapIOError", "SwapFullError")), found.stdout + found.stderr
+    assert "cannot reserve" in found.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def mounted(target, *options):
+    done = subprocess.run(["mount", *options, str(target)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+
+
+@needs_root
+def test_a_full_disk(tmp_path):
+    (tmp_path / "small").mkdir()
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as directory:
+        found = python(TRY_TO_OFFLOAD, str(directory))
+        assert found.stdout.startswith("SwapFullError"), found.stdout + found.stderr
+        assert list(directory.iterdir()) == []
+
+
+@needs_root
+def test_a_read_only_file_system(tmp_path):
+    (tmp_path / "fixed").mkdir()
+    with mounted(tmp_path / "fixed", "-t", "tmpfs", "-o", "ro,size=64m", "tmpfs") as directory:
+        found = python(TRY_TO_OFFLOAD, str(directory))
+        assert found.stdout.startswith(f"SwapIOError {errno.EROFS}"), found.stdout + found.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write whatever the modes say")
+def test_a_directory_without_write_permission(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    model = Stack()
+    with refused(swap.SwapIOError, "EACCES", model):
+        offload(model, tmp_path / "closed")
+
+
+# Settings and models.
+
+
+def test_misspelt_setting():
+    with pytest.raises(tiermem.ConfigError, match="did you mean 'host_memory'"):
+        tiermem.Config.from_dict({"host_memroy": "1GiB"})
+    with pytest.raises(TypeError, match="host_memroy"):
+        tiermem.Config(host_memroy="1GiB")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"param_dtype": "float8"}, {"update": "sideways"}, {"device": "tpu"}, {"host_memory": "much"}]
+)
+def test_unknown_values_of_settings(setting, tmp_path):
+    with pytest.raises(tiermem.ConfigError, match=next(iter(setting))):
+        tiermem.Config(**({"swap_dirs": [tmp_path]} | setting))
+
+
+def test_a_model_without_parameters(tmp_path):
+    with refused(tiermem.ConfigError, "parameter", None, tmp_path):
+        offload(nn.Sequential(nn.ReLU(), nn.Dropout()), tmp_path)
+
+
+def test_a_model_of_frozen_parameters_only_runs_and_its_optimizer_does_nothing(tmp_path):
+    model = Stack().requires_grad_(False)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = tokens_batch(model)
+        with offload(model, tmp_path):
+            torch.manual_seed(0)
+            assert torch.equal(tokens_batch(model), expected)
+            optimizer = tiermem.AdamW(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_parameters_offloaded_twice(tmp_path):
+    model = Stack()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with offload(model, tmp_path / "a"):
+        with refused(tiermem.ConfigError, "is offloaded already", None, tmp_path / "b"):
+            offload(model, tmp_path / "b")
+        tokens_batch(model).backward()
+
+
+def test_a_config_of_another_kind():
+    with pytest.raises(tiermem.ConfigError, match=r"tiermem\.Config, found dict"):
+        tiermem.offload(Stack(), {"host_memory": "1GiB"})
+
+
+def test_an_optimizer_on_foreign_parameters(tmp_path):
+    model = Stack()
+    with pytest.raises(tiermem.ConfigError, match="does not belong to an offloaded model"):
+        tiermem.AdamW(Stack().parameters())
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.ConfigError, match="does not belong to an offloaded model"):
+            tiermem.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
+        with pytest.raises(tiermem.ConfigError, match="does not belong to this runtime"):
+            runtime.parameter(nn.Parameter(torch.zeros(3)))
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_torchs_optimizer_by_mistake_changes_nothing(update, tmp_path):
+    """It finds no gradient anywhere, hence does not touch the placeholders; ours goes on afterwards."""
+    model, weights = Stack(), {}
+    with offload(model, tmp_path, update) as runtime:
+        for name, parameter in model.named_parameters():
+            weights[name] = runtime.parameter(parameter)
+        wrong = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            tokens_batch(model).backward()
+            wrong.step()
+            wrong.zero_grad()
+        assert not wrong.state
+        for name, parameter in model.named_parameters():
+            assert torch.equal(runtime.parameter(parameter), weights[name])
+        right = tiermem.AdamW(model.parameters())
+        right.zero_grad()
+        tokens_batch(model).backward()
+        right.step()
+        assert not torch.equal(runtime.parameter(model.shift), weights["shift"])
+
+
+def test_clip_call_in_backward_is_refused_and_training_goes_on(tmp_path):
+    model = Stack()
+    with offload(model, tmp_path, "backward"):
+        optimizer = tiermem.AdamW(model.parameters())
+        tokens_batch(model).backward()
+        with pytest.raises(tiermem.ConfigError, match="update='forward' or update='step'"):
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert tokens_batch(model).isfinite()
+
+
+@pytest.mark.parametrize("setting", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"max_grad_norm": 0.0}, {"amsgrad": True}])
+def test_impossible_hyperparameters(setting, tmp_path):
+    model = Stack()
+    with offload(model, tmp_path), pytest.raises(tiermem.ConfigError):
+        tiermem.AdamW(model.parameters(), **setting)
+
+
+# Gradients that are not finite.
+
+
+def weights_of(runtime):
+    runtime.settle()
+    return {name: runtime.parameter(parameter) for name, parameter in runtime.model.named_parameters()}
+
+
+def equal(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.filterwarnings("ignore:max_grad_norm needs the norm:UserWarning")
+def test_gradients_that_are_not_finite_skip_the_step(update, bad, max_grad_norm, tmp_path):
+    if update == "backward" and max_grad_norm is None:
+        pytest.skip("updates before the norm is known: see the tests of refusal")
+    model = Stack()
+    with offload(model, tmp_path, update, budget_for(model, tmp_path, "least")) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), max_grad_norm=max_grad_norm)
+        for number in range(5):
+            loss = tokens_batch(model)
+            if number in (0, 2, 3):
+                (loss * bad).backward()
+                before = weights_of(runtime)
+                count = optimizer.steps_of(model.shift)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    optimizer.step()
+                assert [bool(caught), optimizer.skipped] == [number == 0, (1, 1, 2, 3, 3)[number]]
+                assert equal(weights_of(runtime), before)
+                assert optimizer.steps_of(model.shift) == count
+                assert runtime.gradient(model.shift) is None
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.steps_of(model.shift) == 2
+        assert all(values.isfinite().all() for values in weights_of(runtime).values())
+
+
+class Poisoned(torch.autograd.Function):
+    """Passes values on, and turns gradients into NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+class PartlyBad(Wide):
+    """Layers above `bad_below` get finite gradients, those below NaN."""
+
+    bad_below = 0
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(Poisoned.apply(x) if number and number == self.bad_below else x)
+        return x
+
+
+@pytest.mark.parametrize("ending", ["step", "zero_grad", "both"])
+@pytest.mark.parametrize("bad_below", [2, 1])
+@pytest.mark.parametrize("budget", ["generous", "least"])
+def test_backward_refuses_a_unit_with_a_bad_gradient_and_training_goes_on(ending, bad_below, budget, tmp_path):
+    torch.manual_seed(0)
+    model = PartlyBad()
+    with offload(model, tmp_path, "backward", budget_for(model, tmp_path, budget)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for number in range(6):
+            optimizer.zero_grad()
+            model.bad_below = bad_below if number in (2, 4) else 0
+            before = weights_of(runtime)
+            if not model.bad_below:
+                wide_batch(model).backward()
+                optimizer.step()
+                after = weights_of(runtime)
+                assert not any(torch.equal(before[name], after[name]) for name in before)
+                continue
+            with pytest.raises(tiermem.TiermemError, match="not finite"):
+                wide_batch(model).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if ending != "zero_grad":
+                    optimizer.step()
+                if ending != "step":
+                    optimizer.zero_grad()
+            after = weights_of(runtime)
+            for name in before:
+                below = int(name.split(".")[1]) < bad_below
+                assert below <= torch.equal(before[name], after[name]), name
+        assert all(values.isfinite().all() for values in weights_of(runtime).values())
+
+
+def test_backward_skips_a_whole_bad_step_as_long_as_nothing_was_updated(tmp_path):
+    """The first step knows nothing of completeness, so nothing is updated before `step()`."""
+    model = Stack()
+    with offload(model, tmp_path, "backward") as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        before = weights_of(runtime)
+        (tokens_batch(model) * float("nan")).backward()
+        with pytest.warns(UserWarning, match="not finite"):
+            optimizer.step()
+        assert equal(weights_of(runtime), before)
+
+
+# After the end, and in the wrong place.
+
+
+def test_use_after_close(tmp_path):
+    model = Stack()
+    runtime = offload(model, tmp_path)
+    optimizer = tiermem.AdamW(model.parameters())
+    tokens_batch(model).backward()
+    runtime.close()
+    for use in (
+        lambda: runtime.parameter(model.shift),
+        lambda: runtime.master(model.shift),
+        lambda: runtime.gradient(model.shift),
+        lambda: runtime.settle(),
+        lambda: runtime.gathered(model).__enter__(),
+        lambda: optimizer.step(),
+        lambda: optimizer.zero_grad(),
+        lambda: tiermem.AdamW(model.parameters()),
+    ):
+        with pytest.raises(tiermem.TiermemError):
+            use()
+    runtime.statistics()
+    runtime.close()
+
+
+def test_writing_into_a_sharded_parameter(tmp_path):
+    model = Stack()
+    with offload(model, tmp_path) as runtime:
+        before = runtime.parameter(model.shift)
+        with pytest.raises(RuntimeError), torch.no_grad():
+            model.shift.add_(1.0)
+        with pytest.raises(RuntimeError), torch.no_grad():
+            nn.init.normal_(model.layers[0].up.weight)
+        assert torch.equal(runtime.parameter(model.shift), before)
+        tokens_batch(model).backward()
+
+
+class Leaking(Stack):
+    """Keeps a view of a weight, as a hook or a metric might."""
+
+    keep = False
+    kept = None
+
+    def forward(self, tokens):
+        if self.keep:
+            self.kept = self.layers[1].up.weight.detach()[:2]
+        x = self.embed(tokens) + self.shift
+        for number, layer in enumerate(self.layers):
+            if self.keep and number == 1:
+                handle = layer.up.register_forward_hook(self._hold)
+                x = layer(x)
+                handle.remove()
+            else:
+                x = layer(x)
+        return self.head(x)
+
+    def _hold(self, module, _, __):
+        self.kept = module.weight.detach()[:2]
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_a_kept_view_of_a_parameter_is_named_and_training_goes_on_without_it(update, tmp_path):
+    torch.manual_seed(0)
+    model = Leaking()
+    with offload(model, tmp_path, update) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for number in range(4):
+            model.keep = number == 1
+            values = runtime.parameter(model.layers[1].up.weight)
+            tokens_batch(model).backward()
+            if number == 1:
+                assert torch.equal(model.kept, values[:2])
+                with pytest.raises(tiermem.TiermemError, match=r"layers\.1.*clone\(\)"):
+                    optimizer.step()
+                assert torch.equal(model.kept, values[:2])
+                model.kept = None
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not torch.equal(runtime.parameter(model.layers[1].up.weight), values)
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_an_exception_in_the_closure_of_a_step(update, tmp_path):
+    model = Stack()
+    with offload(model, tmp_path, update) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        before = weights_of(runtime)
+
+        def bad():
+            tokens_batch(model)
+            raise ValueError("in the closure")
+
+        def good():
+            optimizer.zero_grad()
+            loss = tokens_batch(model)
+            loss.backward()
+            return loss
+
+        with pytest.raises(ValueError, match="in the closure"):
+            optimizer.step(bad)
+        assert equal(weights_of(runtime), before)
+        for _ in range(3):
+            assert optimizer.step(good).isfinite()
+        assert not equal(weights_of(runtime), before)
+
+
+# Faults of the drive.
+
+
+class Drive:
+    """The kernel's answer to transfers, from a moment on."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.bad: str | None = None
+        for call in ("preadv", "pwritev"):
+            monkeypatch.setattr(SystemCalls, call, self.wrapped(call, getattr(SystemCalls, call)))
+
+    def wrapped(self, call, real):
+        def transfer(system, fd, view, offset):
+            if self.bad == call:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(system, fd, view, offset)
+
+        return transfer
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.timeout(60)
+def test_a_drive_that_fails_in_training(update, call, tmp_path, monkeypatch):
+    drive = Drive(monkeypatch)
+    model = Wide(depth=6)
+    runtime = offload(model, tmp_path, update, budget_for(model, tmp_path, "least"))
+    optimizer = tiermem.AdamW(model.parameters())
+
+    def train(steps):
+        for _ in range(steps):
+            wide_batch(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime.settle()
+
+    train(2)
+    try:
+        _fail(drive, call, train, tmp_path)
+    finally:
+        with contextlib.suppress(swap.SwapIOError):
+            runtime.close()
+    with pytest.raises(tiermem.TiermemError, match="closed"):
+        runtime.settle()
+    assert list(tmp_path.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if "tiermem" in thread.name or "swap" in thread.name]
+
+
+def _fail(drive, call, train, tmp_path):
+    drive.bad = call
+    with pytest.raises(swap.SwapIOError, match="EIO") as caught:
+        train(3)
+    assert caught.value.errno == errno.EIO
+    assert Path(caught.value.path).parent == tmp_path
+    with pytest.raises(swap.SwapIOError):  # it stays failed: nothing is computed with what may be lost
+        train(3)
+
+
+def test_a_refused_run_leaves_plain_training_as_it_was(tmp_path):
+    """What was refused can still be trained without tiermem, with the same numbers."""
+
+    def script(trainee):
+        with contextlib.suppress(tiermem.BudgetError):
+            offload(trainee.model, tmp_path, "step", 4096)
+        optimizer = trainee.adamw(trainee.model.parameters())
+        torch.manual_seed(3)
+        loss = tokens_batch(trainee.model)
+        loss.backward()
+        optimizer.step()
+        trainee.note(loss)
+
+    assert torch.equal(plain(Stack, script).noted[0], plain(Stack, script).noted[0])

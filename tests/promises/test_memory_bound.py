@@ -1,0 +1,171 @@
+"""Memory is a hard budget, and nothing else grows: not resident memory, not threads, not open files, not the disk.
+
+That reserved bytes stay within the budgets is also asserted after every run of tests/promises/test_same_numbers.py, at
+every budget.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_scenarios import Wide, wide_batch
+from doubles_training import MIB, config_for, least_budget, within_budgets
+
+import tiermem
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_reserved_memory_at_any_moment_is_within_the_least_budget(update, tmp_path):
+    """Looked at from another thread all the while, not only through the high-water mark."""
+    torch.manual_seed(0)
+    model = Wide(depth=6)
+    budget = least_budget(model, tmp_path)
+    seen, done = [0], threading.Event()
+    with tiermem.offload(model, config_for(tmp_path, budget, update)) as runtime:
+
+        def watch() -> None:
+            while not done.wait(0.0005):
+                seen.append(runtime.statistics().tiers[-1].reserved)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            optimizer = tiermem.AdamW(model.parameters())
+            for _ in range(6):
+                wide_batch(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runtime.settle()
+        finally:
+            done.set()
+            watcher.join()
+        within_budgets(runtime.statistics())
+        assert runtime.statistics().tiers[-1].high_water >= max(seen) > budget // 2
+        # What must come and go, does: the whole state is several times the budget.
+        assert sum(values.numel() for values in model.parameters()) * 12 > 3 * budget
+
+
+GROWTH = """
+    import gc, sys, psutil, torch, tiermem
+    torch.set_num_threads(1)
+    process = psutil.Process()
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(5)))  # 1.3 MiB; 5 MiB with state
+    config = tiermem.Config(
+        host_memory="1MiB", swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=sys.argv[2]
+    )
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+
+        def train(steps):
+            for _ in range(steps):
+                model(torch.randn(4, 256)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runtime.settle()
+            gc.collect()
+            return process.memory_info().rss, process.num_threads(), process.num_fds()
+
+        # The record of the latest moves grows to its bound and is filled up to it here.
+        timeline = runtime._house.storage.timeline
+        while len(timeline.events()) < 20_000:
+            for number in range(1000):
+                timeline.record(f"warm-up {number}", "lane", 0.1 * number, 0.2 * number, {"page": f"page {number}"})
+            train(4)
+        before = train(10)
+        after = train(200)
+    print(*(late - early for early, late in zip(before, after)))
+    """
+
+
+def run(code: str, *arguments: str) -> list[int]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_two_hundred_steps_grow_nothing(update, tmp_path):
+    """2 MiB: one tensor of 256 KiB (a weight, or the state of a tile) kept every 25 steps would show.
+
+    Not zero: the interpreter and malloc take and return arenas of 256 KiB and 1 MiB on their own.
+    """
+    rss, threads, descriptors = run(GROWTH, str(tmp_path), update)
+    assert rss < 2 * MIB, f"{rss / MIB:.2f} MiB more"
+    assert threads <= 0
+    assert descriptors <= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+CYCLES = """
+    import gc, sys, psutil, torch, tiermem
+    torch.set_num_threads(1)
+    process = psutil.Process()
+
+    def cycle(number):
+        model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+        config = tiermem.Config(
+            host_memory="1MiB",
+            swap_dirs=[sys.argv[1]],
+            device="cpu",
+            update=("step", "forward", "backward")[number % 3],
+        )
+        runtime = tiermem.offload(model, config)
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(4, 128).bfloat16()).square().mean().backward()
+            optimizer.step()
+        if number % 4 == 3:
+            try:
+                with runtime:
+                    raise ValueError
+            except ValueError:
+                pass
+        runtime.close(restore_model=number % 4 == 1)
+
+    def state():
+        gc.collect()
+        return process.memory_info().rss, process.num_threads(), process.num_fds()
+
+    for number in range(12):
+        cycle(number)
+    before = state()
+    for number in range(20):
+        cycle(number)
+    print(*(late - early for early, late in zip(before, state())))
+    """
+
+
+def test_twenty_runs_one_after_the_other_leave_nothing(tmp_path):
+    """Each run maps 1 MiB of host memory and some buffers; keeping those of a few runs would show."""
+    rss, threads, descriptors = run(CYCLES, str(tmp_path))
+    assert threads <= 0
+    assert descriptors <= 0
+    assert rss < 4 * MIB, f"{rss / MIB:.2f} MiB more"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_swap_files_are_as_large_as_said_and_gone_after_close(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    model = Wide()
+    config = tiermem.Config(
+        host_memory="1MiB", swap_dirs=[tmp_path / "a", tmp_path / "b"], device="cpu", param_dtype="float32"
+    )
+    runtime = tiermem.offload(model, config)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*swapfile*")]
+    assert len(sizes) == 2
+    assert sum(sizes) >= runtime.statistics().tiers[0].budget
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.rglob("*") if path.is_file())
+    runtime.close()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]

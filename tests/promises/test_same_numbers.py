@@ -1,0 +1,121 @@
+"""float32 training has, bit for bit, the numbers of plain PyTorch with `torch.optim.AdamW(fused=True)`.
+
+In every update schedule and down to the least host budget there is, with released memory overwritten by NaN, so that a
+value read too late shows. Losses on the way are compared as well as the final weights.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_scenarios import (
+    LATE_ONLY,
+    SCENARIOS,
+    Scenario,
+    Wide,
+    channels_last_batch,
+    clip_calls,
+    hugging_face,
+    loop,
+    rows_batch,
+    wide_batch,
+)
+from doubles_training import Outcome, check, offloaded, plain
+
+import tiermem
+
+try:
+    HUGGING_FACE = hugging_face()
+except ImportError:
+    HUGGING_FACE = {}
+ALL = SCENARIOS | LATE_ONLY | HUGGING_FACE
+COMBINATIONS = [
+    ("step", "least"),
+    ("forward", "generous"),
+    ("forward", "tight"),
+    ("forward", "least"),
+    ("backward", "generous"),
+    ("backward", "tight"),
+    ("backward", "least"),
+    ("auto", "tight"),
+]
+
+
+@functools.cache
+def expected(name: str) -> Outcome:
+    return plain(ALL[name].make, ALL[name].script)
+
+
+def run(scenario: Scenario, directory, update: str, budget: str, **settings) -> Outcome:
+    return offloaded(
+        scenario.make, scenario.script, directory, update=update, budget=budget, units=scenario.units, **settings
+    )
+
+
+@pytest.mark.parametrize(("update", "budget"), COMBINATIONS)
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.filterwarnings("ignore:max_grad_norm needs the norm:UserWarning")
+def test_ordinary_life(name, update, budget, tmp_path):
+    check(run(ALL[name], tmp_path, update, budget), expected(name))
+
+
+@pytest.mark.parametrize(("update", "budget"), [pair for pair in COMBINATIONS if pair[0] != "backward"])
+@pytest.mark.parametrize("name", LATE_ONLY)
+def test_what_needs_gradients_until_the_step(name, update, budget, tmp_path):
+    check(run(ALL[name], tmp_path, update, budget), expected(name))
+
+
+@pytest.mark.parametrize(("update", "budget"), [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]])
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_models(name, update, budget, tmp_path):
+    check(run(ALL[name], tmp_path, update, budget), expected(name))
+
+
+CHANGING = (2, 2, 1, 3)
+
+
+def test_a_surprising_backward_is_refused_where_units_are_updated_early(tmp_path):
+    """In "backward" a unit is updated when as many gradients have come as in the step before; one more is too late."""
+    done = []
+
+    def script(trainee):
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for count in CHANGING:
+            for _ in range(count):
+                (trainee.model(torch.randint(0, 40, (2, 5))).square().mean() / count).backward()
+            optimizer.step()
+            done.append(count)
+
+    with pytest.raises(tiermem.TiermemError, match=r'update="?\'?forward'):
+        offloaded(Stack, script, tmp_path, update="backward", budget="tight")
+    assert done == [2, 2, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
+class Large(torch.nn.Sequential):
+    """A gradient above the size from which torch reduces with several threads, and strided ones."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 300), torch.nn.Linear(300, 200), torch.nn.Linear(200, 3))
+        self[2].weight = torch.nn.Parameter(self[2].weight.detach().t().contiguous().t())
+
+
+CLIPPED = {
+    "several tiles each": (Wide, wide_batch),
+    "many elements": (Large, rows_batch),
+    "channels last": (SCENARIOS["channels last"].make, channels_last_batch),
+}
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_has_the_same_bits_where_parameters_span_tiles(name, update, tmp_path):
+    """The norm is taken when a gradient arrives, of the whole of it, before it is cut into tiles."""
+    make, batch = CLIPPED[name]
+    for number, script in enumerate((clip_calls(batch), loop(batch, max_grad_norm=0.05))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        check(offloaded(make, script, directory, update=update, budget="least"), plain(make, script))

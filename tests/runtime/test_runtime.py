@@ -1,0 +1,475 @@
+"""The runtime's verbs: looking, writing, statistics, several optimizers, building from nothing, closing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_models import Block, Stack
+from doubles_scenarios import Wide, loop, tokens_batch, wide_batch
+from doubles_training import MIB, PlainAdamW, check, config_for, least_budget, offloaded, plain, same, within_budgets
+from torch import nn
+
+import tiermem
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Both:
+    """A plain and an offloaded model with the same weights, each with its optimizer, stepped together."""
+
+    def __init__(self, make, directory, update="forward", budget: int | str = "1MiB", **settings) -> None:
+        torch.manual_seed(0)
+        self.plain = make()
+        self.model = copy.deepcopy(self.plain)
+        self.runtime = tiermem.offload(self.model, config_for(directory, budget, update, **settings))
+        self.plain_optimizer = PlainAdamW(self.plain.parameters(), lr=1e-2)
+        self.optimizer = tiermem.AdamW(self.model.parameters(), lr=1e-2)
+        self.number = 0
+
+    def step(self, batch, count: int = 1) -> None:
+        for _ in range(count):
+            self.number += 1
+            for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
+                torch.manual_seed(self.number)
+                batch(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def check(self) -> None:
+        for (name, left), right in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert same(self.runtime.parameter(left), right.detach()), name
+            assert same(self.runtime.master(left), right.detach()), name
+
+
+UPDATES = pytest.mark.parametrize("update", ["step", "forward", "backward"])
+
+
+@UPDATES
+def test_looking_at_parameters_masters_and_gradients(update, tmp_path):
+    both = Both(Stack, tmp_path, update)
+    with both.runtime as runtime:
+        both.check()
+        assert runtime.gradient(both.model.shift) is None
+        both.step(tokens_batch, 2)
+        both.check()
+        weight = both.model.layers[0].up.weight
+        copied = runtime.parameter(weight)
+        copied.zero_()  # a copy: nobody else sees it
+        both.check()
+        assert tuple(weight.shape) == (24, 12)
+        assert weight.isnan().all()  # the placeholder
+
+
+def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
+    both = Both(Stack, tmp_path, "forward")
+    with both.runtime as runtime:
+        for _ in range(3):
+            for model in (both.plain, both.model):
+                torch.manual_seed(7)
+                tokens_batch(model).backward()
+            for left, right in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+                assert same(runtime.gradient(left), right.grad)
+                assert left.grad is None
+        both.optimizer.step()
+        assert runtime.gradient(both.model.shift) is None
+
+
+@UPDATES
+def test_gathered_lends_real_storage_for_reading(update, tmp_path):
+    both = Both(Stack, tmp_path, update)
+    with both.runtime as runtime:
+        both.step(tokens_batch, 2)
+        with runtime.gathered(both.model.layers[1]):
+            for left, right in zip(both.model.layers[1].parameters(), both.plain.layers[1].parameters(), strict=True):
+                assert torch.equal(left, right)
+            assert both.model.layers[0].up.weight.isnan().all()
+        with runtime.gathered(both.model.shift), runtime.gathered([both.model.shift]):
+            assert torch.equal(both.model.shift, both.plain.shift)
+        assert both.model.shift.isnan().all()
+        with runtime.gathered(both.model):
+            tokens_batch(both.model).backward()
+        both.optimizer.zero_grad() if update != "backward" else both.optimizer.step()
+
+
+def test_writing_while_lent_for_reading_is_refused(tmp_path):
+    both = Both(Stack, tmp_path)
+    with both.runtime as runtime:
+        with pytest.raises(tiermem.TiermemError, match=r"shift was written in place.*write=True"):
+            with runtime.gathered(both.model.shift), torch.no_grad():
+                both.model.shift.add_(1.0)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
+@UPDATES
+def test_written_values_become_the_weights_and_moments_stay(update, param_dtype, tmp_path):
+    """float32: equal to plain PyTorch that does the same write. 16 bits: equal to masters that do."""
+    both = Both(Wide, tmp_path, update, param_dtype=param_dtype)
+    dtype = getattr(torch, param_dtype)
+    masters = [values.detach().clone().requires_grad_() for values in both.plain.parameters()]
+    both.plain.to(dtype)
+    reference = PlainAdamW(masters, lr=1e-2)
+
+    def step() -> None:
+        both.number += 1
+        for model in (both.plain, both.model):
+            torch.manual_seed(both.number)
+            model(torch.randn(3, 48).to(dtype)).float().square().mean().backward()
+        for master, parameter in zip(masters, both.plain.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        reference.step()
+        for master, parameter in zip(masters, both.plain.parameters(), strict=True):
+            parameter.data.copy_(master)
+        both.optimizer.step()
+
+    with both.runtime as runtime:
+        for _ in range(3):
+            step()
+            with runtime.gathered(both.model.layers[1], write=True), torch.no_grad():
+                both.model.layers[1].up.weight.mul_(0.75)
+                both.model.layers[1].scale[3:9] = 2.0
+            layer = both.plain.layers[1]
+            for master, parameter in zip(masters, both.plain.parameters(), strict=True):
+                with torch.no_grad():
+                    if parameter is layer.up.weight:
+                        parameter.mul_(0.75)
+                    if parameter is layer.scale:
+                        parameter[3:9] = 2.0
+                    if parameter is layer.up.weight or parameter is layer.scale:
+                        master.copy_(parameter)
+        step()
+        for left, right, master in zip(both.model.parameters(), both.plain.parameters(), masters, strict=True):
+            assert same(runtime.parameter(left), right.detach())
+            assert same(runtime.master(left), master.detach())
+
+
+def test_an_exception_while_written_values_are_lent_keeps_what_was_written(tmp_path):
+    both = Both(Stack, tmp_path)
+    with both.runtime as runtime:
+
+        def write():
+            with runtime.gathered(both.model.shift, write=True), torch.no_grad():
+                both.model.shift.fill_(3.0)
+                raise ValueError("mine")
+
+        with pytest.raises(ValueError, match="mine"):
+            write()
+        with torch.no_grad():
+            both.plain.shift.fill_(3.0)
+        both.step(tokens_batch, 2)
+        both.check()
+
+
+def test_frozen_parameters_can_be_written_and_have_a_master(tmp_path):
+    def make():
+        model = Stack()
+        model.layers[0].requires_grad_(False)
+        return model
+
+    both = Both(make, tmp_path, param_dtype="float32")
+    with both.runtime as runtime:
+        with runtime.gathered(both.model.layers[0], write=True), torch.no_grad():
+            both.model.layers[0].scale.fill_(0.5)
+            both.plain.layers[0].scale.fill_(0.5)
+        both.step(tokens_batch, 2)
+        both.check()
+
+
+# What happened.
+
+
+@UPDATES
+def test_statistics_and_their_table(update, tmp_path):
+    torch.manual_seed(0)
+    model = Wide(depth=6)
+    budget = least_budget(model, tmp_path)
+    with tiermem.offload(model, config_for(tmp_path, budget, update)) as runtime:
+        assert runtime.statistics().last is None
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(3):
+            wide_batch(model).backward()
+            optimizer.step()
+        runtime.settle()
+        found = runtime.statistics()
+        assert found.steps == 3
+        state_bytes = sum(parameter.numel() for parameter in model.parameters()) * 8
+        # Nothing of the state fits beside a unit: all of it comes and goes in every step but the first and last.
+        assert found.total.bytes_read > state_bytes
+        assert found.total.bytes_written > 2 * state_bytes
+        assert found.total.seconds >= found.last.seconds > 0
+        within_budgets(found)
+        assert [tier.name for tier in found.tiers] == ["SWAP", "HOST"]
+        assert found.tiers[1].budget == budget
+        table = found.table()
+        assert all(word in table for word in ("last step", "total of 3 steps", "stall", "HOST", "SWAP", "high-water"))
+
+
+def test_an_optimizer_of_some_parameters_still_ends_steps(tmp_path):
+    model = Stack()
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "forward")) as runtime:
+        optimizer = tiermem.AdamW(model.layers.parameters())
+        for _ in range(3):
+            tokens_batch(model).backward()
+            optimizer.step()
+        assert runtime.statistics().steps == 3
+
+
+def test_timeline_is_a_trace(tmp_path):
+    (tmp_path / "swap").mkdir()
+    both = Both(Wide, tmp_path / "swap", budget=least_budget(Wide(), tmp_path))
+    with both.runtime as runtime:
+        both.step(wide_batch, 2)
+        runtime.timeline(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    assert any(event.get("ph") == "X" and event["dur"] >= 0 for event in events)
+
+
+# Ends.
+
+
+def test_closing_twice_and_as_a_context(tmp_path):
+    with tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step")) as runtime:
+        runtime.close()
+        runtime.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_inside_the_context_is_the_one_that_comes_out(tmp_path):
+    with pytest.raises(ValueError, match="mine"), tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step")):
+        raise ValueError("mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+@UPDATES
+def test_restore_model_gives_the_plain_model_back(update, tmp_path):
+    both = Both(Stack, tmp_path, update)
+    both.step(tokens_batch, 2)
+    both.runtime.close(restore_model=True)
+    for left, right in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert torch.equal(left, right)
+        assert left.is_contiguous()
+    assert both.model.head.weight is both.model.embed.weight
+    left, right = PlainAdamW(both.model.parameters()), PlainAdamW(both.plain.parameters())
+    for model, optimizer in ((both.model, left), (both.plain, right)):
+        torch.manual_seed(9)
+        tokens_batch(model).backward()
+        optimizer.step()
+    assert torch.equal(both.model.shift, both.plain.shift)
+    # And once more from the start.
+    with tiermem.offload(both.model, config_for(tmp_path, "1MiB", update)) as again:
+        assert torch.equal(again.parameter(both.model.shift), both.plain.shift)
+
+
+def test_settle_waits_for_all_updates(tmp_path):
+    both = Both(Wide, tmp_path, "forward")
+    with both.runtime as runtime:
+        both.step(wide_batch)
+        runtime.settle()
+        assert runtime._house.updater.statistics().queued == 0
+        both.check()
+
+
+# Optimizers.
+
+
+@UPDATES
+def test_two_optimizers_on_disjoint_parameters(update, tmp_path):
+    def script(trainee):
+        model = trainee.model
+        first = trainee.adamw([*model.layers[0].parameters(), model.layers[1].up.weight], lr=1e-2)
+        rest = [*model.layers[2].parameters(), model.shift, model.embed.weight, model.layers[1].down.weight]
+        second = trainee.adamw(rest, lr=3e-3, weight_decay=0.1)
+        for number in range(5):
+            loss = tokens_batch(model)
+            loss.backward()
+            for optimizer in (first, second) if number % 2 else (second, first):
+                optimizer.step()
+                optimizer.zero_grad()
+            trainee.note(loss)
+
+    found = offloaded(Stack, script, tmp_path, update=update, budget="tight")
+    expected = plain(Stack, script)
+    check(found, expected)
+    assert found.statistics.steps == 5
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(16), Block(16), nn.Linear(16, 1)])
+
+    @property
+    def generator(self):
+        return self.layers[0]
+
+    def judge(self, x):
+        return self.layers[2](self.layers[1](x))
+
+
+@pytest.mark.parametrize("budget", ["generous", "tight"])
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_alternating_optimizers(update, budget, tmp_path):
+    """As adversarial training does: the generator's loss brings gradients for the critic, which are dropped."""
+
+    def script(trainee):
+        model = trainee.model
+        generator = trainee.adamw(model.generator.parameters(), lr=1e-2)
+        critic = trainee.adamw([*model.layers[1].parameters(), *model.layers[2].parameters()], lr=2e-2)
+        for _ in range(4):
+            critic.zero_grad()
+            real, noise = torch.randn(4, 16), torch.randn(4, 16)
+            loss = (model.judge(real) - 1).square().mean() + model.judge(
+                model.generator(noise).detach()
+            ).square().mean()
+            loss.backward()
+            critic.step()
+            trainee.note(loss)
+            generator.zero_grad()
+            loss = (model.judge(model.generator(noise)) - 1).square().mean()
+            loss.backward()
+            generator.step()
+            trainee.note(loss)
+
+    check(offloaded(Gan, script, tmp_path, update=update, budget=budget), plain(Gan, script))
+
+
+@UPDATES
+def test_optimizer_state_dict_round_trip(update, tmp_path):
+    both = Both(Stack, tmp_path, update)
+    with both.runtime:
+        both.step(tokens_batch, 3)
+        state = both.optimizer.state_dict()
+        assert json.loads(json.dumps(state["param_groups"][0]["lr"])) == 1e-2
+        assert state["state"][0] == {"step": 3}
+        both.optimizer = tiermem.AdamW(both.model.parameters(), lr=0.5)
+        both.optimizer.load_state_dict(state)
+        assert both.optimizer.param_groups[0]["lr"] == 1e-2
+        both.step(tokens_batch, 2)
+        both.check()
+
+
+# Models from nothing.
+
+
+def tiny_llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.05,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tiny_plain():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3)))
+
+
+def build(make, how):
+    if how == "deferred":
+        with tiermem.deferred_init():
+            return make()
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("how", ["deferred", "meta"])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_plain], ids=["hugging face", "reset_parameters"])
+def test_a_model_without_storage_is_initialised(make, how, tmp_path):
+    found = []
+    for seed in (0, 0, 1):
+        model = build(make, how)
+        torch.manual_seed(seed)
+        with tiermem.offload(model, config_for(tmp_path, "4MiB", "step")) as runtime:
+            found.append({name: runtime.parameter(values) for name, values in model.named_parameters()})
+    torch.manual_seed(0)
+    expected = dict(make().named_parameters())
+    for name, values in found[0].items():
+        assert values.isfinite().all()
+        assert torch.equal(values, found[1][name])
+        if values.dim() > 1:
+            assert not torch.equal(values, found[2][name])
+            assert values.std().item() == pytest.approx(expected[name].std().item(), rel=0.1), name
+        elif "norm" in name:
+            assert torch.equal(values, expected[name])
+
+
+def test_init_is_called_for_modules_with_parameters(tmp_path):
+    with tiermem.deferred_init():
+        model = Wide()
+    called = []
+
+    def init(module):
+        called.append(module)
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.25)
+
+    with tiermem.offload(model, config_for(tmp_path, "4MiB", "step"), init=init) as runtime:
+        assert all((runtime.parameter(values) == 0.25).all() for values in model.parameters())
+    assert {id(module) for module in called} == {
+        id(module) for module in model.modules() if next(module.parameters(recurse=False), None) is not None
+    }
+
+
+def test_existing_weights_move_out_unit_by_unit(tmp_path):
+    check(
+        offloaded(Wide, loop(wide_batch, steps=0), tmp_path, update="step", budget="least"),
+        plain(Wide, loop(wide_batch, steps=0)),
+    )
+
+
+MATERIALIZE = """
+    import sys, resource, threading, time, psutil, torch, tiermem
+    torch.set_num_threads(1)
+    process = psutil.Process()
+
+    def make():
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(50)))  # 210 MB, units of 4 MiB
+
+    with tiermem.deferred_init():
+        model = make()
+    def config(name, budget):
+        return tiermem.Config(
+            host_memory=budget, swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=name
+        )
+    with tiermem.offload(torch.nn.Linear(8, 8), config("step", "1MiB")):
+        pass  # threads and imports are there
+    before, most, done = process.memory_info().rss, 0, False
+
+    def watch():
+        global most
+        while not done:
+            most = max(most, process.memory_info().rss)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with tiermem.offload(model, config("step", 16 << 20)):
+        pass
+    done = True
+    watcher.join()
+    print(most - before)
+    """
+
+
+def test_materialize_holds_no_more_than_a_unit_beyond_the_budget(tmp_path):
+    """210 MB of parameters through 16 MiB; a unit has 4 MiB; the rest is for what Python and the allocator add."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(MATERIALIZE), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    assert 8 * MIB < grown < (16 + 3 * 4 + 8) * MIB, f"{grown / MIB:.1f} MiB"
