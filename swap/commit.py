@@ -59,6 +59,11 @@ class CommitStore:
         """The last commit acknowledged or settled here."""
         return self._latest
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a commit failed so that it is not known which manifest is on disk: both marks must be kept then."""
+        return self._failed is not None
+
     def read_latest(self) -> Manifest | None:
         """The newest intact manifest; None if there is none at all. Changes nothing.
 

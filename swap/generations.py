@@ -80,7 +80,7 @@ class Generations:
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._current: dict[Hashable, Copy] = {}
         self._writing: dict[Hashable, Extent] = {}
         self._in_place: set[Hashable] = set()  # keys whose current copy is being overwritten
@@ -197,13 +197,33 @@ class Generations:
             if copy is not None:
                 self._supersede(key, copy)
 
-    def adopt(self, entries: Iterable[Entry], key: Callable[[str], Hashable] = str) -> Mark:
+    def spares(self, mark: Mark) -> dict[Hashable, Extent]:
+        """For each marked key that has one, the extent it will have to spare when `mark` is the only one left.
+
+        Kept with a commit and claimed again when it is adopted, they leave the space as it was: no fragments.
+        """
+        with self._lock:
+            found: dict[Hashable, Extent] = {key: extent for key, extent in self._spares.items() if key in mark.copies}
+            for older in self._marks:
+                for key in older.superseded if older is not mark else ():
+                    if key in mark.copies and older.copies[key] is not mark.copies[key]:
+                        found[key] = older.copies[key].extent
+            return found
+
+    def adopt(
+        self,
+        entries: Iterable[Entry],
+        key: Callable[[str], Hashable] = str,
+        *,
+        spares: Mapping[str, Extent] | None = None,
+    ) -> Mark:
         """Claim the extents of a commit in a space opened with `keep`, make them current, and return a mark on them.
 
-        `key` turns the text of an entry back into its key. Raises SwapError, and claims nothing, if any of the extents
-        is in use, outside the files, or there twice.
+        `key` turns the text of an entry back into its key. `spares` are extents that keys have to spare, see `spares`.
+        Raises SwapError, and claims nothing, if any of the extents is in use, outside the files, or there twice.
         """
         copies: dict[Hashable, Copy] = {}
+        extra: dict[Hashable, Extent] = {}
         with self._lock:
             if self._current or self._writing:
                 raise SwapError("a commit can only be adopted by generations that hold nothing yet")
@@ -214,11 +234,15 @@ class Generations:
                         raise SwapError(f"{own!r} is there twice")
                     self._space.claim(entry.extent)
                     copies[own] = Copy(entry.extent, entry.checksum)
+                for name, extent in (spares or {}).items():
+                    self._space.claim(extent)
+                    extra[key(name)] = extent
             except BaseException:
-                for copy in copies.values():
-                    self._space.free(copy.extent)
+                for claimed in (*(copy.extent for copy in copies.values()), *extra.values()):
+                    self._space.free(claimed)
                 raise
             self._current = copies
+            self._spares = extra
             mark = Mark(copies.copy())
             self._marks.append(mark)
             return mark
@@ -226,7 +250,10 @@ class Generations:
     def trim(self) -> int:
         """Give all spares back to the space; return their bytes."""
         with self._lock:
-            return self._trim()
+            spares, self._spares = self._spares, {}
+            for extent in spares.values():
+                self._space.free(extent)
+            return sum(extent.nbytes for extent in spares.values())
 
     def statistics(self) -> GenerationsStatistics:
         """Where the bytes are."""
@@ -258,16 +285,10 @@ class Generations:
             try:
                 return replace(self._space.allocate(nbytes), slot=slot)
             except SwapFullError as error:
-                if not self._trim():
+                if not self.trim():
                     raise SwapFullError(
                         f"{error}; {len(self._marks)} marks hold copies: release one, or make room for another copy"
                     ) from error
-
-    def _trim(self) -> int:
-        spares, self._spares = self._spares, {}
-        for extent in spares.values():
-            self._space.free(extent)
-        return sum(extent.nbytes for extent in spares.values())
 
     def _end_write(self, key: Hashable, extent: Extent) -> bool:
         """Take the write off the list; return whether it was in place."""

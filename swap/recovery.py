@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from typing import Literal
 from swap.buffers import AlignedBuffer
 from swap.commit import CommitStore
 from swap.errors import FormatError, SwapError, SwapIOError
+from swap.extents import Extent
 from swap.files import look
 from swap.generations import Generations, Mark
 from swap.manifest import Entry, Manifest
@@ -80,10 +81,12 @@ def recover(
     key: Callable[[str], Hashable] = str,
     verify_bytes: bool = True,
     verify_mode: Literal["first", "all"] = "first",
+    spares: Callable[[Manifest], Mapping[str, Extent]] | None = None,
 ) -> Recovered | None:
     """Go on from the last commit in a space opened with `keep`; None if there was no commit. Waits.
 
-    `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. Reads every
+    `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. `spares` says
+    which extents keys have to spare, if the manifest's `user` tells. Reads every
     extent and compares its checksum unless told otherwise. Raises FormatError if manifest and files do not belong
     together, ChecksumError or SwapIOError for a damaged extent, FormatError for several with "all", saying how many.
     After an error the space is fit for nothing but `close`.
@@ -100,7 +103,7 @@ def recover(
         raise FormatError(f"expected swap files of {manifest.file_sizes} bytes, found {space.file_sizes}")
     generations = Generations(space)
     try:
-        mark = generations.adopt(manifest.entries, key)
+        mark = generations.adopt(manifest.entries, key, spares=spares(manifest) if spares else None)
     except (SwapError, ValueError) as error:
         raise FormatError(f"the last commit in {store.directory!r} does not fit its swap files: {error}") from error
     if verify_bytes:

@@ -82,7 +82,6 @@ class SteppedEdge:
     def start(self, page: Page, priority: Priority, done: Done) -> SteppedTransfer:
         if self.refuse is not None:
             raise self.refuse
-        page.extent = page.extent or object()  # type: ignore[assignment]
         transfer = SteppedTransfer(page, self.source, self.target, done, self.store, priority, False, dict(page.frames))
         self.flying.append(transfer)
         return transfer

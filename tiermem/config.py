@@ -57,6 +57,7 @@ class Config:
     tile_size: bytes of optimizer state that are read, updated and written as one.
     look_ahead: bytes fetched ahead of the computation; "auto" plans it.
     verify: when checksums of what is read are compared: on "resume", "always" or "never".
+    commits: whether `Runtime.commit` can be used; keeps two copies of all state on disk. False needs half the disk.
     overwrite: whether starting anew may replace a committed run found in `swap_dirs`.
     stall_timeout: seconds without progress after which a wait for I/O is an error.
     poison: fill released memory with NaN; a testing aid.
@@ -79,6 +80,7 @@ class Config:
     tile_size: int | str = 8 << 20
     look_ahead: int | str = "auto"
     verify: Verify = "resume"
+    commits: bool = True
     overwrite: bool = False
     stall_timeout: float = 120.0
     poison: bool = False
@@ -315,6 +317,7 @@ _NORMALIZERS: dict[str, Callable[[str, object], object]] = {
     "tile_size": _bytes(_SMALLEST_TILE, auto=True),
     "look_ahead": _bytes(0, auto=True),
     "verify": _one_of(*get_args(Verify)),
+    "commits": _one_of(True, False),
     "overwrite": _one_of(True, False),
     "stall_timeout": _seconds,
     "poison": _one_of(True, False),

@@ -18,6 +18,7 @@ class PlainRuntime:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.calls: list[str] = []
+        self.committed = None
 
     def statistics(self) -> Statistics:
         edges = (EdgeStatistics(READ_EDGE, nbytes=30), EdgeStatistics(WRITE_EDGE, nbytes=20))
@@ -27,7 +28,10 @@ class PlainRuntime:
     def timeline(self, path: Path) -> None:
         path.write_text("[]")
 
-    def close(self, *, remove: bool = True) -> None:
+    def commit(self, extra: Any) -> None:
+        self.calls.append(f"commit {extra['step']}")
+
+    def close(self, *, remove: bool | None = None) -> None:
         self.calls.append(f"close remove={remove}")
 
 

@@ -83,7 +83,7 @@ def test_options_reach_the_configuration(plain_core: Any, tmp_path: Path) -> Non
     assert runtime.config.update == "step"
     assert runtime.config.param_dtype == "float32"
     assert plain_core.resumes == ["auto"]
-    assert runtime.calls == ["close remove=False"]
+    assert runtime.calls == ["commit 2", "close remove=None"]
 
 
 def test_a_configuration_file_is_used_and_options_go_on_top(plain_core: Any, tmp_path: Path) -> None:

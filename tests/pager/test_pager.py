@@ -24,6 +24,7 @@ from tiermem.memory.arena import HostArena
 from tiermem.memory.tiers import Tier
 from tiermem.pager import core
 from tiermem.pager.edges import host_chain
+from tiermem.pager.extents import Extents
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.pager import Pager
@@ -50,7 +51,9 @@ class House:
         self.arena = HostArena(frames * PAGE + spare, poison=True)
         appetite = {Tier.HOST: Appetite(look_ahead=frames * PAGE // 2, reserve=PAGE)}
         self.counters = Counters()
-        self.pager = Pager(host_chain(self.arena, self.space), appetite, counters=self.counters, timeline=Timeline())
+        self.pager = Pager(
+            host_chain(self.arena, Extents(self.space)), appetite, counters=self.counters, timeline=Timeline()
+        )
 
     def add(self, count: int, nbytes: int = PAGE) -> None:
         for number in range(count):

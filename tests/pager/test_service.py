@@ -36,7 +36,7 @@ class Bench:
         self.service = Service(self.residency, {tier: Appetite(look_ahead, reserve) for tier in self.chain.arenas})
         self.pages = [self.residency.add(PageKey(number, Kind.PARAM), 10) for number in range(count)]
         for page in self.pages:
-            page.extent, page.valid = object(), {SWAP}  # type: ignore[assignment]
+            page.valid = {SWAP}
             self.store[page.key] = page.key.unit
 
     def ask(self, *numbers: int, intent: Intent = READ, lane: Lane = Lane.COMPUTE) -> Asked:

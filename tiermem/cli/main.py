@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -18,6 +19,9 @@ from rich.console import Console
 import swap
 from tiermem.cli import options
 from tiermem.errors import TiermemError
+
+if TYPE_CHECKING:
+    from tiermem.cli.snapshot import SnapshotReport
 
 INTERRUPTED = 130
 
@@ -49,6 +53,7 @@ def train(
     gradient_checkpointing: options.GradientCheckpointing = False,
     resume: options.Resume = False,
     keep: options.Keep = False,
+    commit_every: options.CommitEvery = 0,
     json: options.Json = False,
     timeline: options.Timeline = None,
 ) -> None:
@@ -73,17 +78,14 @@ def train(
         gradient_checkpointing=gradient_checkpointing,
         resume=resume,
         keep=keep,
+        commit_every=commit_every,
         timeline=timeline,
     )
     base = load_config(config)
     asked = swap_dir or (base.swap_paths if base else ())
-    overrides = {
-        "host_memory": host_memory,
-        "device_memory": device_memory,
-        "update": update,
-        "param_dtype": param_dtype,
-    }
-    with swap_directories(asked, keep=keep) as directories:
+    overrides = {"host_memory": host_memory, "device_memory": device_memory}
+    overrides |= {"update": update, "param_dtype": param_dtype}
+    with swap_directories(asked, keep=what.commits) as directories:
         report = run(what, make_config(base, directories, overrides), Console(stderr=True))
     if json:
         print_object(report.to_json())
@@ -103,6 +105,37 @@ def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -
         Console().print(examination.to_table())
     if examination.problems:
         raise typer.Exit(1)
+
+
+snapshot_app = typer.Typer(help="Say what is committed in swap directories, and verify it.", no_args_is_help=True)
+app.add_typer(snapshot_app, name="snapshot")
+
+
+@snapshot_app.command("list")
+def snapshot_list(directories: options.SnapshotDirs, json: options.Json = False) -> None:
+    """Say what is committed in the swap directories of a run. Exit code 1 if nothing is."""
+    from tiermem.cli.snapshot import look
+
+    show(look(directories), json=json)
+
+
+@snapshot_app.command("verify")
+def snapshot_verify(directories: options.SnapshotDirs, json: options.Json = False) -> None:
+    """Read every byte of a commit and compare its checksums. Exit code 1 if something is damaged."""
+    from tiermem.cli.snapshot import verify
+
+    report = verify(directories)
+    show(report, json=json)
+    if report.damaged:
+        raise typer.Exit(1)
+
+
+def show(report: SnapshotReport, *, json: bool) -> None:
+    """Print a report on a commit."""
+    if json:
+        print_object(report.to_json())
+    else:
+        Console().print(report.to_table())
 
 
 def quiet_libraries() -> None:

@@ -51,6 +51,12 @@ GradientCheckpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward instead of keeping them.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the swap directories hold.")]
-Keep = Annotated[bool, typer.Option("--keep", help="Leave the swap files where they are.")]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Commit at the end and leave the swap files; --resume goes on from there.")
+]
+CommitEvery = Annotated[
+    int, typer.Option("--commit-every", min=0, help="Commit every so many steps and keep the swap files; 0: never.")
+]
+SnapshotDirs = Annotated[list[Path], typer.Argument(help="All swap directories of the run, in its order.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]

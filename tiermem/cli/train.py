@@ -2,7 +2,8 @@
 
 Owns the training loop of the command line and the order of its checks: everything that can be refused is refused
 before anything is written. Does not know how pages move; it uses the same public face as any other user. Guarantees
-that the runtime is closed and swap files are removed however the run ends.
+that the runtime is closed however the run ends, that swap files are removed unless something is committed in them, and
+that a resumed run goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     resume: bool = False
     keep: bool = False
+    commit_every: int = 0
     timeline: Path | None = None
+
+    @property
+    def commits(self) -> bool:
+        """Whether the run commits, which keeps its swap files."""
+        return self.keep or self.resume or self.commit_every > 0
 
 
 class Training:
@@ -78,6 +85,12 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, options.steps)
         )
+        self.done = 0
+        committed = self.runtime.committed
+        if committed is not None:
+            self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
+            self.scheduler.load_state_dict(committed["scheduler"])
+            self.done = int(committed["step"])
 
     def step(self, number: int) -> StepReport:
         """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""
@@ -95,6 +108,9 @@ class Training:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self.done = number + 1
+        if options.commit_every and self.done % options.commit_every == 0:
+            self.commit()
         seconds = time.perf_counter() - started
         last = self.runtime.statistics().last or StepStatistics()
         return StepReport(
@@ -106,9 +122,13 @@ class Training:
             tokens=options.batch * options.seq * options.accumulate,
         )
 
+    def commit(self) -> None:
+        """Commit what has been done so far, beside what comes next."""
+        self.runtime.commit({"step": self.done, "scheduler": self.scheduler.state_dict()})
+
     def close(self) -> None:
-        """End the runtime; its swap files go unless they are to be kept."""
-        self.runtime.close(remove=not self.options.keep)
+        """End the runtime; its swap files go unless the run commits and has committed something."""
+        self.runtime.close(remove=None if self.options.commits else True)
 
 
 def train(options: TrainOptions, config: tiermem.Config, console: Console) -> TrainReport:
@@ -122,7 +142,10 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console) -> Tr
     if limit is not None and options.seq > limit:
         raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
     parameters = count_parameters(model_config)
-    check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER)
+    if not options.resume:
+        copies = 2 if options.commits else 1
+        check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER * copies)
+    config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
     return_large_blocks(LARGE_BLOCK)
     training = Training(options, config, model_config=model_config, source=source)
@@ -133,9 +156,11 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console) -> Tr
         with TrainProgress(
             console, steps=options.steps, host_memory=host_memory, baseline=baseline, state_bytes=state_bytes
         ) as progress:
-            for number in range(options.steps):
+            for number in range(training.done, options.steps):
                 steps.append(training.step(number))
                 progress.step_done(steps[-1])
+        if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
+            training.commit()
         if options.timeline is not None:
             training.runtime.timeline(options.timeline)
     finally:

@@ -77,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
         for parameter, index in zip(group["params"], indices, strict=True):
             self._index_of[parameter] = index
             self._group_of[index] = group
-        service.attach_optimizer(self, indices)
+        self._steps.update(service.attach_optimizer(self, indices) or {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; return what `closure`, if given, returned.
@@ -133,6 +133,10 @@ class AdamW(torch.optim.Optimizer):
     def steps_of(self, parameter: torch.Tensor) -> int:
         """How many updates a parameter has had (or has queued)."""
         return self._steps.get(self._index_of[parameter], 0)
+
+    def step_counts(self) -> Mapping[int, int]:
+        """For the runtime: how many updates each parameter has had (or has queued), by its number."""
+        return dict(self._steps)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with only the step count as state of a parameter; masters and moments are pages, see `commit`."""

@@ -43,6 +43,14 @@ class UpdateCoordinator:
         """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it."""
         self._source_of.update(dict.fromkeys(parameters, source))
 
+    def optimizers(self) -> list[SettingsSource]:
+        """The optimizers that own a parameter, in the order of the parameters they were made for."""
+        return list(dict.fromkeys(self._source_of.values()))
+
+    def parameters_of(self, source: SettingsSource) -> list[int]:
+        """The parameters that an optimizer has."""
+        return [number for number, owner in self._source_of.items() if owner is source]
+
     def step(self, source: SettingsSource) -> StepResult:
         """Update what has a gradient. In the "step" schedule this waits and raises the errors of the updates.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -34,13 +34,22 @@ class SettingsSource(Protocol):
     def claim(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
         """Settings of these parameters for the step now beginning; their step counts advance by one."""
 
+    def step_counts(self) -> Mapping[int, int]:
+        """How many updates each parameter has had, or has queued."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and step counts as torch's optimizers give them."""
+
 
 @runtime_checkable
 class UpdateService(Protocol):
     """What an optimizer asks of the runtime that owns its parameters."""
 
-    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
-        """From now on `source` is the optimizer of `parameters` (all of them, in its own order)."""
+    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int] | None:
+        """From now on `source` is the optimizer of `parameters` (all of them, in its own order).
+
+        Returns how many updates those of them have had that come from a resumed run.
+        """
 
     def step(self, source: SettingsSource) -> StepResult:
         """Update every parameter of `source` that has a gradient, according to the schedule."""

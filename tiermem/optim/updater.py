@@ -114,6 +114,11 @@ class Updater:
         self._wait_for(entries)
         self.raise_failed()
 
+    def unfinished(self) -> list[Future[None]]:
+        """One future for each update queued or running; ends without an error in any case, see `raise_failed`."""
+        with self._lock:
+            return [entry.future for entries in self._unfinished.values() for entry in entries]
+
     def raise_failed(self) -> None:
         """Raise the first error of an update that failed, if any did; does not wait."""
         with self._lock:

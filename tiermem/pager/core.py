@@ -18,6 +18,7 @@ from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
+from tiermem.pager.saving import Saving
 from tiermem.pager.schedule import Forecast, Schedule
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
@@ -39,6 +40,7 @@ class Core:
         self.residency = Residency(chain, Forecast(), counters, ended=self._move_ended)
         self.loop = LoopThread("tiermem-pager", after=self._pump, failed=self.refuse)
         self._service = Service(self.residency, appetite)
+        self.saving = Saving(self.residency, self._service, self.loop.wake, self._next_event)
         self._timeline = timeline
         self._kernels = 0
         self._waiting_threads = 0
@@ -105,20 +107,6 @@ class Core:
     def thread_waits(self, difference: int) -> None:
         """One thread more (1) or less (-1) waits for a task."""
         self._waiting_threads += difference
-
-    async def flush(self) -> None:
-        """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
-        self._service.start_flush()
-        try:
-            self.loop.wake()
-            await self._next_event()
-            while self._service.unsaved():
-                await self._next_event()
-            for page in self.residency.pages.values():
-                if page.error is not None:
-                    raise page.error
-        finally:
-            self._service.end_flush()
 
     async def close(self) -> None:
         """Fail what waits, then until no task, no move and no kernel is left."""

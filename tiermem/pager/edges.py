@@ -13,10 +13,9 @@ from typing import Protocol
 
 from swap.extents import Extent
 from swap.requests import Priority, Request
-from swap.space import SwapSpace
-from tiermem.errors import InvariantError
 from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.tiers import Tier
+from tiermem.pager.extents import Extents
 from tiermem.pager.page import Page, Transfer
 
 Done = Callable[[BaseException | None], None]
@@ -87,40 +86,57 @@ def _bytes_for(page: Page, extent: Extent) -> memoryview:
 class SwapReadEdge:
     """SWAP to HOST: straight from the extent into the frame."""
 
-    def __init__(self, space: SwapSpace) -> None:
-        self._space = space
+    def __init__(self, extents: Extents) -> None:
+        self._extents = extents
 
     def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
         """Start reading the page's extent into its HOST frame."""
-        if page.extent is None:
-            raise InvariantError(f"{page.key}: expected an extent to read from, found none; this is a bug in tiermem")
-        buffer = _bytes_for(page, page.extent)
-        request = self._space.start_read(
-            page.extent, buffer, priority=priority, on_done=lambda ended: done(ended.error)
+        extent, expected = self._extents.for_read(page.key)
+        request = self._extents.space.start_read(
+            extent,
+            _bytes_for(page, extent),
+            priority=priority,
+            on_done=lambda ended: done(ended.error),
+            expected=expected,
         )
         return _SwapTransfer(request)
 
 
 class SwapWriteEdge:
-    """HOST to SWAP: straight from the frame into the extent, which is allocated at the first write."""
+    """HOST to SWAP: straight from the frame into the extent that the next copy of the page goes to."""
 
-    def __init__(self, space: SwapSpace) -> None:
-        self._space = space
+    def __init__(self, extents: Extents) -> None:
+        self._extents = extents
 
     def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
         """Start writing the page's HOST frame to its extent."""
-        if page.extent is None:
-            page.extent = self._space.allocate(page.nbytes)
-        buffer = _bytes_for(page, page.extent)
-        request = self._space.start_write(
-            page.extent, buffer, priority=priority, on_done=lambda ended: done(ended.error)
-        )
+        extents, key = self._extents, page.key
+        extent = extents.for_write(key, page.nbytes)
+
+        def ended(request: Request) -> None:
+            error = request.error
+            try:
+                if error is None:
+                    extents.written(key, extent, request.checksum)
+                else:
+                    extents.failed(key, extent)
+            except Exception as raised:  # noqa: BLE001 - the move has to end, with whatever error
+                error = error or raised
+            done(error)
+
+        try:
+            request = extents.space.start_write(
+                extent, _bytes_for(page, extent), priority=priority, on_done=ended, checksum=extents.checksums
+            )
+        except BaseException:
+            extents.failed(key, extent)
+            raise
         return _SwapTransfer(request)
 
 
-def host_chain(arena: Arena, space: SwapSpace) -> Chain:
+def host_chain(arena: Arena, extents: Extents) -> Chain:
     """The chain of a machine without an accelerator: HOST over SWAP."""
     return Chain(
         arenas={Tier.HOST: arena},
-        edges={(Tier.SWAP, Tier.HOST): SwapReadEdge(space), (Tier.HOST, Tier.SWAP): SwapWriteEdge(space)},
+        edges={(Tier.SWAP, Tier.HOST): SwapReadEdge(extents), (Tier.HOST, Tier.SWAP): SwapWriteEdge(extents)},
     )

@@ -36,8 +36,6 @@ def check_page(page: Page) -> None:
     """Raise InvariantError if the page alone breaks a rule."""
     if any(tier not in page.frames for tier in page.valid if tier is not Tier.SWAP):
         raise InvariantError(f"I1 {page.key}: valid on {page.valid} but frames on {set(page.frames)}")
-    if Tier.SWAP in page.valid and page.extent is None:
-        raise InvariantError(f"I1 {page.key}: valid on SWAP without an extent")
     if page.move is not None and (page.move.source not in page.valid or page.move.target in page.valid):
         raise InvariantError(f"I2 {page.key}: {page.move} with valid {page.valid}")
     leased = {tier for tier, count in page.leases.items() if count}

@@ -10,7 +10,6 @@ import enum
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swap.extents import Extent
 from tiermem.memory.arena import Frame
 from tiermem.memory.tiers import Tier
 
@@ -104,8 +103,8 @@ class Move:
 class Page:
     """The bytes of one (unit, kind) shard or of a tile of it, and the four facts known about them.
 
-    `valid`, `move`, `leases` and `error` are the facts (with the frames and the extent that hold the bytes); whether a
-    page is resident, dirty or fetching is derived from them. Only the residency core changes any of them (I6).
+    `valid`, `move`, `leases` and `error` are the facts, with the frames that hold the bytes (extents are in `Extents`);
+    whether a page is resident, dirty or fetching is derived. Only the residency core changes any of them (I6).
 
     Attributes:
         room: bytes a frame for it takes: `nbytes` rounded up to whole blocks.
@@ -123,7 +122,6 @@ class Page:
     leases: dict[Tier, int] = field(init=False, default_factory=dict)
     exclusive: bool = field(init=False, default=False)
     error: BaseException | None = field(init=False, default=None)
-    extent: Extent | None = field(init=False, default=None)
     doomed: bool = field(init=False, default=False)
     stamp: int = field(init=False, default=0)
 

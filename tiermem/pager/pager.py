@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +18,7 @@ from tiermem.pager.core import Core
 from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import closed
-from tiermem.pager.page import Intent, Lane, PageKey
+from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.service import Appetite
 from tiermem.stats import Counters
@@ -41,14 +41,16 @@ class Pager:
 
     # Doors for other threads
 
-    def add_page(self, key: PageKey, nbytes: int) -> None:
+    def add_page(self, key: PageKey, nbytes: int, *, saved: bool = False) -> None:
         """Make a new page of `nbytes` bytes known. Waits for the loop.
+
+        `saved`: an earlier run has written it, and its chain knows where it lies in SWAP.
 
         Raises:
             CapacityError: a tier could not even hold this page alone.
             InvariantError: the name is taken, or there are no bytes.
         """
-        self._loop.call(lambda: self._core.residency.add(key, nbytes))
+        self._loop.call(lambda: self._core.residency.add(key, nbytes, saved=saved))
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> PendingLease:
         """Ask for a lease on pages; computation leases on the top tier, the update in HOST.
@@ -85,7 +87,15 @@ class Pager:
 
         Waits for pages leased for writing until they are released: do not hold one of those meanwhile.
         """
-        self.wait_for(self.start_task(self._core.flush()))
+        self.wait_for(self.start_task(self._core.saving.flush()))
+
+    def start_save(self, kinds: Collection[Kind], then: Callable[[], T]) -> Future[T]:
+        """Write back every page of these kinds that SWAP does not hold yet; return what `then()` gives.
+
+        `then` runs on the loop, at an instant when SWAP holds all of them; it must be quick. Readers go on. Waits for
+        pages leased for writing until they are released. The future raises the error of a page that has failed.
+        """
+        return self.start_task(self._core.saving.save(frozenset(kinds), then))
 
     def start_task(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; the future carries its result or its error."""

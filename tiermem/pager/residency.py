@@ -63,8 +63,11 @@ class Residency:
             raise InvariantError(f"{key}: no such page; this is a bug in tiermem")
         return page
 
-    def add(self, key: PageKey, nbytes: int) -> Page:
-        """A new page of `nbytes` bytes, without contents. Raises InvariantError, or CapacityError if it never fits."""
+    def add(self, key: PageKey, nbytes: int, *, saved: bool = False) -> Page:
+        """A new page of `nbytes` bytes, without contents, or with those that SWAP has if it is `saved`.
+
+        Raises InvariantError, or CapacityError if it never fits.
+        """
         if key in self.pages or nbytes < 1:
             raise InvariantError(
                 f"{key}: expected a new page of a byte or more, found {nbytes} bytes, or the name taken"
@@ -77,6 +80,8 @@ class Residency:
                     f"{self.chain.capacity(tier)} bytes; raise the budget or make the units smaller"
                 )
         page = self.pages[key] = Page(key, nbytes, room)
+        if saved:
+            page.valid.add(Tier.SWAP)
         self.total += room
         return page
 

@@ -151,6 +151,13 @@ class Service:
         """Go back to writing back what has to leave."""
         self._flushing -= 1
 
+    def save(self, page: Page) -> None:
+        """Start writing a page down one tier towards SWAP if that can be done now; leased for reading or not."""
+        if page.error is None and page.move is None and not page.exclusive and page.valid:
+            lowest = min(page.valid)
+            if lowest is not Tier.SWAP:
+                self._room.send_off(page, lowest)
+
     def unsaved(self) -> int:
         """Bytes of pages that only memory has, leased or not."""
         return sum(self._residency.census.unsaved[tier] for tier in self._residency.chain.memory_tiers)

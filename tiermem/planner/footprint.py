@@ -73,7 +73,7 @@ def rounded(nbytes: int) -> int:
 
 
 def plan_footprint(
-    units: Sequence[UnitSize], budget: int, tile_nbytes: int, look_ahead: int | None = None
+    units: Sequence[UnitSize], budget: int, tile_nbytes: int, look_ahead: int | None = None, *, tile: int | None = None
 ) -> Footprint:
     """Share `budget` bytes out.
 
@@ -82,6 +82,7 @@ def plan_footprint(
         budget: bytes of host memory.
         tile_nbytes: bytes of optimizer state a tile should have; smaller ones are taken where the budget asks for it.
         look_ahead: bytes to fetch ahead at most; None: whatever the leases leave.
+        tile: elements of a tile, where they are given: those of a run that is resumed.
 
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
@@ -95,7 +96,8 @@ def plan_footprint(
             f"set host_memory to {least} bytes or more, or pass smaller units"
         )
     for hold_tiles, depth, serial in ((True, 3, False), (True, 2, False), (False, 2, False), (False, 1, True)):
-        for tile_numel in _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE):
+        sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
+        for tile_numel in sizes if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles)
             update = _update_bytes(units, tile_numel, depth)
             needed = max(compute, update + _nested(units)) if serial else compute + update

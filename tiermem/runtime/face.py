@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from tiermem.config import Config
-from tiermem.errors import ConfigError, TiermemError
+from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.registry import registry
+from tiermem.runtime.beginning import find_beginning
+from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.house import House, build, draw
+from tiermem.runtime.record import optimizer_state, plain
 from tiermem.stats import Statistics
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot
@@ -46,21 +49,24 @@ def offload(
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
-        resume: False, start anew; this version commits nothing that could be resumed.
+        resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
+            continue from the last commit if there is one. True: insist on one. After a resume parameters, optimizer
+            state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
+            of the commit; what values the model had are dropped. See COMMIT.md beside this file.
 
     Raises:
         ConfigError: the model or the configuration cannot be served.
         BudgetError: the host budget is too small; names the largest unit and the least that works.
-        swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign files.
+        ResumeError: there is nothing to continue, it is of another model, or a commit would be replaced.
+        swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
-    if resume is not False:
-        raise ConfigError(f"resume={resume!r}: this version commits nothing that could be resumed; leave it out")
     for name, parameter in model.named_parameters():
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
-    return Runtime(build(draw(model, config, units), config, init=init))
+    beginning = find_beginning(config, resume)
+    return Runtime(build(draw(model, config, units, beginning), config, beginning, init=init))
 
 
 class Runtime:
@@ -69,6 +75,7 @@ class Runtime:
     def __init__(self, house: House) -> None:
         self._house = house
         self._closed = False
+        self._writing = 0  # how many `gathered(write=True)` are open
         self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
         self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
 
@@ -89,6 +96,41 @@ class Runtime:
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write the latest moves and stalls as a Chrome/Perfetto trace."""
         self._house.storage.timeline.write(Path(path))
+
+    def commit(self, extra: Any = None) -> PendingCommit:
+        """Make the state after the last step durable, beside the next step; returns at once unless one is under way.
+
+        What is captured now: `extra` (what JSON holds; tuples become lists, None becomes {}), random generators,
+        changed buffers, the optimizers' settings and step counts. Pages follow as the step's updates end. The next
+        step's updates wait until the commit is durable, forward and backward do not.
+
+        Raises:
+            ConfigError: `extra` is not what JSON holds, or the configuration has commits=False.
+            TiermemError: it was called between backward and step, or inside `gathered(write=True)`.
+            Exception: the error of the commit before, unless its `wait` has raised it already.
+        """
+        house = self._open()
+        record = plain({} if extra is None else extra, "extra")
+        if self._writing:
+            raise TiermemError("commit inside gathered(write=True): what is being written would be half there")
+        return house.commit(record)
+
+    @property
+    def committed(self) -> Any:
+        """The `extra` of the last durable commit, at first of the one resumed from; None if there is none."""
+        record = self._house.commits.record
+        return None if record is None else plain(record["extra"], "extra")
+
+    def committed_optimizer_state(self, index: int = 0) -> dict[str, Any]:
+        """What `load_state_dict` of an optimizer takes to have the settings of the last durable commit.
+
+        `index`: which optimizer, in the order of the parameters. Step counts come back without this. Raises ResumeError
+        if there is no commit, or no such optimizer in it.
+        """
+        record = self._house.commits.record
+        if record is None:
+            raise ResumeError("nothing has been committed")
+        return optimizer_state(record, index)
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them."""
@@ -128,6 +170,9 @@ class Runtime:
         units = list(dict.fromkeys(self._find(parameter)[0] for parameter in wanted))
         for unit in units:
             house.coordinator.unit_needed(unit)
+        if write:
+            house.commits.wait_open()
+            self._writing += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []
         written: Callable[[int, Slot, torch.Tensor], None] | None = None
         if write:
@@ -139,6 +184,7 @@ class Runtime:
             with lend(house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written):
                 yield
         finally:
+            self._writing -= write
             for unit, slot, values in changed:
                 if slot.trainable:
                     moments = house.states.read_moments(unit, slot.parameter)
@@ -150,14 +196,15 @@ class Runtime:
         """Wait until no update is pending. Raises the error of one that failed."""
         self._open().coordinator.wait_updates()
 
-    def close(self, *, restore_model: bool = False, remove: bool = True) -> None:
-        """Finish pending updates and close everything. May be called twice.
+    def close(self, *, restore_model: bool = False, remove: bool | None = None) -> None:
+        """Finish pending updates and the commit under way, and close everything. May be called twice.
 
         Args:
             restore_model: give every parameter storage of its own again (needs memory for the whole model).
-            remove: delete the swap files.
+            remove: delete the swap files and what is committed in them; False: keep them. Default: they are kept if
+                something is committed, and deleted otherwise.
 
-        Raises the error of an update that failed; everything is closed nevertheless.
+        Raises the error of an update or a commit that failed; everything is closed nevertheless.
         """
         if self._closed:
             return

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from swap import align_up
 from tiermem.config import Config, resolve_host_memory
-from tiermem.errors import ConfigError
+from tiermem.errors import BudgetError, ConfigError, ResumeError, TiermemError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.coordinator import UpdateCoordinator
@@ -23,11 +25,17 @@ from tiermem.optim.schedules import UpdateSchedule, make_schedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.tiles import Segment, UnitState, state_nbytes
 from tiermem.optim.updater import Updater
+from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
 from tiermem.registry import registry
+from tiermem.runtime import randomness
+from tiermem.runtime.beginning import Beginning
+from tiermem.runtime.buffers import BufferWatch
+from tiermem.runtime.commits import Commits, PendingCommit
 from tiermem.runtime.ledger import GradientLedger, Steps
-from tiermem.runtime.queues import BackwardThrottle, LazyQueue
+from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
+from tiermem.runtime.record import FORMAT, check_layout, layout_record, optimizer_records, step_counts
 from tiermem.runtime.storage import Storage, close_all, open_storage
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.gather import Gatherer
@@ -60,12 +68,46 @@ class House:
     coordinator: UpdateCoordinator
     states: StateStore
     steps: Steps
+    commits: Commits
+    buffers: BufferWatch
 
-    def close(self, *, remove: bool) -> None:
-        """Tear everything down in reverse; with `remove` the swap files go. Raises the first error at the end."""
+    def commit(self, extra: Any) -> PendingCommit:
+        """Capture what is not in pages, and start a commit of the updates queued so far. See `Runtime.commit`."""
+        if not self.config.commits:
+            raise ConfigError("commits=False: there is no room on disk for a commit; leave the setting out")
+        self.scheduler.settle()
+        sources = self.coordinator.optimizers()
+        counted = {number for source in sources for number in self.coordinator.parameters_of(source)}
+        if self.ledger.is_mid_step or counted & self.ledger.unclaimed():
+            raise TiermemError(
+                "commit between backward and step: its gradients would be lost; call it after optimizer.step(), or "
+                "forget them with optimizer.zero_grad()"
+            )
+        record = {
+            "format": FORMAT,
+            "step": self.steps.number,
+            "layout": layout_record(self.layouts, self.config, self.footprint.tile_numel),
+            "random": randomness.capture(),
+            "buffers": self.buffers.capture(),
+            "optimizers": optimizer_records(sources),
+            "extra": extra,
+        }
+        if self.footprint.serial:
+            self.coordinator.wait_updates()  # nobody else would carry them out
+        return self.commits.start(record)
+
+    def close(self, *, remove: bool | None) -> None:
+        """Tear everything down in reverse; with `remove` commits and swap files go. Raises the first error at the end.
+
+        None: they go unless something is committed.
+        """
+
+        def close_storage() -> None:
+            self.storage.close(remove=self.commits.record is None if remove is None else remove)
+
         self.steps.close()
-        actions = [self.coordinator.wait_updates, self.scheduler.close, self.updater.close]
-        close_all([*actions, lambda: self.storage.close(remove=remove)])
+        actions = [self.coordinator.wait_updates, self.commits.close, self.scheduler.close, self.updater.close]
+        close_all([*actions, close_storage])
         for parameter in self.parameters:
             registry.detach(parameter)
 
@@ -80,10 +122,17 @@ class Blueprint:
     footprint: Footprint
     host_nbytes: int
 
-    @property
-    def swap_nbytes(self) -> int:
-        """Bytes that all pages take on disk."""
-        return sum(rounded(nbytes) for _, nbytes in self.pages())
+    def swap_nbytes(self, *, commits: bool) -> int:
+        """Bytes that all pages take on disk: with `commits` twice those that training changes.
+
+        What is never trained has one copy, and the largest of it room for another, should somebody write into it.
+        """
+        frozen = [rounded(layout.nbytes) for layout in self.layouts if not layout.trainable]
+        total = sum(rounded(nbytes) for _, nbytes in self.pages())
+        if not commits:
+            return total
+        changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE)
+        return total + changing - sum(frozen) + max(frozen, default=0)
 
     def pages(self) -> list[tuple[PageKey, int]]:
         """Every page with its size in bytes."""
@@ -103,10 +152,11 @@ class Blueprint:
         ]
 
 
-def draw(model: nn.Module, config: Config, units: Wanted) -> Blueprint:
+def draw(model: nn.Module, config: Config, units: Wanted, beginning: Beginning | None = None) -> Blueprint:
     """Divide the model and share the budget out; opens nothing.
 
     Raises:
+        ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
         ConfigError: the model or a setting cannot be served.
         BudgetError: the host budget is too small; names the largest unit and the least that works.
     """
@@ -114,31 +164,45 @@ def draw(model: nn.Module, config: Config, units: Wanted) -> Blueprint:
     divided = find_units(model, units)
     sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE)
     host_nbytes = resolve_host_memory(config, available_host_memory()) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-    footprint = plan_footprint(
-        _sizes(divided, sketch, config.dtype),
-        host_nbytes,
-        config.tile_nbytes or _TILE_NBYTES,
-        config.look_ahead_nbytes,
-    )
+    sizes = _sizes(divided, sketch, config.dtype)
+    beginning = beginning or Beginning()
+    tile_nbytes, tile = config.tile_nbytes or _TILE_NBYTES, beginning.tile_numel
+    footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes)
+    if tile is not None and tile != footprint.tile_numel:
+        try:
+            footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes, tile=tile)
+        except BudgetError as error:
+            raise ResumeError(
+                f"the run was committed with tiles of {tile} elements, which do not fit into "
+                f"host_memory={host_nbytes}: resume with a larger budget ({error})"
+            ) from error
     layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel)
+    if beginning.record is not None:
+        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     states = {layout.unit: _unit_state(layout) for layout in layouts if layout.trainable}
     return Blueprint(divided, layouts, states, footprint, host_nbytes)
 
 
 def build(
-    blueprint: Blueprint, config: Config, *, init: Initializer | None = None, weights: WeightSource | None = None
+    blueprint: Blueprint,
+    config: Config,
+    beginning: Beginning,
+    *,
+    init: Initializer | None = None,
+    weights: WeightSource | None = None,
 ) -> House:
     """Open storage, turn the model into pages and hook it. Raises what those raise, and leaves nothing behind then."""
     storage = open_storage(
         config,
-        swap_nbytes=blueprint.swap_nbytes,
+        beginning,
+        swap_nbytes=blueprint.swap_nbytes(commits=config.commits),
         host_nbytes=blueprint.host_nbytes,
         footprint=blueprint.footprint,
     )
     try:
         return _furnish(blueprint, config, storage, init, weights)
     except BaseException:
-        storage.close(remove=True)
+        storage.close(remove=storage.recovered is None)
         raise
 
 
@@ -146,8 +210,6 @@ def _furnish(
     blueprint: Blueprint, config: Config, storage: Storage, init: Initializer | None, weights: WeightSource | None
 ) -> House:
     pager, footprint, layouts = storage.pager, blueprint.footprint, blueprint.layouts
-    for key, nbytes in blueprint.state_pages():
-        pager.add_page(key, nbytes)
     states = StateStore(pager, blueprint.states)
     placeholders, collectives = Placeholders(), SingleProcess()
 
@@ -155,14 +217,21 @@ def _furnish(
         states.store_master(unit, slot.parameter, values)
 
     materializer = Materializer(pager, placeholders, store_master, init, weights)
-    parameters = materializer.run(blueprint.divided, layouts)
+    if storage.recovered is not None:
+        _add_committed(blueprint, storage)
+        parameters = materializer.adopt(blueprint.divided, layouts)
+    else:
+        for key, nbytes in blueprint.state_pages():
+            pager.add_page(key, nbytes)
+        parameters = materializer.run(blueprint.divided, layouts)
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
     gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
     schedule = _schedule(config)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     early = schedule.name == "backward"
-    queue = LazyQueue(updater) if footprint.serial else updater
+    commits = Commits(storage, updater)
+    queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, commits.wait_open)
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
     scheduler = GatherScheduler(
         blueprint.divided, parameters, gatherer, gradients, _listener(coordinator, queue, blueprint), early=early
@@ -170,6 +239,12 @@ def _furnish(
     ledger.connect(scheduler)
     tiles = {unit: state.tiles for unit, state in blueprint.states.items()}
     steps = Steps(coordinator, ledger, queue, pager, storage.counters, tiles=tiles, update=schedule.name)
+    buffers = BufferWatch(blueprint.divided.model)
+    if storage.recovered is not None:
+        record = storage.recovered.manifest.user
+        steps.resume(record["step"], step_counts(record))
+        buffers.restore(record["buffers"])
+        randomness.restore(record["random"])
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     return House(
@@ -186,7 +261,24 @@ def _furnish(
         coordinator,
         states,
         steps,
+        commits,
+        buffers,
     )
+
+
+def _add_committed(blueprint: Blueprint, storage: Storage) -> None:
+    """Make all pages known, those of the commit as written. Raises ResumeError if a page is missing or too many."""
+    pages = dict(blueprint.pages())
+    copies = storage.recovered.mark.copies if storage.recovered is not None else {}
+    for key, copy in copies.items():
+        expected = align_up(pages[key]) if isinstance(key, PageKey) and key in pages else None
+        if copy.extent.nbytes != expected:
+            raise ResumeError(f"the commit holds {copy.extent.nbytes} bytes of {key}, expected {expected}")
+    for layout in blueprint.layouts:
+        if layout.key not in copies:
+            raise ResumeError(f"the commit holds no copy of {layout.key}")
+    for key, nbytes in pages.items():
+        storage.pager.add_page(key, nbytes, saved=key in copies)
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:

@@ -84,6 +84,11 @@ class GradientLedger:
             if self.present(unit):
                 self._gatherer.require_free(unit)
 
+    @property
+    def is_mid_step(self) -> bool:
+        """Whether some gradients of this step have been claimed by an update and the step is not over."""
+        return bool(self._claimed)
+
     def unclaimed(self) -> set[int]:
         """All parameters with an unclaimed gradient."""
         return {number for unit in self._units for number in self.present(unit)}
@@ -127,16 +132,24 @@ class Steps:
         self._tiles = tiles
         self._update = update
         self._planned: tuple[Access, ...] = ()
+        self._resumed: dict[int, int] = {}
         self._closed = False
+        self.number = 0  # steps done
+
+    def resume(self, number: int, counts: Mapping[int, int]) -> None:
+        """Go on after `number` steps; optimizers made before the next one take over these update counts."""
+        self.number = number
+        self._resumed = dict(counts)
 
     def close(self) -> None:
         """From now on every other verb raises TiermemError."""
         self._closed = True
 
-    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
-        """Make `source` the optimizer of `parameters`."""
+    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
+        """Make `source` the optimizer of `parameters`; returns the updates they have had in the run resumed from."""
         self._check_open()
         self._coordinator.attach_optimizer(source, parameters)
+        return {number: self._resumed[number] for number in parameters if number in self._resumed}
 
     def step(self, source: SettingsSource) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
@@ -154,6 +167,8 @@ class Steps:
             else:
                 self._pager.begin_step()
             self._counters.step()
+            self._resumed.clear()
+            self.number += 1
         return result
 
     def _hurry_in_forward_order(self, order: StepOrder | None) -> None:

@@ -1,13 +1,13 @@
 """How far the update may lag behind the computation, for budgets that do not hold everything at once.
 
-Owns the two answers: hold backward up while updates lag too far, or carry updates out only when somebody waits. Does
-not know pages: it is given bytes per unit. Guarantees that no update is lost or done twice, and that the errors of the
-updater reach whoever asks.
+Owns the answers: hold backward up while updates lag too far, carry updates out only when somebody waits, hold them
+back while a commit is made. Does not know pages: it is given bytes per unit. Guarantees that no update is lost or done
+twice, and that the errors of the updater reach whoever asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import UpdateQueue
@@ -80,3 +80,21 @@ class LazyQueue:
     def raise_failed(self) -> None:
         """Raise the error of an update that failed, if one has."""
         self._queue.raise_failed()
+
+
+class GatedQueue:
+    """Lets no update begin while a commit of the step before is being made."""
+
+    def __init__(self, queue: UpdateQueue, wait_open: Callable[[], None]) -> None:
+        self._wait_open = wait_open
+        self._queue = queue
+        self.wait = queue.wait
+        self.wait_all = queue.wait_all
+        self.pending = queue.pending
+        self.hurry = queue.hurry
+        self.raise_failed = queue.raise_failed
+
+    def start(self, update: UnitUpdate) -> None:
+        """Queue the update once no commit is under way; waits for that."""
+        self._wait_open()
+        self._queue.start(update)

@@ -10,19 +10,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from swap import EngineSettings, SwapSpace
+from swap import CommitStore, EngineSettings, Recovered, SwapError, SwapSpace, recover
+from swap.extents import Extent
 from tiermem.config import Config
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.arena import HostArena
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import host_chain
+from tiermem.pager.extents import Extents, from_rows, page_key
+from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.service import Appetite
 from tiermem.planner.footprint import Footprint
+from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
 from tiermem.stats import Counters, TierStatistics
 from tiermem.timeline import Timeline
 
-SPACE_NAME = "tiermem"
 # The latest moves and stalls: about 400 bytes each, outside the budget, so 8 MB for a run of any length.
 _TIMELINE_EVENTS = 20_000
 _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
@@ -30,9 +33,12 @@ _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 @dataclass(frozen=True)
 class Storage:
-    """Where bytes live, and who moves them."""
+    """Where bytes live, and who moves them. `recovered`: the commit this run continues, None if it began anew."""
 
     space: SwapSpace
+    extents: Extents
+    store: CommitStore
+    recovered: Recovered | None
     arena: HostArena
     pager: Pager
     counters: Counters
@@ -47,8 +53,9 @@ class Storage:
         )
 
     def close(self, *, remove: bool) -> None:
-        """Close everything, the pager first; with `remove` the swap files go. Raises the first error at the end."""
-        close_all([self.pager.close, self.arena.close, lambda: self.space.close(remove=remove)])
+        """Close everything, the pager first; with `remove` commits and swap files go. Raises the first error."""
+        forget = [self.store.discard] if remove else []  # before the files: a commit must never outlive its bytes
+        close_all([self.pager.close, self.arena.close, *forget, lambda: self.space.close(remove=remove)])
 
 
 def close_all(actions: list[Callable[[], None]]) -> None:
@@ -58,15 +65,41 @@ def close_all(actions: list[Callable[[], None]]) -> None:
             stack.callback(action)
 
 
-def open_storage(config: Config, *, swap_nbytes: int, host_nbytes: int, footprint: Footprint) -> Storage:
-    """Open the swap files, reserve host memory, start the pager.
+def open_storage(
+    config: Config, beginning: Beginning, *, swap_nbytes: int, host_nbytes: int, footprint: Footprint
+) -> Storage:
+    """Open the swap files (those of the commit to continue, verified, or new ones), reserve host memory, start a pager.
 
     Raises:
-        ConfigError: no swap directory is given.
-        swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's files.
+        ConfigError: direct I/O was insisted on and is refused.
+        ResumeError: the commit does not fit its files.
+        swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
-    if not config.swap_paths:
-        raise ConfigError("swap_dirs: expected one or more directories for the swap files, found none")
+    counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
+    store = CommitStore(config.swap_paths, name=SPACE_NAME)
+    space = _open_space(config, beginning, store, swap_nbytes)
+    resumed = beginning.manifest is not None
+    try:
+        if config.direct is True and not space.direct:
+            raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
+        recovered = _recover(config, space, store) if resumed else None
+        extents = Extents(
+            space,
+            recovered.generations if recovered else None,
+            checksums=config.commits or resumed,
+            compare=config.verify == "always",
+            plain=_claim_plain(space, recovered) if recovered else None,
+        )
+        arena = HostArena(host_nbytes, poison=config.poison)
+        appetite = {Tier.HOST: Appetite(look_ahead=footprint.look_ahead, reserve=footprint.reserve)}
+        pager = Pager(host_chain(arena, extents), appetite, counters=counters, timeline=timeline)
+    except BaseException:
+        space.close(remove=not resumed)
+        raise
+    return Storage(space, extents, store, recovered, arena, pager, counters, timeline)
+
+
+def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes: int) -> SwapSpace:
     settings = EngineSettings(
         backend=_BACKENDS[config.io_backend],
         block_size=config.block_nbytes,
@@ -74,15 +107,35 @@ def open_storage(config: Config, *, swap_nbytes: int, host_nbytes: int, footprin
         max_bytes_in_flight=config.block_nbytes * config.queue_depth,
         stall_seconds=config.stall_timeout,
     )
-    counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
-    space = SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=swap_nbytes, settings=settings)
+    manifest = beginning.manifest
+    if manifest is not None:
+        size = sum(manifest.file_sizes)
+        return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=size, settings=settings, keep=True)
+    check_room(config, nbytes)
+    store.discard()
+    return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings)
+
+
+def _recover(config: Config, space: SwapSpace, store: CommitStore) -> Recovered:
+    recovered = recover(
+        space,
+        store,
+        key=page_key,
+        verify_bytes=config.verify != "never",
+        verify_mode="all",
+        spares=lambda manifest: from_rows(manifest.user["spares"]),
+    )
+    if recovered is None:
+        raise ResumeError(f"the commit in {config.swap_paths[0]} has gone since it was looked at")
+    return recovered
+
+
+def _claim_plain(space: SwapSpace, recovered: Recovered) -> dict[PageKey, Extent]:
+    claimed = {}
     try:
-        if config.direct is True and not space.direct:
-            raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
-        arena = HostArena(host_nbytes, poison=config.poison)
-        appetite = {Tier.HOST: Appetite(look_ahead=footprint.look_ahead, reserve=footprint.reserve)}
-        pager = Pager(host_chain(arena, space), appetite, counters=counters, timeline=timeline)
-    except BaseException:
-        space.close(remove=True)
-        raise
-    return Storage(space, arena, pager, counters, timeline)
+        for name, extent in from_rows(recovered.manifest.user["plain"]).items():
+            space.claim(extent)
+            claimed[page_key(name)] = extent
+    except (SwapError, KeyError, TypeError, ValueError) as error:
+        raise ResumeError(f"the commit does not fit its swap files: {error}") from error
+    return claimed

@@ -1,0 +1,109 @@
+"""Where on disk each page lies: extents kept in generations for what a commit covers, plain ones for the rest.
+
+Owns the map from pages to extents and checksums. Does not know leases, moves or when a commit is made. Guarantees that
+a write never goes to bytes that a commit still needs, that a copy counts as written only when all of it is on the
+device, and that what was written can be read back, compared with its checksum where that is wanted. Any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from swap.blocks import align_up
+from swap.errors import SwapError
+from swap.extents import Extent, Piece
+from swap.generations import Copy, Generations
+from swap.space import SwapSpace
+from tiermem.errors import InvariantError
+from tiermem.pager.page import Kind, PageKey
+
+# What a commit covers; gradients and activations are gone when the step is over.
+DURABLE = frozenset({Kind.PARAM, Kind.STATE})
+
+
+class Extents:
+    """The extents of all pages in one space."""
+
+    def __init__(
+        self,
+        space: SwapSpace,
+        generations: Generations | None = None,
+        *,
+        checksums: bool = False,
+        compare: bool = False,
+        plain: Mapping[PageKey, Extent] | None = None,
+    ) -> None:
+        """`checksums`: take one of all that is written, as a commit needs; `compare`: check it at every read.
+
+        `generations` and `plain` are what an earlier run left, claimed already.
+        """
+        self.space = space
+        self.generations = generations or Generations(space)
+        self.checksums = checksums or compare
+        self._compare = compare
+        self._lock = threading.Lock()
+        self._plain = {key: Copy(extent, None) for key, extent in (plain or {}).items()}
+
+    def for_write(self, key: PageKey, nbytes: int) -> Extent:
+        """The extent the next write of a page goes to; end it with `written` or `failed`. Raises SwapFullError."""
+        if key.kind in DURABLE:
+            return self.generations.extent_for_write(key, nbytes)
+        with self._lock:
+            if key not in self._plain:
+                self._plain[key] = Copy(self.space.allocate(align_up(nbytes)), None)
+            return self._plain[key].extent
+
+    def written(self, key: PageKey, extent: Extent, checksum: int | None) -> None:
+        """All of the page is in `extent` now."""
+        if key.kind in DURABLE:
+            self.generations.written(key, extent, checksum)
+        else:
+            with self._lock:
+                self._plain[key] = Copy(extent, checksum)
+
+    def failed(self, key: PageKey, extent: Extent) -> None:
+        """The write to `extent` failed."""
+        if key.kind in DURABLE:
+            self.generations.failed(key, extent)
+
+    def for_read(self, key: PageKey) -> tuple[Extent, int | None]:
+        """Where the page lies, and the checksum to expect (None: do not compare)."""
+        try:
+            copy = self.generations.current(key) if key.kind in DURABLE else self._plain[key]
+        except (SwapError, KeyError) as error:
+            raise InvariantError(f"{key}: expected an extent to read from; this is a bug in tiermem") from error
+        return copy.extent, copy.checksum if self._compare else None
+
+    def plain(self) -> dict[PageKey, Extent]:
+        """The extents outside the generations, as they are now."""
+        with self._lock:
+            return {key: copy.extent for key, copy in self._plain.items()}
+
+
+def page_name(key: PageKey) -> str:
+    """The key as manifests have it, such as "param/3/0"."""
+    return f"{key.kind.value}/{key.unit}/{key.tile}"
+
+
+def page_key(name: str) -> PageKey:
+    """The key of a name that `page_name` made. Raises ValueError for anything else."""
+    kind, unit, tile = name.split("/")
+    return PageKey(int(unit), Kind(kind), int(tile))
+
+
+def to_rows(extents: Mapping[Any, Extent]) -> list[list[Any]]:
+    """Pages and extents as JSON holds them; `from_rows` reads them."""
+    return [
+        [page_name(key), extent.slot, [[piece.directory, piece.offset, piece.nbytes] for piece in extent.pieces]]
+        for key, extent in extents.items()
+    ]
+
+
+def from_rows(rows: Iterable[Any]) -> dict[str, Extent]:
+    """What `to_rows` made, by name. Raises ValueError or TypeError for anything else."""
+    return {
+        str(name): Extent(tuple(Piece(int(where), int(offset), int(nbytes)) for where, offset, nbytes in pieces), slot)
+        for name, slot, pieces in rows
+    }

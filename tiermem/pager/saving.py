@@ -1,0 +1,70 @@
+"""Having pages written down because somebody wants them in SWAP, not because room is needed.
+
+Owns the two orders: everything there is (`flush`), or some kinds of pages and something to be done at the instant when
+SWAP holds them all (`save`). Does not know who asks. Guarantees that readers go on, and that a failed page is an error.
+On the pager's loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tiermem.memory.tiers import Tier
+from tiermem.pager.page import Kind, Page
+from tiermem.pager.residency import Residency
+from tiermem.pager.service import Service
+
+T = TypeVar("T")
+
+
+class Saving:
+    """Writes pages down and waits for it."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        service: Service,
+        wake: Callable[[], None],
+        next_event: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """`next_event()`: until something has happened and all that could be done about it has been started.
+
+        `wake()`: have the service look at everything soon, though nothing has happened.
+        """
+        self._wake = wake
+        self._residency = residency
+        self._service = service
+        self._next_event = next_event
+
+    async def flush(self) -> None:
+        """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
+        self._service.start_flush()
+        self._wake()
+        try:
+            await self._next_event()
+            while self._service.unsaved():
+                await self._next_event()
+            for page in self._residency.pages.values():
+                if page.error is not None:
+                    raise page.error
+        finally:
+            self._service.end_flush()
+
+    async def save(self, kinds: frozenset[Kind], then: Callable[[], T]) -> T:
+        """Until SWAP holds every page of these kinds; see `Pager.start_save`."""
+        while unsaved := self._unsaved(kinds):
+            for page in unsaved:  # all at once: the drive's queue is the place to wait in
+                self._service.save(page)
+            for page in unsaved:
+                while page.valid and Tier.SWAP not in page.valid and page.error is None:
+                    await self._next_event()
+                    self._service.save(page)
+        return then()
+
+    def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
+        found = [page for page in self._residency.pages.values() if page.key.kind in kinds and page.valid]
+        for page in found:
+            if page.error is not None:
+                raise page.error
+        return [page for page in found if Tier.SWAP not in page.valid]

@@ -1,0 +1,104 @@
+"""How a run begins: anew, or from what an earlier one has committed.
+
+Owns the decision, and the checks that come before anything is changed on disk. Does not open the space. Guarantees that
+a committed run is never replaced unless `Config.overwrite` says so, and that what cannot be continued is refused with
+the reason, its files left as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swap import Manifest, SwapFullError, SwapInUseError, find_leftovers
+from tiermem.config import Config
+from tiermem.errors import ConfigError, ResumeError
+from tiermem.runtime.record import FORMAT
+
+SPACE_NAME = "tiermem"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """`manifest`: the commit to continue; None: start anew."""
+
+    manifest: Manifest | None = None
+
+    @property
+    def record(self) -> Mapping[str, Any] | None:
+        """What the commit says besides its pages."""
+        return self.manifest.user if self.manifest is not None else None
+
+    @property
+    def tile_numel(self) -> int | None:
+        """Elements of a tile in the commit."""
+        return int(self.manifest.user["layout"]["tile_numel"]) if self.manifest is not None else None
+
+
+def find_beginning(config: Config, resume: bool | str) -> Beginning:
+    """Look at the swap directories and decide; changes nothing.
+
+    Raises:
+        ConfigError: no swap directory, or an unknown word for `resume`.
+        ResumeError: there is a commit and `resume` is False, or there is none that could be continued.
+        swap.SwapError: a directory is missing, in use, or holds foreign or damaged files.
+    """
+    if not config.swap_paths:
+        raise ConfigError("swap_dirs: expected one or more directories for the swap files, found none")
+    if resume not in (False, True, "auto"):
+        raise ConfigError(f"resume={resume!r}: expected False, True or 'auto'; snapshots cannot be resumed yet")
+    names = ", ".join(str(path) for path in config.swap_paths)
+    leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME)
+    if leftovers.in_use:
+        raise SwapInUseError(f"another run is using {names}: wait for its end, or choose other directories")
+    manifest = leftovers.manifest
+    if manifest is None:
+        if resume is True:
+            raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
+        return Beginning()
+    if resume is False:
+        if config.overwrite:
+            return Beginning()
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.seconds))
+        raise ResumeError(
+            f"{names} holds a committed run (step {manifest.user.get('step')}, {when}): continue it with "
+            "resume=True or resume='auto', replace it with Config(overwrite=True), or choose other directories"
+        )
+    if not leftovers.resumable:
+        missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
+        found = f"there is no swap file in {', '.join(missing)}" if missing else "its swap files are of another run"
+        raise ResumeError(
+            f"the commit in {config.swap_paths[0]} cannot be continued: {found}; give all the directories of that run, "
+            "in its order, or start anew with resume=False and Config(overwrite=True)"
+        )
+    if manifest.user.get("format") != FORMAT:
+        raise ResumeError(
+            f"the commit in {config.swap_paths[0]} is of format {manifest.user.get('format')!r}, this version of "
+            f"tiermem reads {FORMAT}; continue it with the version that made it"
+        )
+    return Beginning(manifest)
+
+
+def check_room(config: Config, nbytes: int) -> None:
+    """Raise SwapFullError unless the swap directories together have room, files of earlier runs counted as free.
+
+    Before a commit is replaced: afterwards it would be too late. Directories on one file system count once.
+    """
+    free: dict[int, int] = {}
+    old = 0
+    for path in config.swap_paths:
+        status = os.statvfs(path)
+        free[os.stat(path).st_dev] = status.f_bavail * status.f_frsize
+        file = path / f"{SPACE_NAME}.swapfile"
+        if file.exists():
+            old += file.stat().st_blocks * 512
+    if sum(free.values()) + old < nbytes:
+        names = ", ".join(str(path) for path in config.swap_paths)
+        advice = "; Config(commits=False) needs half of it" if config.commits else ""
+        raise SwapFullError(
+            f"the swap files need {nbytes} bytes, {names} has {sum(free.values()) + old} bytes free; free some, or add "
+            f"a directory on another drive{advice}"
+        )

@@ -1,0 +1,131 @@
+"""Commits: durable copies of a step, made beside the next one.
+
+Owns the commit in flight, the mark that protects the last durable one, and the record of it. Does not capture the
+record and does not know models. Guarantees that the pages of a commit are those of one step, that updates of the next
+step do not begin before it is durable or has failed, and that its error reaches whoever asks next.
+
+Why updates wait until it is durable, and not only until the mark is taken: the next step's writes go to the other slot
+of each page, which the commit before holds until this one is durable. Two slots are enough that way. In every schedule
+a forward or a backward lies between a commit and the next update, so there is little to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from swap import Mark
+from tiermem.pager.extents import DURABLE, page_name, to_rows
+from tiermem.pager.pager import Pager
+from tiermem.runtime.storage import Storage
+
+
+class UpdateWaiter(Protocol):
+    """Who knows which updates are under way."""
+
+    def unfinished(self) -> Sequence[Future[None]]:
+        """One future for each update queued or running; none of them carries an error."""
+
+    def raise_failed(self) -> None:
+        """Raise the error of an update that failed."""
+
+
+class PendingCommit:
+    """A commit on its way to the disk. Made by `Runtime.commit`."""
+
+    def __init__(self, pager: Pager) -> None:
+        self.future: Future[None] = Future()
+        self.seen = False
+        self._pager = pager
+
+    @property
+    def done(self) -> bool:
+        """Whether it is durable, or has failed."""
+        return self.future.done()
+
+    def wait(self) -> None:
+        """Wait until it is durable. Raises the error if it failed: the commit before holds then.
+
+        swap.SwapError: the drive has failed, or is full; training may go on. Exception: an update of the step failed.
+        """
+        try:
+            self._pager.wait_for(self.future)
+        finally:
+            self.seen = self.seen or self.done
+
+    def wait_ended(self) -> None:
+        """Wait until it is durable or has failed; whoever asks for the error gets it later."""
+        if not self.done:
+            with contextlib.suppress(Exception):  # kept in the future, and raised by `wait` and `raise_unseen`
+                self._pager.wait_for(self.future)
+
+    def raise_unseen(self) -> None:
+        """Raise its error unless somebody has been told already."""
+        if self.done and not self.seen:
+            self.wait()
+
+
+class Commits:
+    """The commits of one run. Used from the compute thread."""
+
+    def __init__(self, storage: Storage, updates: UpdateWaiter) -> None:
+        self._storage = storage
+        self._updates = updates
+        recovered = storage.recovered
+        self._mark: Mark | None = recovered.mark if recovered else None
+        self._generation = recovered.manifest.generation if recovered else 0
+        self._record: Mapping[str, Any] | None = recovered.manifest.user if recovered else None
+        self._last: PendingCommit | None = None
+
+    @property
+    def record(self) -> Mapping[str, Any] | None:
+        """The record of the last durable commit, that of the run resumed included; None: there is none."""
+        return self._record
+
+    def start(self, record: Mapping[str, Any]) -> PendingCommit:
+        """Commit the updates queued so far, with `record`. Waits for an earlier commit, and raises its error once."""
+        self.wait_open()
+        if self._last is not None:
+            self._last.raise_unseen()
+        self._generation += 1
+        pending = self._last = PendingCommit(self._storage.pager)
+        arguments = (pending, record, self._generation, self._updates.unfinished())
+        # Not a daemon: a program that ends with a commit under way finishes it.
+        threading.Thread(target=self._run, args=arguments, name="tiermem-commit").start()
+        return pending
+
+    def wait_open(self) -> None:
+        """Wait until no commit is under way: pages may change. Raises nothing that a commit has met."""
+        if self._last is not None:
+            self._last.wait_ended()
+
+    def close(self) -> None:
+        """Wait for the commit under way. Raises its error unless somebody has been told."""
+        if self._last is not None:
+            self._last.wait_ended()
+            self._last.raise_unseen()
+
+    def _run(
+        self, pending: PendingCommit, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
+    ) -> None:
+        storage, mark = self._storage, None
+        generations, store = storage.extents.generations, storage.store
+        try:
+            for update in updates:
+                update.result()
+            self._updates.raise_failed()
+            mark = storage.pager.start_save(DURABLE, generations.mark).result()
+            record = {**record, "spares": to_rows(generations.spares(mark)), "plain": to_rows(storage.extents.plain())}
+            store.write(generation, mark.entries(page_name), record, space=storage.space)
+            if self._mark is not None:
+                generations.release(self._mark)
+            self._mark, self._record = mark, record
+        except BaseException as error:  # noqa: BLE001 - kept in the future for whoever asks
+            if mark is not None and mark is not self._mark and not store.in_doubt:
+                generations.release(mark)
+            pending.future.set_exception(error)
+        else:
+            pending.future.set_result(None)

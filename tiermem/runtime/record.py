@@ -1,0 +1,124 @@
+"""What a commit says besides the bytes of pages, and whether a model fits what was committed.
+
+Owns the record: step, layout, optimizers' settings and step counts, and the caller's `extra`. Does not write or read
+files: a record is JSON values. Guarantees that what goes in comes out equal, that what JSON would change is refused
+when the commit is asked for, and that a model which differs from the committed one is named with the first difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.config import Config
+from tiermem.errors import ConfigError, ResumeError
+from tiermem.optim.service import SettingsSource
+from tiermem.zero3.layout import UnitLayout
+
+FORMAT = 1
+
+
+def plain(value: Any, what: str) -> Any:
+    """A copy of `value` as JSON holds it; tuples become lists. Raises ConfigError naming what JSON cannot hold."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return json.loads(json.dumps(value))  # subclasses such as numpy's floats become what they stand for
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{what}: expected text for keys, found {key!r}; JSON would change it into text")
+        return {str(key): plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
+    raise ConfigError(
+        f"{what}: expected what JSON holds (numbers, text, lists, dicts with text for keys, None), found "
+        f"{type(value).__name__}; convert it, for example with .tolist() or str()"
+    )
+
+
+def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int) -> dict[str, Any]:
+    """Everything on which the meaning of the pages' bytes depends."""
+    return {
+        "world_size": 1,
+        "param_dtype": str(config.param_dtype),
+        "moments": config.moments,
+        "tile_numel": tile_numel,
+        "units": [
+            [
+                layout.name,
+                [
+                    [slot.names[0], list(slot.shape), list(slot.stride), str(slot.dtype), slot.trainable, slot.offset]
+                    for slot in layout.slots
+                ],
+            ]
+            for layout in layouts
+        ],
+    }
+
+
+def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
+    for name in ("world_size", "param_dtype", "moments", "tile_numel"):
+        if committed.get(name) != here[name]:
+            raise _differs(name, committed.get(name), here[name])
+    there, mine = committed["units"], here["units"]
+    for (name, slots), (own_name, own_slots) in zip(there, mine, strict=False):
+        if name != own_name:
+            raise _differs("the division into units", repr(name), repr(own_name))
+        words = ("name", "shape", "strides", "dtype", "requires_grad", "place")
+        for slot, own in zip(slots, own_slots, strict=False):
+            for word, found, expected in zip(words, slot, own, strict=True):
+                if found != expected:
+                    raise _differs(f"{word} of parameter {slot[0]} in unit {name!r}", found, expected)
+        if len(slots) != len(own_slots):
+            raise _differs(f"the number of parameters in unit {name!r}", len(slots), len(own_slots))
+    if len(there) != len(mine):
+        raise _differs("the number of units", len(there), len(mine))
+
+
+def optimizer_records(sources: Iterable[SettingsSource]) -> list[dict[str, Any]]:
+    """Settings and step counts of each optimizer. Raises ConfigError for a setting that JSON cannot hold."""
+    records = []
+    for source in sources:
+        groups = [
+            {name: _setting(value) for name, value in group.items()} for group in source.state_dict()["param_groups"]
+        ]
+        counts = source.step_counts()
+        records.append(
+            {
+                "param_groups": plain(groups, "param_groups"),
+                "state": [[number, entry["step"]] for number, entry in source.state_dict()["state"].items()],
+                "steps": [[number, count] for number, count in counts.items()],
+            }
+        )
+    return records
+
+
+def step_counts(record: Mapping[str, Any]) -> dict[int, int]:
+    """The updates each parameter has had, by its number, of all optimizers of a record."""
+    return {int(number): int(count) for each in record["optimizers"] for number, count in each["steps"]}
+
+
+def optimizer_state(record: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """What `load_state_dict` of the optimizer takes. Raises ResumeError if the record has fewer optimizers."""
+    optimizers = record["optimizers"]
+    if not 0 <= index < len(optimizers):
+        raise ResumeError(f"the commit holds {len(optimizers)} optimizers, asked for number {index}")
+    groups = [
+        {name: tuple(value) if name == "betas" else value for name, value in group.items()}
+        for group in json.loads(json.dumps(optimizers[index]["param_groups"]))
+    ]
+    return {"state": {number: {"step": step} for number, step in optimizers[index]["state"]}, "param_groups": groups}
+
+
+def _setting(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _differs(what: str, committed: object, here: object) -> ResumeError:
+    return ResumeError(
+        f"this is not the run that was committed: {what} was {committed}, is {here}; resume with what was "
+        "committed, or start anew with Config(overwrite=True)"
+    )
