@@ -82,6 +82,12 @@ class Census:
                 queue = self._writable[tier] if lowest else self._droppable[tier]
                 queue.push(page, next_use=self._next_use(page), stamp=page.stamp)
 
+    def forget_order(self) -> None:
+        """Empty the orders of eviction; every page in memory must be noted again."""
+        for queues in (self._droppable, self._writable):
+            for tier in queues:
+                queues[tier] = FarthestFirst()
+
     def droppable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) whose copy on `tier` is valid elsewhere and held by nobody, farthest next use first."""
         return self._walk([self._droppable[tier]])

@@ -182,6 +182,7 @@ class Residency:
 
     def reclassify(self) -> None:
         """The forecast has changed: order all candidates anew."""
+        self.census.forget_order()
         for page in self.pages.values():
             if page.frames:
                 self.census.note(page)
