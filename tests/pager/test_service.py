@@ -426,7 +426,7 @@ def test_flush_writes_what_is_dirty_leased_for_reading_or_not() -> None:
     bench.bring(0, 1, intent=WRITE)
     reader = bench.ask(1)
     writer = bench.ask(2, intent=FRESH)
-    bench.service.start_flush()
+    bench.service.flush(1)
     bench.pump()
     assert sorted(bench.moving()) == [(0, SWAP), (1, SWAP)]
     bench.settle()
@@ -434,7 +434,7 @@ def test_flush_writes_what_is_dirty_leased_for_reading_or_not() -> None:
     writer.give_back()
     bench.settle()
     assert bench.service.unsaved() == 0
-    bench.service.end_flush()
+    bench.service.flush(-1)
     reader.give_back()
     assert bench.on(HOST) == {0, 1, 2}, "flushing evicts nothing"
 

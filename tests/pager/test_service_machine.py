@@ -99,7 +99,7 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(flush=st.booleans())
     def write_everything(self, flush: bool) -> None:
         if flush != bool(self.service._flushing):
-            (self.service.start_flush if flush else self.service.end_flush)()
+            self.service.flush(1 if flush else -1)
         self.settle_events()
 
     def asked_for(self, indices: list[int]) -> bool:

@@ -39,7 +39,7 @@ class Saving:
 
     async def flush(self) -> None:
         """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
-        self._service.start_flush()
+        self._service.flush(1)
         self._wake()
         try:
             await self._next_event()
@@ -49,7 +49,7 @@ class Saving:
                 if page.error is not None:
                     raise page.error
         finally:
-            self._service.end_flush()
+            self._service.flush(-1)
 
     async def save(self, kinds: frozenset[Kind], then: Callable[[], T]) -> T:
         """Until SWAP holds every page of these kinds; see `Pager.start_save`."""

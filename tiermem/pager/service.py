@@ -143,13 +143,9 @@ class Service:
         """Whether a lease on one of its pages stands in the way, whatever room there is."""
         return any(page.exclusive or (request.intent is not Intent.READ and page.is_leased) for page in request.lacking)
 
-    def start_flush(self) -> None:
-        """Write back everything dirty, whatever its next use, until `end_flush`."""
-        self._flushing += 1
-
-    def end_flush(self) -> None:
-        """Go back to writing back what has to leave."""
-        self._flushing -= 1
+    def flush(self, difference: int) -> None:
+        """One flush more (1) or less (-1) is going on: while there is any, everything dirty is written back."""
+        self._flushing += difference
 
     def save(self, page: Page) -> None:
         """Start writing a page down one tier towards SWAP if that can be done now; leased for reading or not."""
