@@ -7,14 +7,12 @@ from common import resident_bytes
 from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
 
 import tiermem
-from tiermem.memory.heap import LARGE_BLOCK, return_large_blocks
 
 
 def main() -> None:
     """Train as the command line says; print the outcome."""
     job = read_job()
     baseline = resident_bytes()
-    return_large_blocks(LARGE_BLOCK)
     torch.manual_seed(job.seed)
     config = tiermem.Config(**{"param_dtype": "bfloat16", **job.settings}, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
