@@ -1,6 +1,6 @@
 # Each target does all the set-up it needs: make demo in a fresh clone is enough.
 # PYTHON=...   another interpreter, 3.11 or newer
-# PIP_ARGS=... passed to pip, such as --extra-index-url https://download.pytorch.org/whl/cpu for torch without CUDA
+# PIP_ARGS=... passed to pip, for example an index that has torch without CUDA
 
 PYTHON ?= $(firstword $(foreach candidate,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(candidate) -c 'import sys; print("$(candidate)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
