@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no result file: does it run")
-    parser.add_argument("--workload", action="append", choices=("quick", "small", "compute-bound", "io-bound"))
+    parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps a round, at least five")
