@@ -23,6 +23,7 @@ from common import HERE, RESULTS, describe_surroundings, write_result
 
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "train_step"
+NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound")
 IDEAL = "plain"
 
 
@@ -78,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no result file: does it run")
-    parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS))
+    parser.add_argument("--workload", action="append", choices=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps a round, at least five")

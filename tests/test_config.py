@@ -30,7 +30,7 @@ def test_the_example_of_the_public_face() -> None:
     assert (config.device_nbytes, config.host_nbytes) == (20 * GIB, 48 * GIB)
     assert config.swap_paths == (Path("/nvme0/run7"), Path("/nvme1/run7"))
     assert config.dtype is torch.bfloat16
-    assert (config.block_nbytes, config.tile_nbytes, config.look_ahead_nbytes) == (8 << 20, 8 << 20, None)
+    assert (config.block_nbytes, config.tile_nbytes, config.look_ahead_nbytes) == (8 << 20, None, None)
 
 
 def test_at_most_twenty_knobs() -> None:

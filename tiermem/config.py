@@ -77,7 +77,7 @@ class Config:
     queue_depth: int = 8
     io_backend: IoBackend = "threads"
     direct: Direct = "auto"
-    tile_size: int | str = 8 << 20
+    tile_size: int | str = "auto"
     look_ahead: int | str = "auto"
     verify: Verify = "resume"
     commits: bool = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
 
 MAX_GRAD_NORM = 1.0
+SWITCH_SECONDS = 0.0005
 WARM_UP_SHARE = 0.1
 FINAL_LR_SHARE = 0.1
 # Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
@@ -148,6 +150,8 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console) -> Tr
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
     return_large_blocks(LARGE_BLOCK)
+    # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
+    sys.setswitchinterval(SWITCH_SECONDS)
     training = Training(options, config, model_config=model_config, source=source)
     try:
         host_memory = host_budget(config, training.runtime)
