@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import tiermem
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,7 +30,6 @@ def test_the_result_names_machine_versions_date_and_command(tmp_path: Path) -> N
     assert run["peak_rss_bytes"] > run["baseline_rss_bytes"] > 0
 
 
-@pytest.mark.skipif(not hasattr(tiermem, "offload"), reason="needs tiermem.offload")
 def test_tiermem_runs_beside_plain_and_its_schedules_agree(tmp_path: Path) -> None:
     """Weights are drawn in another order than plain PyTorch draws them, so losses are compared among schedules only."""
     results = tmp_path / "results"

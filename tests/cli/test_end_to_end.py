@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import tiermem
-
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-
-pytestmark = pytest.mark.skipif(not hasattr(tiermem, "offload"), reason="needs tiermem.offload")
 
 
 def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:

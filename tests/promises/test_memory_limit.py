@@ -6,14 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from limits import run_limited, run_python_limited
-
-import tiermem
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
-needs_core = pytest.mark.skipif(not hasattr(tiermem, "offload"), reason="needs tiermem.offload")
 
 
 def test_a_child_within_its_limit_lives_and_its_peak_is_known() -> None:
@@ -37,7 +33,6 @@ def test_page_cache_counts_but_gives_way(tmp_path: Path) -> None:
     (tmp_path / "big").unlink()
 
 
-@needs_core
 def test_half_a_billion_parameters_train_in_one_gibibyte(tmp_path: Path) -> None:
     """8.6 GB of AdamW state, all of the process within 1 GiB: interpreter, libraries, activations, budget."""
     # Peak RSS is the stricter of the two measures: library pages that another process touched first are not charged to

@@ -21,7 +21,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
-from tiermem.optim.schedules import UpdateSchedule, make_schedule
+from tiermem.optim.schedules import make_schedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.tiles import Segment, UnitState, state_nbytes
 from tiermem.optim.updater import Updater
@@ -230,7 +230,7 @@ def _furnish(
         parameters = materializer.run(blueprint.divided, layouts)
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
     gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
-    schedule = _schedule(config)
+    schedule = make_schedule(config.update)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     early = schedule.name == "backward"
@@ -295,10 +295,6 @@ def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blu
 
 def _planned_tile(host_nbytes: int) -> int:
     return min(max(host_nbytes // _TILES_IN_BUDGET, _SMALLEST_PLANNED), _LARGEST_PLANNED)
-
-
-def _schedule(config: Config) -> UpdateSchedule:
-    return make_schedule(config.update)
 
 
 def _check(config: Config) -> None:
