@@ -35,6 +35,8 @@ from swap import manifest as format_of
 from swap.errors import FormatError, SwapError, SwapFullError, SwapIOError
 from swap.files import sync_directory
 from swap.manifest import Entry, Manifest
+from swap.patience import PatientSystemCalls
+from swap.settings import STALL_SECONDS
 from swap.space import SwapSpace
 from swap.syscalls import SystemCalls
 
@@ -45,11 +47,21 @@ _LARGEST = 1 << 32  # bytes of a manifest; a hundred million entries have less
 class CommitStore:
     """The manifests of rank `name`. Not thread-safe: one thread commits."""
 
-    def __init__(self, directories: Sequence[Path], *, name: str, system: SystemCalls | None = None) -> None:
-        """Open the store in existing directories, the same as the space's and in the same order."""
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        name: str,
+        system: SystemCalls | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        """Open the store in existing directories, the same as the space's and in the same order.
+
+        After `stall_seconds` without an answer of the drive a system call is an error.
+        """
         self.directory = os.fspath(directories[0])
         self._name = name
-        self._system = system or SystemCalls()
+        self._system = PatientSystemCalls(system, stall_seconds)
         self._latest: Manifest | None = None
         self._settled = False
         self._failed: BaseException | None = None

@@ -23,6 +23,7 @@ _ADVICE = {
     errno_names.ENOTDIR: "a directory was expected: correct the path",
     errno_names.ELOOP: "symbolic links are not followed: name the real path",
     errno_names.EISDIR: "a directory stands where the swap file should be: move it away or choose another name",
+    errno_names.ETIMEDOUT: "the device shows no progress: see the kernel log",
     errno_names.EMFILE: "too many open files: raise `ulimit -n`",
     errno_names.EINVAL: "buffer, offset and length must be multiples of the device's block size",
 }

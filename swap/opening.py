@@ -16,6 +16,7 @@ from typing import Literal
 from swap.blocks import ALIGNMENT, align_down, align_up
 from swap.errors import FormatError
 from swap.files import DATA_OFFSET, SwapFile
+from swap.patience import PatientSystemCalls
 from swap.probe import measure_weights
 from swap.settings import EngineSettings
 from swap.stripes import check_weights, fill, proportional
@@ -42,12 +43,15 @@ def open_files(
         weights = measure_weights(directories, name=name, settings=settings, system=system)
     ratio = check_weights([1.0] * len(directories) if weights is None else weights, len(directories))
     shares = [ALIGNMENT] * len(directories) if keep else _shares(directories, name, align_up(nbytes), ratio, system)
+    patient = PatientSystemCalls(system, settings.stall_seconds)
     run_id = new_run_id()
     files: list[SwapFile] = []
     try:
         for index, (directory, share) in enumerate(zip(directories, shares, strict=True)):
             identity = Identity(run_id, index, len(directories))
-            files.append(SwapFile.open(directory, name=name, nbytes=share, keep=keep, identity=identity, system=system))
+            files.append(
+                SwapFile.open(directory, name=name, nbytes=share, keep=keep, identity=identity, system=patient)
+            )
         if keep:
             _check_kept(files, nbytes)
     except BaseException:

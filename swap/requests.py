@@ -226,6 +226,18 @@ class Request:
             # Without the traceback of earlier raises, which would keep their frames, and so their buffers, alive.
             raise self.error.with_traceback(None)
 
+    def stalled(self) -> SwapTimeoutError | None:
+        """The error, naming the request, if the device has made no progress for the engine's `stall_seconds`.
+
+        For those who wait by `on_done` instead of `wait`. Never waits; changes nothing: the transfer goes on.
+        """
+        if self.done or self._owner.seconds_until_stall(self) > 0:
+            return None
+        return SwapTimeoutError(
+            f"{self} is stalled: the device shows no progress, {self._age()} after it was started; see the kernel log. "
+            "Its buffer must not be reused"
+        )
+
     def settle(self) -> bool:
         """For the engine, once, before `complete`: take the checksum if asked for; return whether all went well."""
         if self._check is not None and self.error is None:
@@ -257,11 +269,13 @@ class Request:
         remaining = patience if deadline is None else min(patience, deadline - time.monotonic())
         if (remaining > 0 and self._event.wait(min(remaining, threading.TIMEOUT_MAX))) or self.done:
             return
-        waited = f"{time.monotonic() - self._submitted:.1f} seconds after it was started"
         if deadline is not None and time.monotonic() >= deadline:
-            raise SwapTimeoutError(f"{self} was not done in time, {waited}; its buffer must not be reused")
-        if self._owner.seconds_until_stall(self) <= 0:
             raise SwapTimeoutError(
-                f"{self} is stalled: the device shows no progress, {waited}; see the kernel log. "
-                "Its buffer must not be reused"
+                f"{self} was not done in time, {self._age()} after it was started; its buffer must not be reused"
             )
+        stalled = self.stalled()
+        if stalled is not None:
+            raise stalled
+
+    def _age(self) -> str:
+        return f"{time.monotonic() - self._submitted:.1f} seconds"

@@ -13,6 +13,10 @@ from swap.blocks import ALIGNMENT, is_aligned
 BACKENDS = ("threads", "aio", "inline")
 
 
+STALL_SECONDS = 120.0
+"""How long a drive may show no progress, unless somebody says otherwise: a disk that spins up takes thirty."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """How bytes are moved.
@@ -25,7 +29,7 @@ class EngineSettings:
     block_size: int = 8 << 20
     queue_depth: int = 8
     max_bytes_in_flight: int = 64 << 20
-    stall_seconds: float = 120.0
+    stall_seconds: float = STALL_SECONDS
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

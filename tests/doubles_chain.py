@@ -55,6 +55,10 @@ class SteppedTransfer:
     priority: Priority
     promoted: bool = False
     frames: dict[Tier, Any] = field(default_factory=dict)
+    stall: Exception | None = None
+
+    def stalled(self) -> Exception | None:
+        return self.stall
 
     def promote(self) -> None:
         self.promoted = True

@@ -393,7 +393,7 @@ def test_a_task_without_room_fails_when_the_computation_waits_for_it(make: Any) 
 
 def test_asking_early_is_no_standstill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease asked for ahead of time waits for as long as the computation computes, holding what it likes."""
-    monkeypatch.setattr(core, "_STANDSTILL_SECONDS", 0.001)
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 0.001)
     house = make(3)
     house.add(4)
     held = house.pager.lease([key(0), key(1)], FRESH)

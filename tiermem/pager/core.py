@@ -26,9 +26,9 @@ from tiermem.timeline import Timeline
 
 Settled = Callable[[Lease | None, BaseException | None], None]
 
-# Standing still is only believed when nothing has happened for this long: a coroutine that was just granted a lease
-# needs a moment to act on it.
-_STANDSTILL_SECONDS = 0.25
+# How often to look for a standstill or a silent device. Standing still is only believed when nothing has happened for
+# this long: a coroutine that was just granted a lease needs a moment to act on it.
+_LOOK_SECONDS = 0.25
 # How long tasks may take to act on the error that closing gives them before they are cancelled.
 _GRACE_SECONDS = 1.0
 
@@ -109,7 +109,7 @@ class Core:
         self._waiting_threads += difference
 
     async def close(self) -> None:
-        """Fail what waits, then until no task, no move and no kernel is left."""
+        """Fail what waits, then until no task, no kernel and no move is left, but for those a silent device has."""
         self.refuse(TiermemError("the pager was closed while a lease was waited for"))
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
@@ -118,8 +118,8 @@ class Core:
                 task.cancel()
             if late:
                 await asyncio.wait(late, timeout=_GRACE_SECONDS)
-        while self.residency.moves or self._kernels:
-            await self._turn()
+        while self._kernels or not all(move.stalled() for move in self.residency.flying()):
+            await self._turn(timeout=_LOOK_SECONDS)
 
     def refuse(self, error: Exception) -> None:
         """Everybody who waits, and whoever asks from now on, gets `error`; the first one stays."""
@@ -152,13 +152,23 @@ class Core:
         if self._refusal is None:
             self._service.pump()
         self._notify()
-        if self._service.waiting and not self._watched:
+        self._watch_later()
+
+    def _watch_later(self) -> None:
+        """Look again soon, as long as somebody waits for something."""
+        if not self._watched and (self._service.waiting or self._waiting_threads or self._watchers):
             self._watched = True
-            self.loop.asyncio.call_later(_STANDSTILL_SECONDS, self._watch, self._events)
+            self.loop.asyncio.call_later(_LOOK_SECONDS, self._watch, self._events)
 
     def _watch(self, events: int) -> None:
-        """Look whether everything stands still: whoever lacks room will not get it by waiting (I9)."""
+        """Look whether a device has stalled, and whether everything stands still.
+
+        Whoever lacks room will not get it by waiting for leases (I9), nor bytes by waiting for a device that is silent.
+        """
         self._watched = False
+        stalled = next(filter(None, (move.stalled() for move in self.residency.flying())), None)
+        if stalled is not None:
+            self.refuse(stalled)
         waiting = self._service.waiting
         blocked = self._waiting_threads > 0 or any(
             request.waiter is not None and request.waiter.awaited for request in waiting
@@ -168,9 +178,7 @@ class Core:
                 self._service.resolve_standstill()
             except Exception as error:  # noqa: BLE001 - an error that should not exist goes to everybody
                 self.refuse(error)
-        if self._service.waiting:
-            self._watched = True
-            self.loop.asyncio.call_later(_STANDSTILL_SECONDS, self._watch, self._events)
+        self._watch_later()
 
     async def _next_event(self) -> None:
         """Until something has happened and all that could be done about it has been started."""
@@ -180,10 +188,11 @@ class Core:
         if self._refusal is not None:
             raise self._refusal
 
-    async def _turn(self) -> None:
+    async def _turn(self, timeout: float | None = None) -> None:
         pumped = self.loop.asyncio.create_future()
         self._watchers.append(pumped)
-        await pumped
+        self._watch_later()
+        await asyncio.wait([pumped], timeout=timeout)
 
     def _notify(self) -> None:
         watchers, self._watchers = self._watchers, []

@@ -77,6 +77,10 @@ class _SwapTransfer:
         """Treat the rest of the request as a demand."""
         self._request.promote(Priority.DEMAND)
 
+    def stalled(self) -> Exception | None:
+        """The request's own opinion: it knows its device and the engine's patience."""
+        return self._request.stalled()
+
 
 def _bytes_for(page: Page, extent: Extent) -> memoryview:
     """The part of the HOST frame that the extent holds; where memory pages exceed 4096 bytes, frames are longer."""

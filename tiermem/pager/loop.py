@@ -32,6 +32,7 @@ class LoopThread:
         self._ringing = False
         self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
         self._shut = False
+        self._ended = False
         self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -49,7 +50,12 @@ class LoopThread:
         return True
 
     def report(self, message: Message) -> None:
-        """As `post`, but taken after `shut` as well: for the ends of what was started before."""
+        """As `post`, but taken after `shut` as well: for the ends of what was started before.
+
+        After `finish` nobody is left to hear of them: what a silent device held then ends unheard.
+        """
+        if self._ended:
+            return
         self._inbox.append(message)
         self.wake()
 
@@ -111,6 +117,7 @@ class LoopThread:
         try:
             ended.result()
         finally:
+            self._ended = True
             self.asyncio.call_soon_threadsafe(self.asyncio.stop)
             self._thread.join()
             self.asyncio.close()

@@ -64,6 +64,9 @@ class Transfer(Protocol):
     def promote(self) -> None:
         """Let a transfer that was started ahead of time overtake: somebody waits for it now."""
 
+    def stalled(self) -> Exception | None:
+        """The error to raise if the device has shown no progress for too long. Never waits; the transfer goes on."""
+
 
 @dataclass(slots=True, eq=False)
 class Move:
@@ -97,6 +100,10 @@ class Move:
         if not self.promoted and self.transfer is not None:
             self.promoted = True
             self.transfer.promote()
+
+    def stalled(self) -> Exception | None:
+        """The error to raise if the device has shown no progress for too long."""
+        return None if self.transfer is None else self.transfer.stalled()
 
 
 @dataclass(slots=True, eq=False)

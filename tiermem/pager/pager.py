@@ -1,8 +1,8 @@
 """The pager: the doors through which the rest of the house leases pages.
 
 Owns the core with its loop, and the worker that runs update kernels. Does not know what the bytes mean. Guarantees that
-every wait ends: with the lease, with the error of the page, with a CapacityError when everything stands still, or with
-the error of closing; and that after `close` no thread of it is left.
+every wait ends: with the lease, with the error of the page, with a CapacityError when everything stands still, with a
+SwapTimeoutError when a device is silent, or with the error of closing; and that after `close` no thread of it is left.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def open_storage(
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
     counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
-    store = CommitStore(config.swap_paths, name=SPACE_NAME)
+    store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     space = _open_space(config, beginning, store, swap_nbytes)
     resumed = beginning.manifest is not None
     try:

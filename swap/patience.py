@@ -1,0 +1,94 @@
+"""System calls that give up on a drive which does not answer.
+
+Owns one thread for each call under way, and how long it is waited for. Does not know why a call is made. Guarantees
+that a call returns, raises what the real one raised, or raises TimeoutError with ETIMEDOUT after `seconds`; and that a
+call which was interrupted, or told to come back, is made again. For the few calls that are made outside the engine
+(headers, manifests, names, syncs): the engine watches its own.
+
+A thread that is stuck in the kernel cannot be ended. It keeps what it was given, its buffer included, until the drive
+answers, and what it brings then is dropped.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from swap.syscalls import SystemCalls
+
+T = TypeVar("T")
+
+_ATTEMPTS = 100
+_PAUSE = 0.01  # seconds
+
+
+class PatientSystemCalls(SystemCalls):
+    """The calls of `system`; those that may wait for a drive are waited for `seconds` at most."""
+
+    def __init__(self, system: SystemCalls | None, seconds: float) -> None:
+        self._system = system or SystemCalls()
+        self._seconds = seconds
+        for name in ("close", "fallocate", "truncate", "free_bytes", "lock", "sleep"):
+            setattr(self, name, getattr(self._system, name))
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        """Open a file and return its descriptor. One that is opened too late stays open: nobody can close it."""
+        return self._answer(lambda: self._system.open(path, flags, mode))
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        """Read at `offset` into `view`; return the bytes read."""
+        return self._answer(lambda: self._system.preadv(fd, view, offset))
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write `view` at `offset`; return the bytes written."""
+        return self._answer(lambda: self._system.pwritev(fd, view, offset))
+
+    def fdatasync(self, fd: int) -> None:
+        """Make a file's completed writes durable."""
+        self._answer(lambda: self._system.fdatasync(fd))
+
+    def fsync(self, fd: int) -> None:
+        """Make a file's, or a directory's, completed changes durable."""
+        self._answer(lambda: self._system.fsync(fd))
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file another name."""
+        self._answer(lambda: self._system.rename(source, target))
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        self._answer(lambda: self._system.unlink(path))
+
+    def _answer(self, call: Callable[[], T]) -> T:
+        attempt = 1
+        while True:
+            try:
+                return self._wait(call)
+            except (InterruptedError, BlockingIOError):
+                if attempt == _ATTEMPTS:
+                    raise
+                attempt += 1
+                self._system.sleep(_PAUSE)
+
+    def _wait(self, call: Callable[[], T]) -> T:
+        answer: list[T] = []
+        raised: list[BaseException] = []
+        thread = threading.Thread(target=functools.partial(_run, call, answer, raised), name="swap-call", daemon=True)
+        thread.start()
+        thread.join(min(self._seconds, threading.TIMEOUT_MAX))
+        if answer:
+            return answer[0]
+        if raised:
+            raise raised[0]
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+def _run(call: Callable[[], T], answer: list[T], raised: list[BaseException]) -> None:
+    try:
+        answer.append(call())
+    except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+        raised.append(error)

@@ -1,0 +1,75 @@
+"""Calls outside the engine are made again, or given up, but never waited for without end."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from doubles import FaultySystemCalls, Short, Stall
+
+import swap
+from swap.patience import PatientSystemCalls
+
+
+def test_the_answer_or_the_error_of_the_real_call(tmp_path: Path) -> None:
+    calls = PatientSystemCalls(None, 30.0)
+    fd = calls.open(str(tmp_path / "file"), os.O_RDWR | os.O_CREAT)
+    assert calls.pwritev(fd, memoryview(b"hello"), 0) == 5
+    calls.fdatasync(fd)
+    calls.fsync(fd)
+    found = bytearray(5)
+    assert calls.preadv(fd, memoryview(found), 0) == 5
+    assert found == b"hello"
+    calls.close(fd)
+    calls.rename(str(tmp_path / "file"), str(tmp_path / "other"))
+    calls.unlink(str(tmp_path / "other"))
+    with pytest.raises(FileNotFoundError):
+        calls.unlink(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
+def test_a_call_that_was_interrupted_is_made_again(tmp_path: Path, code: int) -> None:
+    system = FaultySystemCalls()
+    system.inject("unlink", code, code)
+    (tmp_path / "file").touch()
+    PatientSystemCalls(system, 30.0).unlink(str(tmp_path / "file"))
+    assert system.calls["unlink"] == 3
+    assert len(system.slept) == 2
+
+
+def test_but_not_for_ever(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    system.always("unlink", errno.EAGAIN)
+    with pytest.raises(BlockingIOError):
+        PatientSystemCalls(system, 30.0).unlink(str(tmp_path / "file"))
+
+
+def test_a_silent_drive_is_given_up(tmp_path: Path) -> None:
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("unlink", stall)
+    with pytest.raises(TimeoutError) as raised:
+        PatientSystemCalls(system, 0.05).unlink(str(tmp_path / "file"))
+    assert raised.value.errno == errno.ETIMEDOUT
+    assert stall.entered.is_set()
+    stall.release()
+
+
+def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("fsync", stall)
+    settings = swap.EngineSettings(stall_seconds=0.1)
+    with pytest.raises(swap.SwapIOError, match=r"name\.swapfile.*ETIMEDOUT.*no progress"):
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
+    stall.release()
+    swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings).close(remove=True)
+
+
+def test_a_short_answer_is_passed_on(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    calls = PatientSystemCalls(system, 30.0)
+    fd = calls.open(str(tmp_path / "file"), os.O_RDWR | os.O_CREAT)
+    system.inject("pwritev", Short(4096))
+    assert calls.pwritev(fd, memoryview(bytes(8192)), 0) == 4096
+    calls.close(fd)
