@@ -151,6 +151,7 @@ class PowerCut(SystemCalls):
     def __init__(self, *directories: os.PathLike[str], sector: int = 4096) -> None:
         """What is in the directories now is durable."""
         self.calls = 0
+        self._lock = threading.RLock()  # who notes a change, and settles, may be on any thread
         self._sector = sector
         self._left: int | None = None
         self._inodes: dict[tuple[int, int], _Inode] = {}
@@ -175,57 +176,65 @@ class PowerCut(SystemCalls):
             if self.dead:
                 raise OSError(5, "the power is off")
             return super().open(path, flags, mode)
-        cutting = self._begin()
-        inode = _Inode(bytearray(), [])
-        self._note(path, inode)
-        self._end(cutting)
-        fd = super().open(path, flags, mode)
-        self._inodes[self._number(os.fstat(fd))] = inode  # also if the number was another file's before
+        with self._lock:
+            cutting = self._begin()
+            inode = _Inode(bytearray(), [])
+            self._note(path, inode)
+            self._end(cutting)
+            fd = super().open(path, flags, mode)
+            self._inodes[self._number(os.fstat(fd))] = inode  # also if the number was another file's before
         return fd
 
     def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
-        cutting = self._begin()
-        self._inode(fd).pending.append((offset, bytes(view)))
-        self._end(cutting)
+        with self._lock:
+            cutting = self._begin()
+            self._inode(fd).pending.append((offset, bytes(view)))
+            self._end(cutting)
         return super().pwritev(fd, view, offset)
 
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        cutting = self._begin()
-        self._inode(fd).pending.append(max(offset + nbytes, os.fstat(fd).st_size))
-        self._end(cutting)
+        with self._lock:
+            cutting = self._begin()
+            self._inode(fd).pending.append(max(offset + nbytes, os.fstat(fd).st_size))
+            self._end(cutting)
         super().fallocate(fd, offset, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        cutting = self._begin()
-        self._inode(fd).pending.append(nbytes)
-        self._end(cutting)
+        with self._lock:
+            cutting = self._begin()
+            self._inode(fd).pending.append(nbytes)
+            self._end(cutting)
         super().truncate(fd, nbytes)
 
     def fdatasync(self, fd: int) -> None:
-        self._end(self._begin())
-        self._inode(fd).settle()
+        with self._lock:
+            self._end(self._begin())
+            self._inode(fd).settle()
 
     def fsync(self, fd: int) -> None:
-        self._end(self._begin())
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        if not os.path.isdir(path):
-            self._inode(fd).settle()
-        for change in self._renames.pop(path, []):
-            self._apply(self._names[path], change)
+        with self._lock:
+            self._end(self._begin())
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if not os.path.isdir(path):
+                self._inode(fd).settle()
+            for change in self._renames.pop(path, []):
+                self._apply(self._names[path], change)
 
     def rename(self, source: str, target: str) -> None:
-        cutting = self._begin()
-        inode = self._inodes[self._number(os.stat(source))]
-        change: list[tuple[str, _Inode | None]] = [(os.path.basename(source), None), (os.path.basename(target), inode)]
-        self._renames[os.path.dirname(source)].append(change)
-        self._end(cutting)
-        super().rename(source, target)
+        moved: list[tuple[str, _Inode | None]] = [(os.path.basename(source), None)]
+        with self._lock:
+            cutting = self._begin()
+            moved.append((os.path.basename(target), self._inodes[self._number(os.stat(source))]))
+            self._renames[os.path.dirname(source)].append(moved)
+            self._end(cutting)
+            super().rename(source, target)
 
     def unlink(self, path: str) -> None:
-        cutting = self._begin()
-        self._note(path, None)
-        self._end(cutting)
-        super().unlink(path)
+        with self._lock:
+            cutting = self._begin()
+            self._note(path, None)
+            self._end(cutting)
+            super().unlink(path)
 
     def reboot(self, directory: str, target: str, choose: Callable[[int], int]) -> None:
         """Write into the empty directory `target` what a cut may have left of `directory`."""

@@ -58,18 +58,22 @@ GROWTH = """
     import gc, sys, psutil, torch, tiermem
     torch.set_num_threads(1)
     process = psutil.Process()
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(5)))  # 1.3 MiB; 5 MiB with state
+    width, budget = (256, "1MiB") if sys.argv[4] != "commits" else (128, "256KiB")
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(5)))  # state: five times the budget
     config = tiermem.Config(
-        host_memory="1MiB", swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=sys.argv[2]
+        host_memory=budget, swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=sys.argv[2]
     )
+    steps, commits = int(sys.argv[3]), sys.argv[4] == "commits"
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
 
         def train(steps):
             for _ in range(steps):
-                model(torch.randn(4, 256)).square().mean().backward()
+                model(torch.randn(4, width)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if commits:
+                    runtime.commit({"numbers": list(range(10))}).wait()
             runtime.settle()
             gc.collect()
             return process.memory_info().rss, process.num_threads(), process.num_fds()
@@ -81,7 +85,8 @@ GROWTH = """
                 timeline.record(f"warm-up {number}", "lane", 0.1 * number, 0.2 * number, {"page": f"page {number}"})
             train(4)
         before = train(10)
-        after = train(200)
+        after = train(steps)
+        runtime.close(remove=True)
     print(*(late - early for early, late in zip(before, after)))
     """
 
@@ -100,7 +105,16 @@ def test_two_hundred_steps_grow_nothing(update, tmp_path):
 
     Not zero: the interpreter and malloc take and return arenas of 256 KiB and 1 MiB on their own.
     """
-    rss, threads, descriptors = run(GROWTH, str(tmp_path), update)
+    rss, threads, descriptors = run(GROWTH, str(tmp_path), update, "200", "no commits")
+    assert rss < 2 * MIB, f"{rss / MIB:.2f} MiB more"
+    assert threads <= 0
+    assert descriptors <= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thousand_steps_with_commits_grow_nothing(tmp_path):
+    """As above: a thousandth part of what a commit holds (its record, its manifest, its marks), kept each time, shows."""
+    rss, threads, descriptors = run(GROWTH, str(tmp_path), "backward", "1000", "commits")
     assert rss < 2 * MIB, f"{rss / MIB:.2f} MiB more"
     assert threads <= 0
     assert descriptors <= 0
@@ -140,13 +154,13 @@ CYCLES = """
     for number in range(12):
         cycle(number)
     before = state()
-    for number in range(20):
+    for number in range(100):
         cycle(number)
     print(*(late - early for early, late in zip(before, state())))
     """
 
 
-def test_twenty_runs_one_after_the_other_leave_nothing(tmp_path):
+def test_a_hundred_runs_one_after_the_other_leave_nothing(tmp_path):
     """Each run maps 1 MiB of host memory and some buffers; keeping those of a few runs would show."""
     rss, threads, descriptors = run(CYCLES, str(tmp_path))
     assert threads <= 0
