@@ -42,9 +42,7 @@ def live(drive: Path, *, update: str) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
 @pytest.mark.parametrize("seed", range(8))
-def test_training_survives_power_cuts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, seed: int
-) -> None:
+def test_training_survives_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, seed: int) -> None:
     chance = random.Random(f"{update} {seed}")
     _, expected = undisturbed(tmp_path / "plain", STEPS, host_memory="160KiB")
     drive = tmp_path / "0"
