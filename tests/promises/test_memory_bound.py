@@ -113,7 +113,7 @@ def test_two_hundred_steps_grow_nothing(update, tmp_path):
 
 
 def test_a_thousand_steps_with_commits_grow_nothing(tmp_path):
-    """As above: a thousandth part of what a commit holds (its record, its manifest, its marks), kept each time, shows."""
+    """As above: a part of what each commit holds (its record, its manifest, its marks), kept each time, would show."""
     rss, threads, descriptors = run(GROWTH, str(tmp_path), "backward", "1000", "commits")
     assert rss < 2 * MIB, f"{rss / MIB:.2f} MiB more"
     assert threads <= 0
@@ -161,7 +161,7 @@ CYCLES = """
 
 
 def test_a_hundred_runs_one_after_the_other_leave_nothing(tmp_path):
-    """Each run maps 1 MiB of host memory and some buffers; keeping those of a few runs, or 80 KiB of each, would show."""
+    """Each run maps 1 MiB of host memory and some buffers; keeping 80 KiB of each would show."""
     rss, threads, descriptors = run(CYCLES, str(tmp_path))
     assert threads <= 0
     assert descriptors <= 0
