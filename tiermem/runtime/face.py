@@ -16,8 +16,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from tiermem.checkpoint.pretrained import MAX_SHARD, ModelSource, model_files, save_pretrained
+from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
+from tiermem.memory.sizes import parse_bytes
 from tiermem.registry import registry
 from tiermem.runtime.beginning import find_beginning
 from tiermem.runtime.commits import PendingCommit
@@ -35,6 +38,7 @@ def offload(
     config: Config,
     *,
     units: Wanted = None,
+    weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
     resume: bool | str = False,
 ) -> Runtime:
@@ -47,6 +51,9 @@ def offload(
         config: budgets, swap directories and how to update.
         units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
+        weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
+            the model; buffers found there are loaded too. All of it must fit; with `init` parameters may be missing
+            from it. Not read when a commit is continued.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
@@ -66,7 +73,10 @@ def offload(
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
     beginning = find_beginning(config, resume)
-    return Runtime(build(draw(model, config, units, beginning), config, beginning, init=init))
+    source = None
+    if weights is not None and beginning.manifest is None:
+        source = open_weights(weights, model, partial=init is not None)
+    return Runtime(build(draw(model, config, units, beginning), config, beginning, init=init, weights=source))
 
 
 class Runtime:
@@ -131,6 +141,24 @@ class Runtime:
         if record is None:
             raise ResumeError("nothing has been committed")
         return optimizer_state(record, index)
+
+    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_size: int | str = MAX_SHARD) -> None:
+        """Write the model as sharded safetensors with index, as transformers reads them; waits until it is durable.
+
+        Parameters in `param_dtype` after all updates, tied ones once, persistent buffers, and config.json and
+        generation_config.json of a model that has them. A unit is in memory at a time. `path`: a free name or an empty
+        folder; it is there whole or not at all.
+
+        Raises:
+            ConfigError: the path is taken, or the size makes no sense.
+            TiermemError: it was called between backward and step.
+            swap.SwapError: the disk is full, or failed; training may go on.
+        """
+        house = self._open()
+        house.require_between_steps("save_pretrained")
+        nbytes = parse_bytes(max_shard_size)
+        source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
+        save_pretrained(path, source, model_files(self.model, house.config.dtype), max_shard_nbytes=nbytes)
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them."""

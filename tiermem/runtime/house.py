@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from swap import align_up
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import BudgetError, ConfigError, ResumeError, TiermemError
 from tiermem.memory.arena import FRAME_ALIGNMENT
@@ -33,9 +32,10 @@ from tiermem.runtime import randomness
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.commits import Commits, PendingCommit
+from tiermem.runtime.continuing import add_committed, take_over
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
-from tiermem.runtime.record import FORMAT, check_layout, layout_record, optimizer_records, step_counts
+from tiermem.runtime.record import FORMAT, check_layout, layout_record, optimizer_records
 from tiermem.runtime.storage import Storage, close_all, open_storage
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.gather import Gatherer
@@ -76,14 +76,8 @@ class House:
         """Capture what is not in pages, and start a commit of the updates queued so far. See `Runtime.commit`."""
         if not self.config.commits:
             raise ConfigError("commits=False: there is no room on disk for a commit; leave the setting out")
-        self.scheduler.settle()
+        self.require_between_steps("commit")
         sources = self.coordinator.optimizers()
-        counted = {number for source in sources for number in self.coordinator.parameters_of(source)}
-        if self.ledger.is_mid_step or counted & self.ledger.unclaimed():
-            raise TiermemError(
-                "commit between backward and step: its gradients would be lost; call it after optimizer.step(), or "
-                "forget them with optimizer.zero_grad()"
-            )
         record = {
             "format": FORMAT,
             "step": self.steps.number,
@@ -96,6 +90,17 @@ class House:
         if self.footprint.serial:
             self.coordinator.wait_updates()  # nobody else would carry them out
         return self.commits.start(record)
+
+    def require_between_steps(self, verb: str) -> None:
+        """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep."""
+        self.scheduler.settle()
+        sources = self.coordinator.optimizers()
+        counted = {number for source in sources for number in self.coordinator.parameters_of(source)}
+        if self.ledger.is_mid_step or counted & self.ledger.unclaimed():
+            raise TiermemError(
+                f"{verb} between backward and step: its gradients would be lost; call it after optimizer.step(), or "
+                "forget them with optimizer.zero_grad()"
+            )
 
     def close(self, *, remove: bool | None) -> None:
         """Tear everything down in reverse; with `remove` commits and swap files go. Raises the first error at the end.
@@ -222,7 +227,7 @@ def _furnish(
 
     materializer = Materializer(pager, placeholders, store_master, init, weights)
     if storage.recovered is not None:
-        _add_committed(blueprint, storage)
+        add_committed(storage, blueprint.pages(), layouts)
         parameters = materializer.adopt(blueprint.divided, layouts)
     else:
         for key, nbytes in blueprint.state_pages():
@@ -244,11 +249,10 @@ def _furnish(
     tiles = {unit: state.tiles for unit, state in blueprint.states.items()}
     steps = Steps(coordinator, ledger, queue, pager, storage.counters, tiles=tiles, update=schedule.name)
     buffers = BufferWatch(blueprint.divided.model)
+    if weights is not None:
+        weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
     if storage.recovered is not None:
-        record = storage.recovered.manifest.user
-        steps.resume(record["step"], step_counts(record))
-        buffers.restore(record["buffers"])
-        randomness.restore(record["random"])
+        take_over(storage.recovered.manifest.user, steps, buffers)
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     return House(
@@ -268,21 +272,6 @@ def _furnish(
         commits,
         buffers,
     )
-
-
-def _add_committed(blueprint: Blueprint, storage: Storage) -> None:
-    """Make all pages known, those of the commit as written. Raises ResumeError if a page is missing or too many."""
-    pages = dict(blueprint.pages())
-    copies = storage.recovered.mark.copies if storage.recovered is not None else {}
-    for key, copy in copies.items():
-        expected = align_up(pages[key]) if isinstance(key, PageKey) and key in pages else None
-        if copy.extent.nbytes != expected:
-            raise ResumeError(f"the commit holds {copy.extent.nbytes} bytes of {key}, expected {expected}")
-    for layout in blueprint.layouts:
-        if layout.key not in copies:
-            raise ResumeError(f"the commit holds no copy of {layout.key}")
-    for key, nbytes in pages.items():
-        storage.pager.add_page(key, nbytes, saved=key in copies)
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:

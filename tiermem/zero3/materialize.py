@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent
@@ -35,8 +35,16 @@ StoreMaster = Callable[[int, Slot, torch.Tensor], None]
 class WeightSource(Protocol):
     """Weights read from somewhere, one parameter at a time."""
 
+    def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
+        """The dtype in which to ask for the parameter, which has dtype `own` in the model; None if it is not there."""
+        ...
+
     def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
         """Write the parameter known by any of `names` into `values` (CPU); False if it is not there."""
+        ...
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the model's buffers the values that are there."""
         ...
 
 
@@ -105,6 +113,9 @@ class Materializer:
         parameters: dict[int, nn.Parameter],
         absent: set[int],
     ) -> None:
+        if self.weights is not None and all(self._dtype(member) is not None for member in unit.members):
+            self._write(layout, parameters, streamed=True)  # nothing to initialise, so one parameter at a time will do
+            return
         fresh = [member for member in unit.members if member.number in absent]
         for member in fresh:
             old = parameters[member.number]
@@ -132,7 +143,19 @@ class Materializer:
     def _load(self, member: Member, parameter: nn.Parameter) -> bool:
         return self.weights is not None and self.weights.fill(member.names, parameter.data)
 
-    def _write(self, layout: UnitLayout, parameters: dict[int, nn.Parameter]) -> None:
+    def _dtype(self, member: Member) -> torch.dtype | None:
+        return self.weights.dtype_of(member.names, member.parameter.dtype) if self.weights is not None else None
+
+    def _stream(self, slot: Slot, parameter: nn.Parameter) -> torch.Tensor:
+        """The values of one parameter from the weights, in memory of their own."""
+        source = self.weights
+        dtype = source.dtype_of(slot.names, parameter.dtype) if source is not None else None
+        values = _storage_like(torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device="meta"))
+        if source is None or not source.fill(slot.names, values):
+            raise InvariantError(f"the weights of {slot.names[0]} were there and are gone")
+        return values
+
+    def _write(self, layout: UnitLayout, parameters: dict[int, nn.Parameter], *, streamed: bool = False) -> None:
         self.pager.add_page(layout.key, layout.nbytes)
         for tile in range(layout.tiles):
             self.pager.add_page(layout.gradient_key(tile), layout.tile_nbytes(tile))
@@ -142,12 +165,13 @@ class Materializer:
             base.zero_()  # the gaps are written too: let them be the same in every run
             for slot in layout.slots:
                 parameter = parameters[slot.parameter]
-                values = parameter.data
+                values = self._stream(slot, parameter) if streamed else parameter.data
                 slot_view(base, slot).copy_(values)
                 if slot.trainable:
                     self.store_master(layout.unit, slot, memory_order(values, slot, dtype=values.dtype))
                 # The last reference to the original values, unless their owner keeps one.
-                parameter.data = self.placeholders.of(slot.shape, slot.dtype, self.device)
+                if not parameter.is_meta:
+                    parameter.data = self.placeholders.of(slot.shape, slot.dtype, self.device)
         except BaseException as error:
             lease.fail(error)
             raise

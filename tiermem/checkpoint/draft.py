@@ -1,0 +1,99 @@
+"""A folder that is there whole or not at all.
+
+Owns a folder being made under a name of its own beside its final one, and its becoming that one by a single rename.
+Does not know what the files mean. Guarantees that the final name never stands for half a folder, that after an error
+nothing is left behind (a killed process may leave the hidden folder, which nothing takes for a whole one), and that
+nothing that was there before is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from swap import SystemCalls
+from swap.files import sync_directory
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, reporting, write_all
+from tiermem.errors import ConfigError
+
+
+class Draft:
+    """A folder being made. A context manager: without `finish` it is gone at the end."""
+
+    def __init__(self, path: str | os.PathLike[str], *, system: SystemCalls | None = None) -> None:
+        """Begin a folder that is to be `path`: a free name, or an empty folder, in a folder that exists.
+
+        Raises ConfigError if it is neither, SwapIOError if the folder above cannot be written to.
+        """
+        self.path = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+        self._system = system or SystemCalls()
+        _check_free(self.path)
+        with reporting("open", self.path, system=self._system):
+            self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
+        self._open: list[TensorWriter] = []
+        self._finished = False
+
+    def tensors(
+        self, name: str, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str] | None = None
+    ) -> TensorWriter:
+        """Begin a safetensors file. Raises SwapFullError, SwapIOError."""
+        writer = TensorWriter(self.folder / name, specs, metadata=metadata, system=self._system)
+        self._open.append(writer)
+        return writer
+
+    def text(self, name: str, text: str) -> None:
+        """Write a file of text and wait until it is durable. Raises SwapFullError, SwapIOError."""
+        path, data = self.folder / name, text.encode("utf-8")
+        with reporting("write", path, system=self._system, length=len(data)):
+            fd = self._system.open(os.fspath(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                write_all(fd, memoryview(data), 0, path=path, system=self._system)
+                self._system.fsync(fd)
+            finally:
+                self._system.close(fd)
+
+    def finish(self) -> None:
+        """Give the folder its name; durable when this returns. Raises ConfigError if the name was taken meanwhile."""
+        sync_directory(os.fspath(self.folder), self._system)
+        _check_free(self.path)
+        with reporting("rename", self.path, system=self._system):
+            self._system.rename(os.fspath(self.folder), os.fspath(self.path))
+        self._finished = True
+        sync_directory(os.fspath(self.path.parent), self._system)
+
+    def abandon(self) -> None:
+        """Remove what there is of it, unless it is finished. May be called twice."""
+        for writer in self._open:
+            writer.close()
+        if self._finished or not self.folder.exists():
+            return
+        for file in self.folder.iterdir():
+            with contextlib.suppress(OSError):
+                file.unlink()
+        with contextlib.suppress(OSError):  # what cannot be removed is hidden, and nothing takes it for whole
+            self.folder.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+
+def _check_free(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"expected {str(path.parent)!r} to be a folder, found none; create it first")
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(found.st_mode) or any(path.iterdir()):
+        raise ConfigError(f"expected {str(path)!r} to be free or an empty folder; remove it, or choose another name")

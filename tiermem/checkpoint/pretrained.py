@@ -1,0 +1,191 @@
+"""Writing a folder that `from_pretrained` of transformers reads.
+
+Owns the division into shards, their index and the files beside them. Does not know where values come from: a source
+gives them in order. Guarantees that never more is held than the source holds, that tied weights are written once, and
+that the folder is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tiermem.checkpoint.draft import Draft
+from tiermem.checkpoint.tensor_file import bytes_of
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
+from tiermem.checkpoint.weights import INDEX, SINGLE, persistent_buffers
+from tiermem.errors import ConfigError, InvariantError
+from tiermem.zero3.gather import Gatherer
+from tiermem.zero3.layout import Slot, UnitLayout
+from tiermem.zero3.lend import lend
+
+MAX_SHARD = "5GB"  # what transformers takes for its own
+_FORMAT = {"format": "pt"}  # transformers insists on it
+
+
+class TensorSource(Protocol):
+    """Tensors to be saved."""
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """All of them, in the order in which `blocks` gives them."""
+
+    def blocks(self) -> Iterator[tuple[str, memoryview]]:
+        """The bytes of each, row-major, in one or several blocks that are valid until the next is asked for."""
+
+
+class ModelSource:
+    """The parameters of an offloaded model, a unit at a time, and its persistent buffers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gatherer: Gatherer,
+        layouts: Sequence[UnitLayout],
+        parameters: Sequence[nn.Parameter],
+        needed: Callable[[int], None],
+    ) -> None:
+        """`needed(unit)` waits for the unit's updates."""
+        self._model = model
+        self._gatherer = gatherer
+        self._layouts = layouts
+        self._parameters = parameters
+        self._needed = needed
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Parameters in their dtype, then buffers in theirs."""
+        slots = [slot for layout in self._layouts for slot in layout.slots]
+        names = saved_names(self._model, slots)
+        found = [TensorSpec(names[slot.parameter], slot.dtype, slot.shape) for slot in slots if slot.parameter in names]
+        buffers = self._buffers().items()
+        return [*found, *(TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers)]
+
+    def blocks(self) -> Iterator[tuple[str, memoryview]]:
+        """Straight from the unit's memory where it is row-major there."""
+        for layout in self._layouts:
+            names = saved_names(self._model, layout.slots)
+            if not names:
+                continue
+            with lend(self._gatherer, self._layouts, [layout.unit], needed=self._needed):
+                for slot in layout.slots:
+                    if slot.parameter in names:
+                        values = self._parameters[slot.parameter].detach()
+                        # Released in time: a view that outlives the lease would keep the frame from being reused.
+                        with bytes_of(values.contiguous()) as view:
+                            del values
+                            yield names[slot.parameter], view
+        for name, buffer in self._buffers().items():
+            yield name, bytes_of(buffer.detach().cpu().contiguous())
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        wanted = persistent_buffers(self._model) - _never_saved(self._model)
+        return {name: buffer for name, buffer in self._model.named_buffers() if name in wanted}
+
+
+def save_pretrained(
+    path: str | os.PathLike[str], source: TensorSource, files: Mapping[str, str], *, max_shard_nbytes: int
+) -> None:
+    """Write `source` as sharded safetensors, with `files` (text by name) beside them; waits until it is durable.
+
+    Raises ConfigError if the path is taken, swap.SwapFullError or SwapIOError if it cannot be written, and what the
+    source raises; nothing is left then.
+    """
+    if max_shard_nbytes <= 0:
+        raise ConfigError(f"max_shard_size: expected a positive size, found {max_shard_nbytes}")
+    shards = plan_shards(source.specs(), max_shard_nbytes)
+    names = shard_names(len(shards))
+    with Draft(path) as draft:
+        _write_shards(draft, source, dict(zip(names, shards, strict=True)))
+        for name, text in files.items():
+            draft.text(name, text)
+        if len(shards) > 1:
+            total = sum(spec.nbytes for shard in shards for spec in shard)
+            weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            draft.text(INDEX, json.dumps(index, indent=2) + "\n")
+        draft.finish()
+
+
+def plan_shards(specs: Sequence[TensorSpec], max_nbytes: int) -> list[list[TensorSpec]]:
+    """Divide in order, each shard at most `max_nbytes` of data; a larger tensor has one of its own. Never empty."""
+    shards: list[list[TensorSpec]] = [[]]
+    room = max_nbytes
+    for spec in specs:
+        if spec.nbytes > room and shards[-1]:
+            shards.append([])
+            room = max_nbytes
+        shards[-1].append(spec)
+        room -= spec.nbytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """The names that transformers gives to so many files."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def saved_names(model: nn.Module, slots: Sequence[Slot]) -> dict[int, str]:
+    """The one name under which each parameter is saved, by number; those that are never saved are left out."""
+    targets, ignored = _tied_targets(model), _never_saved(model)
+    found = {}
+    for slot in slots:
+        names = [name for name in slot.names if not any(matches(name) for matches in targets)] or list(slot.names)
+        if not ignored.intersection(slot.names):
+            found[slot.parameter] = names[0]
+    return found
+
+
+def model_files(model: nn.Module, dtype: torch.dtype) -> dict[str, str]:
+    """config.json and generation_config.json of a model of transformers, as text by name; none for other models."""
+    files = {}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(dtype).removeprefix("torch.")
+        files["config.json"] = str(config.to_json_string())
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = str(generation.to_json_string())
+    return files
+
+
+def _write_shards(draft: Draft, source: TensorSource, shards: Mapping[str, Sequence[TensorSpec]]) -> None:
+    waiting = iter(shards.items())
+    writer: TensorWriter | None = None
+    held: set[str] = set()
+    with closing(source.blocks()) as blocks:  # type: ignore[type-var]
+        for name, data in blocks:
+            while name not in held:
+                if writer is not None:
+                    writer.finish()
+                shard = next(waiting, None)
+                if shard is None:
+                    raise InvariantError(f"{name}: the source gave what it had not announced")
+                writer = draft.tensors(shard[0], shard[1], metadata=_FORMAT)
+                held = {spec.name for spec in shard[1]}
+            if writer is not None:
+                writer.write(name, data)
+    if writer is not None:
+        writer.finish()
+
+
+def _tied_targets(model: nn.Module) -> list[Callable[[str], Any]]:
+    """Whether a name is one that transformers makes from another by tying."""
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    if isinstance(tied, Mapping) and hasattr(model, "all_tied_weights_keys"):
+        return [frozenset(tied).__contains__]
+    return [re.compile(pattern).search for pattern in tied]
+
+
+def _never_saved(model: nn.Module) -> frozenset[str]:
+    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())

@@ -1,0 +1,175 @@
+"""Reading a safetensors file, a piece at a time.
+
+Owns the list of a file's tensors and the reads of their bytes. The `safetensors` library judges the header; the bytes
+are read with checked reads instead of its memory map, because a map turns a failing drive or a file cut short into a
+signal that kills the process. Does not know models or what a tensor means. Guarantees that a damaged header is a
+FormatError, that a failed or short read is an error naming the place, and that no more memory is taken than asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swap import FormatError, SwapIOError, SystemCalls
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+LENGTH_NBYTES = 8  # of the header's length, which stands before it
+BLOCK_NBYTES = 4 << 20  # what is read at once where bytes have to be converted or compared
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file; row-major. `offset` and `nbytes` in bytes, from the start of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file whose header has been checked. Nothing is kept open. `data_offset`: where the header ends."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    data_offset: int
+
+    @contextmanager
+    def reading(self, system: SystemCalls | None = None) -> Iterator[TensorReader]:
+        """Open the file for reads. Raises SwapIOError."""
+        with opened(self.path, system or SystemCalls()) as fd:
+            yield TensorReader(self.path, fd, system or SystemCalls())
+
+
+class TensorReader:
+    """An open file."""
+
+    def __init__(self, path: Path, fd: int, system: SystemCalls) -> None:
+        self._path = path
+        self._fd = fd
+        self._system = system
+
+    def read(self, out: memoryview, offset: int) -> None:
+        """Fill `out` from byte `offset` of the file. Raises SwapIOError, FormatError where the file ends before."""
+        out, done = out.cast("B"), 0
+        while done < len(out):
+            try:
+                moved = self._system.preadv(self._fd, out[done:], offset + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise SwapIOError("read", self._path, offset=offset, length=len(out), errno=code) from error
+            if moved == 0:
+                raise FormatError(
+                    f"expected {str(self._path)!r} to have {offset + len(out)} bytes, found {offset + done}: it has "
+                    "been cut short"
+                )
+            done += moved
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Look at a safetensors file. Links are followed: the cache of Hugging Face is made of them.
+
+    Raises FormatError for anything that is not a whole safetensors file, SwapIOError if it cannot be read.
+    """
+    system = SystemCalls()
+    with opened(path, system) as fd:
+        size = os.fstat(fd).st_size
+        if size < LENGTH_NBYTES:
+            raise FormatError(f"expected {str(path)!r} to be a safetensors file, found {size} bytes")
+        length = bytearray(LENGTH_NBYTES)
+        TensorReader(path, fd, system).read(memoryview(length), 0)
+    data_offset = LENGTH_NBYTES + int.from_bytes(length, "little")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            found = [(name, str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices]
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
+        raise FormatError(f"expected {str(path)!r} to be a whole safetensors file: {error}") from error
+    tensors, offset = {}, data_offset
+    for name, dtype, shape in found:
+        if dtype not in DTYPES:
+            raise FormatError(f"{str(path)!r}: expected one of {', '.join(DTYPES)}, found tensor {name!r} of {dtype}")
+        tensors[name] = TensorInfo(name, DTYPES[dtype], shape, offset)
+        offset += tensors[name].nbytes
+    if offset != size:
+        raise FormatError(f"expected {str(path)!r} to have {offset} bytes, found {size}")
+    return TensorFile(path, tensors, metadata, data_offset)
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, as bytes."""
+    view: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def read_text(path: Path, *, limit: int = 1 << 32) -> str:
+    """The text of a regular file. Raises FormatError for what is no text or longer, SwapIOError if it fails."""
+    system = SystemCalls()
+    with opened(path, system) as fd:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise FormatError(f"expected {str(path)!r} to have at most {limit} bytes, found {size}")
+        data = bytearray(size)
+        TensorReader(path, fd, system).read(memoryview(data), 0)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"expected {str(path)!r} to be text: {error}") from error
+
+
+@contextmanager
+def opened(path: Path, system: SystemCalls) -> Iterator[int]:
+    """A descriptor of a regular file. Raises SwapIOError, FormatError for a folder, a pipe or a device."""
+    try:
+        # Non-blocking, or a pipe in the way would wait for its other end.
+        fd = system.open(os.fspath(path), os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError(f"expected {str(path)!r} to be a file, found something else")
+        yield fd
+    finally:
+        system.close(fd)

@@ -1,0 +1,206 @@
+"""Weights of a model from safetensors files, streamed.
+
+Owns the finding of the files (one, or a Hugging Face folder with an index) and the conversion of dtypes on the way.
+Does not know pages: it fills the tensor it is given. Guarantees that all of it fits the model before the first byte is
+read, that nothing in it is ever executed, and that beside the tensor to be filled no more than a few MiB are held (one
+tensor more where a parameter is not row-major in memory).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from swap import FormatError
+from tiermem.checkpoint.naming import Expected, Rules, match
+from tiermem.checkpoint.tensor_file import (
+    BLOCK_NBYTES,
+    TensorFile,
+    TensorInfo,
+    TensorReader,
+    bytes_of,
+    open_tensors,
+    read_text,
+)
+from tiermem.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class PretrainedWeights:
+    """Tensors of one or several files, by the names of one model. A `WeightSource`; made by `open_weights`."""
+
+    def __init__(self, places: Mapping[str, tuple[TensorFile, TensorInfo]]) -> None:
+        """`places`: for the first name of each parameter or buffer, where it is."""
+        self._places = places
+
+    def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
+        """The model's own dtype, as `from_pretrained` converts; None if it is not there."""
+        return own if names[0] in self._places else None
+
+    def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
+        """Write the parameter into `values` (CPU, of its shape), converted; False if it is not there.
+
+        Raises SwapIOError or FormatError if the file cannot be read to its end.
+        """
+        place = self._places.get(names[0])
+        if place is None:
+            return False
+        file, info = place
+        with file.reading() as reader, torch.no_grad():
+            _read(reader, info, values.detach())
+        return True
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the model's buffers the values that are in the files."""
+        for name, buffer in model.named_buffers():
+            if name in self._places:
+                values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                self.fill((name,), values)
+                with torch.no_grad():
+                    buffer.copy_(values)
+
+
+def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: bool = False) -> PretrainedWeights:
+    """Look at the headers of a safetensors file, or of a Hugging Face folder, and at how they fit `model`.
+
+    With `partial` parameters may be missing: somebody else gives them values.
+
+    Raises:
+        ConfigError: there is nothing to read, or it does not fit the model; names everything that does not.
+        swap.FormatError: a header or an index is damaged, a shard is missing or not what the index says.
+        swap.SwapIOError: a file cannot be read.
+    """
+    tensors = find_tensors(Path(os.path.expanduser(os.fspath(path))))
+    result = match(expected_of(model), {name: info for name, (_, info) in tensors.items()}, rules_of(model))
+    problems = result.problems(partial=partial)
+    if problems:
+        advice = "; pass init= to have what is missing initialised" if result.missing and not partial else ""
+        raise ConfigError(f"weights={os.fspath(path)!r} does not fit {type(model).__name__}: {problems}{advice}")
+    return PretrainedWeights({own: tensors[there] for own, there in result.found.items()})
+
+
+def expected_of(model: nn.Module) -> list[Expected]:
+    """Every parameter with all its names, and every buffer; those that `state_dict` leaves out are not required."""
+    by_identity: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    found = [
+        Expected(tuple(names), tuple(parameters[key].shape), parameters[key].dtype)
+        for key, names in by_identity.items()
+    ]
+    saved = persistent_buffers(model)
+    for name, buffer in model.named_buffers():
+        found.append(Expected((name,), tuple(buffer.shape), buffer.dtype, required=name in saved))
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that `state_dict` holds."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - state_dict would need every parameter
+    }
+
+
+def rules_of(model: nn.Module) -> Rules:
+    """What a model of transformers says about its files; nothing for others."""
+
+    def patterns(attribute: str) -> tuple[str, ...]:
+        return tuple(sorted(getattr(model, attribute, None) or ()))
+
+    prefix = getattr(model, "base_model_prefix", "")
+    return Rules(
+        prefix=prefix if isinstance(prefix, str) else "",
+        may_miss=patterns("_keys_to_ignore_on_load_missing"),
+        may_be_left_over=patterns("_keys_to_ignore_on_load_unexpected"),
+    )
+
+
+def find_tensors(path: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
+    """Every tensor of a file or a folder, by name. Raises as `open_weights`."""
+    if not path.is_dir():
+        if not path.exists():
+            raise ConfigError(f"weights: expected a safetensors file or a folder with one, found no {str(path)!r}")
+        return _all(open_tensors(path))
+    if (path / INDEX).exists():
+        return _indexed(path)
+    if (path / SINGLE).exists():
+        return _all(open_tensors(path / SINGLE))
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return _all(open_tensors(files[0]))
+    found = f"{len(files)} safetensors files and no index" if files else "none"
+    pickled = [name for name in _PICKLED if (path / name).exists()]
+    advice = f"; {pickled[0]} is a pickle, which is never read: save the model as safetensors first" if pickled else ""
+    raise ConfigError(f"weights: expected {SINGLE} or {INDEX} in {str(path)!r}, found {found}{advice}")
+
+
+def _all(file: TensorFile) -> dict[str, tuple[TensorFile, TensorInfo]]:
+    return {name: (file, info) for name, info in file.tensors.items()}
+
+
+def _indexed(folder: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
+    weight_map = _weight_map(folder / INDEX)
+    files = {name: _shard(folder, name) for name in dict.fromkeys(weight_map.values())}
+    tensors: dict[str, tuple[TensorFile, TensorInfo]] = {}
+    for file in files.values():  # what the index does not mention is surplus, and to be named as such
+        tensors.update(_all(file))
+    for name, shard in weight_map.items():
+        if name not in files[shard].tensors:
+            raise FormatError(f"{str(folder / INDEX)!r}: expected {name!r} in {shard}, found it without")
+        tensors[name] = (files[shard], files[shard].tensors[name])
+    return tensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        found: Any = json.loads(read_text(path))
+        weight_map = found["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise TypeError("expected an object weight_map with names and files")
+        for name in weight_map.values():
+            if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise ValueError(f"expected the name of a file in this folder, found {name!r}")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"expected {str(path)!r} to be an index of safetensors files: {error!r}") from error
+    return weight_map
+
+
+def _shard(folder: Path, name: str) -> TensorFile:
+    if not (folder / name).exists():
+        raise FormatError(f"{str(folder / INDEX)!r}: expected the file {name!r} beside it, found none")
+    return open_tensors(folder / name)
+
+
+def _read(reader: TensorReader, info: TensorInfo, values: torch.Tensor) -> None:
+    if values.dtype == info.dtype and values.is_contiguous():
+        reader.read(bytes_of(values), info.offset)
+    elif values.is_contiguous():
+        flat = values.view(-1)
+        count = BLOCK_NBYTES // info.dtype.itemsize
+        block = torch.empty(min(count, info.numel), dtype=info.dtype)
+        for begin in _steps(info.numel, count):
+            part = block[: min(count, info.numel - begin)]
+            reader.read(bytes_of(part), info.offset + begin * info.dtype.itemsize)
+            flat[begin : begin + len(part)].copy_(part)
+    else:
+        whole = torch.empty(info.shape, dtype=info.dtype)
+        reader.read(bytes_of(whole), info.offset)
+        values.copy_(whole)
+
+
+def _steps(numel: int, count: int) -> Iterable[int]:
+    return range(0, numel, count)

@@ -1,0 +1,43 @@
+"""What a run that goes on from an earlier one takes over.
+
+Owns the taking over of committed pages, and of what lies beside pages: step counts, changed buffers, random states.
+Does not decide whether to go on (`beginning.py`) and reads no files. Guarantees that a commit which lacks a page, or
+holds one of another size, is refused before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from swap import align_up
+from tiermem.errors import ResumeError
+from tiermem.pager.page import PageKey
+from tiermem.runtime import randomness
+from tiermem.runtime.buffers import BufferWatch
+from tiermem.runtime.ledger import Steps
+from tiermem.runtime.record import step_counts
+from tiermem.runtime.storage import Storage
+from tiermem.zero3.layout import UnitLayout
+
+
+def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layouts: Sequence[UnitLayout]) -> None:
+    """Make all pages known, those of the commit as written. Raises ResumeError if a page is missing or too many."""
+    sizes = dict(pages)
+    copies = storage.recovered.mark.copies if storage.recovered is not None else {}
+    for key, copy in copies.items():
+        expected = align_up(sizes[key]) if isinstance(key, PageKey) and key in sizes else None
+        if copy.extent.nbytes != expected:
+            raise ResumeError(f"the commit holds {copy.extent.nbytes} bytes of {key}, expected {expected}")
+    for layout in layouts:
+        if layout.key not in copies:
+            raise ResumeError(f"the commit holds no copy of {layout.key}")
+    for key, nbytes in sizes.items():
+        storage.pager.add_page(key, nbytes, saved=key in copies)
+
+
+def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch) -> None:
+    """Go on with the counts, buffers and random generators of `record`. Raises ResumeError if they do not fit."""
+    steps.resume(record["step"], step_counts(record))
+    buffers.restore(record["buffers"])
+    randomness.restore(record["random"])
