@@ -215,7 +215,9 @@ def test_everything_that_does_not_fit_is_named_in_one_error(tmp_path: Path) -> N
     assert "not in the model: extra.weight, model.layers.0.self_attn.query.weight" in message
     assert "of another shape: model.norm.weight (expected [32], found [31])" in message
     assert "model.layers.1.input_layernorm.weight (expected torch.float32, found torch.int64)" in message
-    assert "perhaps renamed: model.layers.0.self_attn.query.weight for model.layers.0.self_attn.q_proj.weight" in message
+    assert (
+        "perhaps renamed: model.layers.0.self_attn.query.weight for model.layers.0.self_attn.q_proj.weight" in message
+    )
     assert "inv_freq" not in message
     assert list((tmp_path / "swap").iterdir()) == []
 

@@ -1,0 +1,324 @@
+"""Safetensors files: what is damaged is said to be, and what cannot be written leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import swap
+import tiermem
+from swap import SystemCalls
+from tiermem.checkpoint.draft import Draft
+from tiermem.checkpoint.naming import Expected, Rules, match
+from tiermem.checkpoint.pretrained import plan_shards, save_pretrained, shard_names
+from tiermem.checkpoint.tensor_file import DTYPES, TensorInfo, bytes_of, open_tensors
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Given:
+    """Tensors in memory as a source; `fail` is raised in the middle."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], fail: Exception | None = None) -> None:
+        self.tensors = tensors
+        self.fail = fail
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, each.dtype, tuple(each.shape)) for name, each in self.tensors.items()]
+
+    def blocks(self) -> Iterator[tuple[str, memoryview]]:
+        for number, (name, values) in enumerate(self.tensors.items()):
+            if self.fail is not None and number == len(self.tensors) - 1:
+                raise self.fail
+            data = bytes_of(values)
+            for begin in range(0, len(data), 7):
+                yield name, data[begin : begin + 7]
+
+
+TENSORS = {
+    "odd": torch.arange(5, dtype=torch.int8),
+    "x": torch.randn(3, 5),
+    "half": torch.randn(7).bfloat16(),
+    "none": torch.zeros(0, 4),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "flag": torch.tensor([True, False]),
+    'odd "name" \\ é\n': torch.arange(3),
+}
+
+
+@pytest.mark.parametrize("limit", [1, 20, 64, 10**9])
+def test_what_is_written_the_library_reads(tmp_path: Path, limit: int) -> None:
+    save_pretrained(tmp_path / "out", Given(TENSORS), {"config.json": "{}"}, max_shard_nbytes=limit)
+    found: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(path)
+    assert found.keys() == TENSORS.keys()
+    for name, values in TENSORS.items():
+        assert found[name].dtype == values.dtype
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_every_dtype_both_ways(tmp_path: Path, name: str) -> None:
+    dtype = DTYPES[name]
+    values = torch.arange(12).to(torch.uint8).view(torch.uint8).repeat(2)[: 3 * dtype.itemsize]
+    values = (values % 2 if dtype == torch.bool else values).view(dtype)
+    save_file({"ours": values}, tmp_path / "theirs.safetensors")
+    info = open_tensors(tmp_path / "theirs.safetensors").tensors["ours"]
+    assert (info.dtype, info.shape, info.nbytes) == (dtype, (3,), 3 * dtype.itemsize)
+    save_pretrained(tmp_path / "out", Given({"ours": values}), {}, max_shard_nbytes=10**6)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")["ours"]
+    assert torch.equal(loaded.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_mutated_files_are_a_format_error(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "file.safetensors")
+    whole = (tmp_path / "file.safetensors").read_bytes()
+    fd = os.memfd_create("mutated")  # a disk would take longer than the parser
+    path = Path(f"/proc/self/fd/{fd}")
+    header = 8 + int.from_bytes(whole[:8], "little")
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(2000):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            kind, place = chance.randrange(4), chance.randrange(header)
+            if kind == 0:
+                data[place] ^= 1 << chance.randrange(8)
+            elif kind == 1:
+                data[place] = chance.choice(b'0123456789"[]{},:\\-e')
+            elif kind == 2:
+                del data[place : place + chance.randint(1, 9)]
+            else:
+                data[place:place] = data[: chance.randint(1, 9)]
+        os.ftruncate(fd, len(data))
+        os.pwrite(fd, data, 0)
+        try:
+            found = open_tensors(path)
+        except swap.FormatError:
+            refused += 1
+        else:  # a name or a shape has changed, nothing that could not be read
+            assert sum(info.nbytes for info in found.tensors.values()) + found.data_offset == len(data)
+    os.close(fd)
+    assert refused > 1000
+
+
+@pytest.mark.parametrize("length", [0, 3, 8, 20, -1])
+def test_files_cut_short(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "file.safetensors"
+    save_file({"a": torch.zeros(2, 3)}, path)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(swap.FormatError, match="expected"):
+        open_tensors(path)
+
+
+def test_a_file_cut_short_after_it_was_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    save_file({"a": torch.zeros(2000)}, path)
+    file = open_tensors(path)
+    os.truncate(path, 4000)
+    with file.reading() as reader, pytest.raises(swap.FormatError, match="cut short"):
+        reader.read(memoryview(bytearray(8000)), file.tensors["a"].offset)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(swap.FormatError, match="to be a file"):
+            open_tensors(path)
+    with pytest.raises(swap.SwapIOError, match="open"):
+        open_tensors(tmp_path / "nothing")
+
+
+class Faulty(SystemCalls):
+    """Interrupts and shortens every transfer; fails the `at`th call of `operation` with `code`."""
+
+    def __init__(self, operation: str = "", at: int = 0, code: int = 0) -> None:
+        self.operation = operation
+        self.left = at
+        self.code = code
+        self.turn = 0
+
+    def strike(self, operation: str) -> None:
+        if operation == self.operation:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(self.code, os.strerror(self.code))
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        self.strike("read")
+        self.turn += 1
+        if self.turn % 3 == 0:
+            raise InterruptedError
+        return super().preadv(fd, view[:11], offset)
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        self.strike("write")
+        self.turn += 1
+        if self.turn % 3 == 0:
+            raise InterruptedError
+        return super().pwritev(fd, view[:11], offset)
+
+    def fsync(self, fd: int) -> None:
+        self.strike("sync")
+        super().fsync(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        self.strike("rename")
+        super().rename(source, target)
+
+
+def write_with(system: SystemCalls, folder: Path) -> None:
+    with Draft(folder, system=system) as draft:
+        writer = draft.tensors("model.safetensors", Given(TENSORS).specs())
+        for name, data in Given(TENSORS).blocks():
+            writer.write(name, data)
+        writer.finish()
+        draft.text("config.json", "{}")
+        draft.finish()
+
+
+def test_short_and_interrupted_transfers_are_continued(tmp_path: Path) -> None:
+    write_with(Faulty(), tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["x"], TENSORS["x"])
+    file = open_tensors(tmp_path / "out" / "model.safetensors")
+    out = bytearray(60)
+    with file.reading(Faulty()) as reader:
+        reader.read(memoryview(out), file.tensors["x"].offset)
+    assert bytes(out) == bytes(bytes_of(TENSORS["x"]))
+
+
+@pytest.mark.parametrize(
+    ("operation", "at"),
+    [("write", 0), ("write", 1), ("write", 70), ("sync", 0), ("sync", 1), ("sync", 2), ("rename", 0)],
+)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_fault_leaves_nothing_that_looks_whole(tmp_path: Path, operation: str, code: int, at: int) -> None:
+    full = code in (errno.ENOSPC, errno.EDQUOT)
+    with pytest.raises(swap.SwapFullError if full else swap.SwapIOError):
+        write_with(Faulty(operation, at, code), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="broken"):
+        save_pretrained(tmp_path / "out", Given(TENSORS, ValueError("broken")), {}, max_shard_nbytes=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_fault_while_reading(tmp_path: Path, code: int) -> None:
+    save_file({"a": torch.zeros(100)}, tmp_path / "file.safetensors")
+    file = open_tensors(tmp_path / "file.safetensors")
+    with file.reading(Faulty("read", 3, code)) as reader, pytest.raises(swap.SwapIOError, match=errno.errorcode[code]):
+        reader.read(memoryview(bytearray(400)), file.tensors["a"].offset)
+
+
+def test_a_real_limit_of_file_size(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(swap.SwapFullError, match=r"no room for .*model\.safetensors"):
+            save_pretrained(tmp_path / "out", Given({"a": torch.zeros(4000)}), {}, max_shard_nbytes=10**6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_missing_or_too_many_are_a_bug(tmp_path: Path) -> None:
+    writer = TensorWriter(tmp_path / "file", [TensorSpec("a", torch.float32, (2,))])
+    writer.write("a", memoryview(bytes(4)))
+    with pytest.raises(tiermem.InvariantError, match="4 bytes of 8"):
+        writer.finish()
+    with pytest.raises(tiermem.InvariantError, match="12 bytes for a tensor of 8"):
+        writer.write("a", memoryview(bytes(8)))
+    writer.close()
+    with pytest.raises(swap.SwapIOError, match="open"):
+        TensorWriter(tmp_path / "file", [])
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=30), limit=st.integers(1, 60))
+def test_shards_keep_order_and_size(sizes: list[int], limit: int) -> None:
+    specs = [TensorSpec(str(number), torch.uint8, (size,)) for number, size in enumerate(sizes)]
+    shards = plan_shards(specs, limit)
+    assert [spec for shard in shards for spec in shard] == specs
+    assert all(len(shard) == 1 or sum(spec.nbytes for spec in shard) <= limit for shard in shards)
+    assert len(set(shard_names(len(shards)))) == len(shards)
+
+
+NAMES = st.sampled_from(["a", "b", "base.a", "base.b", "base.base.a", "head", "c.d"])
+SHAPES = st.sampled_from([(2,), (3,)])
+KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+
+
+@settings(max_examples=300)
+@given(
+    model=st.dictionaries(NAMES, st.tuples(SHAPES, KINDS), min_size=1),
+    file=st.dictionaries(NAMES, st.tuples(SHAPES, KINDS)),
+    prefix=st.sampled_from(["", "base"]),
+)
+def test_matching_finds_or_names_everything(model: dict[str, Any], file: dict[str, Any], prefix: str) -> None:
+    expected = [Expected((name,), shape, kind) for name, (shape, kind) in model.items()]
+    tensors = {name: TensorInfo(name, kind, shape, 0) for name, (shape, kind) in file.items()}
+    result = match(expected, tensors, Rules(prefix))
+    assert set(result.found) | set(result.missing) == set(model)
+    assert not set(result.found) & set(result.missing)
+    assert len(set(result.found.values())) == len(result.found), "one tensor for two parameters"
+    if not prefix:
+        assert set(result.surplus) == set(file) - set(model)
+    for own, there in result.found.items():
+        if not result.problems():
+            assert tensors[there].shape == model[own][0]
+    if model == file:
+        assert result.problems() == ""
+
+
+STREAMED = """
+import sys, torch
+from torch import nn
+import tiermem
+from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
+folder = sys.argv[1]
+with tiermem.deferred_init():
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(int(sys.argv[2]))))
+config = tiermem.Config(device="cpu", host_memory="24MiB", swap_dirs=[folder + "/swap"], param_dtype="bfloat16")
+before = resident_bytes()
+runtime = tiermem.offload(model, config, weights=folder + "/" + sys.argv[3])
+loaded = peak_resident_bytes() - before
+runtime.save_pretrained(folder + "/saved", max_shard_size="10MB")
+print(loaded, peak_resident_bytes() - before)
+runtime.close()
+"""
+
+
+def test_memory_while_streaming_is_the_budget_and_one_tensor(tmp_path: Path) -> None:
+    units, each = 40, 1024 * 1024 * 4
+    (tmp_path / "swap").mkdir()
+    values = {f"{number}.weight": torch.full((1024, 1024), float(number)) for number in range(units)}
+    save_file(values, tmp_path / "file.safetensors")
+    arguments = [sys.executable, "-c", STREAMED, str(tmp_path), str(units), "file.safetensors"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded, saved = map(int, done.stdout.split())
+    budget = 24 << 20
+    assert loaded < budget + each + (24 << 20) < units * each // 2
+    assert saved < budget + each + (24 << 20)
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == units * each // 2
+    last = load_file(tmp_path / "saved" / index["weight_map"]["39.weight"])["39.weight"]
+    assert torch.equal(last, torch.full((1024, 1024), 39.0, dtype=torch.bfloat16))
