@@ -144,7 +144,7 @@ def test_a_plain_model_with_buffers_and_odd_strides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("taken", ["file", "full", "link", "nowhere"])
 def test_what_is_there_is_never_replaced(tmp_path: Path, taken: str) -> None:
-    model, runtime = offloaded(gpt2, tmp_path / "swap")
+    _, runtime = offloaded(gpt2, tmp_path / "swap")
     path = tmp_path / "saved"
     if taken == "file":
         path.write_text("mine")
