@@ -144,6 +144,21 @@ def saved_names(model: nn.Module, slots: Sequence[Slot]) -> dict[int, str]:
     return found
 
 
+def export_record(model: nn.Module, slots: Sequence[Slot], dtype: torch.dtype) -> dict[str, Any]:
+    """What a later export without the model has to know, as JSON holds it.
+
+    `files`: text by name; `names`: what parameters are saved as, where that is not their first name (None: never);
+    `buffers`: the names of those that are saved.
+    """
+    saved = saved_names(model, slots)
+    names = {slot.names[0]: saved.get(slot.parameter) for slot in slots}
+    return {
+        "files": model_files(model, dtype),
+        "names": {name: other for name, other in names.items() if name != other},
+        "buffers": sorted(persistent_buffers(model) - _never_saved(model)),
+    }
+
+
 def model_files(model: nn.Module, dtype: torch.dtype) -> dict[str, str]:
     """config.json and generation_config.json of a model of transformers, as text by name; none for other models."""
     files = {}

@@ -83,6 +83,38 @@ class StateStore:
             self._read(state, cut, partial(_copy_moments, first[part], second[part]))
         return first, second
 
+    def cuts(self, unit: int, parameter: int) -> list[TileRange]:
+        """How a parameter falls into tiles: what `read_cut` and `store_cut` take."""
+        state, segment = self._find(unit, parameter)
+        return state.cuts(segment)
+
+    def read_cut(self, unit: int, parameter: int, cut: TileRange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master and both moments of a part of a parameter, each float32 and 1-D; its tile is read once."""
+        state, segment = self._find(unit, parameter)
+        key = PageKey(unit, Kind.PARAM)
+        held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
+        try:
+            begin, nbytes = (segment.start + cut.begin) * state.dtype.itemsize, cut.length * state.dtype.itemsize
+            narrow = held.tensor(key)[begin : begin + nbytes].view(state.dtype).clone()
+        finally:
+            held.release()
+        master, first, second = (torch.zeros(cut.length) for _ in range(3))
+
+        def copy(planes: StatePlanes) -> None:
+            _copy_master(narrow, master, planes)
+            _copy_moments(first, second, planes)
+
+        if not self._read(state, cut, copy):
+            master.copy_(narrow)
+        return master, first, second
+
+    def store_cut(
+        self, unit: int, parameter: int, cut: TileRange, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> None:
+        """Overwrite both moments of a part of a parameter; else as `store_moments`."""
+        state, _ = self._find(unit, parameter)
+        self._write(state, cut, partial(_set_moments, exp_avg, exp_avg_sq))
+
     def store_moments(self, unit: int, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Overwrite both moments (any shape, the parameter's numel); the master stays.
 

@@ -11,9 +11,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from swap import Manifest, SwapFullError, SwapInUseError, find_leftovers
+from tiermem.checkpoint.reading import Snapshot, open_snapshot
+from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError
 from tiermem.runtime.record import FORMAT
@@ -23,9 +26,17 @@ SPACE_NAME = "tiermem"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`manifest`: the commit to continue; None: start anew."""
+    """`manifest`: the commit to continue; `snapshot`: what to start anew from; neither: from the model."""
 
     manifest: Manifest | None = None
+    snapshot: Snapshot | None = None
+
+    @property
+    def past(self) -> Mapping[str, Any] | None:
+        """Step, counts, random states and the rest that is taken over besides pages; None: nothing."""
+        if self.snapshot is not None:
+            return {**self.snapshot.record, "random": self.snapshot.record["random"][0], "buffers": {}}
+        return self.record
 
     @property
     def record(self) -> Mapping[str, Any] | None:
@@ -38,18 +49,19 @@ class Beginning:
         return int(self.manifest.user["layout"]["tile_numel"]) if self.manifest is not None else None
 
 
-def find_beginning(config: Config, resume: bool | str) -> Beginning:
-    """Look at the swap directories and decide; changes nothing.
+def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beginning:
+    """Look at the swap directories, or at a snapshot, and decide; changes nothing.
 
     Raises:
         ConfigError: no swap directory, or an unknown word for `resume`.
-        ResumeError: there is a commit and `resume` is False, or there is none that could be continued.
-        swap.SwapError: a directory is missing, in use, or holds foreign or damaged files.
+        ResumeError: there is a commit and `resume` is False or a snapshot, or there is none that could be continued.
+        swap.SwapError: a directory is missing, in use, or holds foreign or damaged files; so does the snapshot.
     """
     if not config.swap_paths:
         raise ConfigError("swap_dirs: expected one or more directories for the swap files, found none")
-    if resume not in (False, True, "auto"):
-        raise ConfigError(f"resume={resume!r}: expected False, True or 'auto'; snapshots cannot be resumed yet")
+    path = None if isinstance(resume, bool) or resume == "auto" else _folder(resume)
+    if path is None and resume not in (False, True, "auto"):
+        raise ConfigError(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
     names = ", ".join(str(path) for path in config.swap_paths)
     leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME)
     if leftovers.in_use:
@@ -58,10 +70,10 @@ def find_beginning(config: Config, resume: bool | str) -> Beginning:
     if manifest is None:
         if resume is True:
             raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
-        return Beginning()
-    if resume is False:
+        return Beginning(snapshot=open_snapshot(path) if path else None)
+    if resume is False or path is not None:
         if config.overwrite:
-            return Beginning()
+            return _replacing(path) if path else Beginning()
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.seconds))
         raise ResumeError(
             f"{names} holds a committed run (step {manifest.user.get('step')}, {when}): continue it with "
@@ -80,6 +92,17 @@ def find_beginning(config: Config, resume: bool | str) -> Beginning:
             f"tiermem reads {FORMAT}; continue it with the version that made it"
         )
     return Beginning(manifest)
+
+
+def _folder(resume: object) -> Path | None:
+    path = Path(resume).expanduser() if isinstance(resume, (str, os.PathLike)) else None
+    return path if path is not None and path.is_dir() else None
+
+
+def _replacing(path: Path) -> Beginning:
+    snapshot = open_snapshot(path)
+    require_whole(snapshot)  # now: when it is read into pages the commit is gone
+    return Beginning(snapshot=snapshot)
 
 
 def check_room(config: Config, nbytes: int) -> None:

@@ -71,19 +71,25 @@ class PendingCommit:
 class Commits:
     """The commits of one run. Used from the compute thread."""
 
-    def __init__(self, storage: Storage, updates: UpdateWaiter) -> None:
+    def __init__(self, storage: Storage, updates: UpdateWaiter, *, origin: Mapping[str, Any] | None = None) -> None:
+        """`origin`: the record of the snapshot that the run began from."""
         self._storage = storage
         self._updates = updates
         recovered = storage.recovered
         self._mark: Mark | None = recovered.mark if recovered else None
         self._generation = recovered.manifest.generation if recovered else 0
-        self._record: Mapping[str, Any] | None = recovered.manifest.user if recovered else None
+        self._record: Mapping[str, Any] | None = recovered.manifest.user if recovered else origin
         self._last: PendingCommit | None = None
 
     @property
     def record(self) -> Mapping[str, Any] | None:
-        """The record of the last durable commit, that of the run resumed included; None: there is none."""
+        """The record of the last durable commit or of what the run resumed; None: there is none."""
         return self._record
+
+    @property
+    def mark(self) -> Mark | None:
+        """What protects the last durable commit; None: there is none in these directories."""
+        return self._mark
 
     def start(self, record: Mapping[str, Any]) -> PendingCommit:
         """Commit the updates queued so far, with `record`. Waits for an earlier commit, and raises its error once."""

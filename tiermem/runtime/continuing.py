@@ -8,10 +8,14 @@ holds one of another size, is refused before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from swap import align_up
+from tiermem.checkpoint.restoring import SnapshotSource
 from tiermem.errors import ResumeError
+from tiermem.optim.masters import StateStore
 from tiermem.pager.page import PageKey
 from tiermem.runtime import randomness
 from tiermem.runtime.buffers import BufferWatch
@@ -19,6 +23,10 @@ from tiermem.runtime.ledger import Steps
 from tiermem.runtime.record import step_counts
 from tiermem.runtime.storage import Storage
 from tiermem.zero3.layout import UnitLayout
+from tiermem.zero3.materialize import Materializer
+
+if TYPE_CHECKING:
+    from tiermem.runtime.house import Blueprint
 
 
 def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layouts: Sequence[UnitLayout]) -> None:
@@ -34,6 +42,22 @@ def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layout
             raise ResumeError(f"the commit holds no copy of {layout.key}")
     for key, nbytes in sizes.items():
         storage.pager.add_page(key, nbytes, saved=key in copies)
+
+
+def fill_pages(
+    blueprint: Blueprint, storage: Storage, states: StateStore, materializer: Materializer
+) -> list[nn.Parameter]:
+    """Turn the model into pages: those of a commit as they are, or new ones; returns its parameters by number."""
+    divided, layouts = blueprint.divided, blueprint.layouts
+    if storage.recovered is not None:
+        add_committed(storage, blueprint.pages(), layouts)
+        return materializer.adopt(divided, layouts)
+    for key, nbytes in blueprint.state_pages():
+        storage.pager.add_page(key, nbytes)
+    parameters = materializer.run(divided, layouts)
+    if isinstance(materializer.weights, SnapshotSource):
+        materializer.weights.fill_moments(states, layouts)
+    return parameters
 
 
 def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch) -> None:

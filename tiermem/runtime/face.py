@@ -17,19 +17,23 @@ import torch
 from torch import nn
 
 from tiermem.checkpoint.pretrained import MAX_SHARD, ModelSource, model_files, save_pretrained
+from tiermem.checkpoint.restoring import SnapshotSource
 from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.registry import registry
 from tiermem.runtime.beginning import find_beginning
+from tiermem.runtime.capture import start_commit, start_snapshot
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.house import House, build, draw
 from tiermem.runtime.record import optimizer_state, plain
+from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.stats import Statistics
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
+from tiermem.zero3.materialize import WeightSource
 from tiermem.zero3.units import Wanted
 
 
@@ -40,7 +44,7 @@ def offload(
     units: Wanted = None,
     weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
-    resume: bool | str = False,
+    resume: bool | str | os.PathLike[str] = False,
 ) -> Runtime:
     """Turn a model's parameters into pages, in place, and have them come and go by themselves.
 
@@ -53,11 +57,12 @@ def offload(
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
             the model; buffers found there are loaded too. All of it must fit; with `init` parameters may be missing
-            from it. Not read when a commit is continued.
+            from it. Not read when a run is continued.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
-            continue from the last commit if there is one. True: insist on one. After a resume parameters, optimizer
+            continue from the last commit if there is one. True: insist on one. A path: start from that snapshot, in
+            directories that hold no committed run (or with `config.overwrite`). After a resume parameters, optimizer
             state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
             of the commit; what values the model had are dropped. See COMMIT.md beside this file.
 
@@ -73,8 +78,10 @@ def offload(
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
     beginning = find_beginning(config, resume)
-    source = None
-    if weights is not None and beginning.manifest is None:
+    source: WeightSource | None = None
+    if beginning.snapshot is not None:
+        source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
+    elif weights is not None and beginning.manifest is None:
         source = open_weights(weights, model, partial=init is not None)
     return Runtime(build(draw(model, config, units, beginning), config, beginning, init=init, weights=source))
 
@@ -123,7 +130,27 @@ class Runtime:
         record = plain({} if extra is None else extra, "extra")
         if self._writing:
             raise TiermemError("commit inside gathered(write=True): what is being written would be half there")
-        return house.commit(record)
+        return start_commit(house, record)
+
+    def snapshot(self, path: str | os.PathLike[str], extra: Any = None) -> PendingSnapshot:
+        """Write a portable copy of the state after the last step, beside training; returns before it is written.
+
+        A folder of safetensors files and a manifest, which `offload(..., resume=path)` continues from on other swap
+        directories, under other budgets, with another division into units. Captured now: what `commit` captures, and
+        all buffers. The next step's updates wait for it if a commit of another step holds the second copy of pages, or
+        there is none (`commits=False`); so it is best called just after `commit`. `path`: a free name or an empty
+        folder; it is there whole or not at all.
+
+        Raises:
+            ConfigError: `extra` is not what JSON holds, or the path is taken.
+            TiermemError: it was called between backward and step, or inside `gathered(write=True)`.
+            Exception: the error of the snapshot before, unless its `wait` has raised it already.
+        """
+        house = self._open()
+        record = plain({} if extra is None else extra, "extra")
+        if self._writing:
+            raise TiermemError("snapshot inside gathered(write=True): what is being written would be half there")
+        return start_snapshot(house, path, record)
 
     @property
     def committed(self) -> Any:
@@ -171,7 +198,7 @@ class Runtime:
         house = self._open()
         if not slot.trainable:
             return self.parameter(parameter).float()
-        self._settle_unit(unit)
+        house.coordinator.unit_needed(unit)
         flat = house.states.read_master(unit, slot.parameter)
         return flat.as_strided(slot.shape, slot.stride)
 
@@ -199,7 +226,7 @@ class Runtime:
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:
-            house.commits.wait_open()
+            house.snapshots.wait_open()
             self._writing += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []
         written: Callable[[int, Slot, torch.Tensor], None] | None = None
@@ -264,6 +291,3 @@ class Runtime:
         if number is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
         return self._slot_of[number]
-
-    def _settle_unit(self, unit: int) -> None:
-        self._open().coordinator.unit_needed(unit)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,14 +27,14 @@ from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
 from tiermem.registry import registry
-from tiermem.runtime import randomness
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.buffers import BufferWatch
-from tiermem.runtime.commits import Commits, PendingCommit
-from tiermem.runtime.continuing import add_committed, take_over
+from tiermem.runtime.commits import Commits
+from tiermem.runtime.continuing import fill_pages, take_over
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
-from tiermem.runtime.record import FORMAT, check_layout, layout_record, optimizer_records
+from tiermem.runtime.record import check_layout, layout_record
+from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Storage, close_all, open_storage
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.gather import Gatherer
@@ -71,25 +70,7 @@ class House:
     steps: Steps
     commits: Commits
     buffers: BufferWatch
-
-    def commit(self, extra: Any) -> PendingCommit:
-        """Capture what is not in pages, and start a commit of the updates queued so far. See `Runtime.commit`."""
-        if not self.config.commits:
-            raise ConfigError("commits=False: there is no room on disk for a commit; leave the setting out")
-        self.require_between_steps("commit")
-        sources = self.coordinator.optimizers()
-        record = {
-            "format": FORMAT,
-            "step": self.steps.number,
-            "layout": layout_record(self.layouts, self.config, self.footprint.tile_numel),
-            "random": randomness.capture(),
-            "buffers": self.buffers.capture(),
-            "optimizers": optimizer_records(sources),
-            "extra": extra,
-        }
-        if self.footprint.serial:
-            self.coordinator.wait_updates()  # nobody else would carry them out
-        return self.commits.start(record)
+    snapshots: Snapshots
 
     def require_between_steps(self, verb: str) -> None:
         """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep."""
@@ -109,11 +90,11 @@ class House:
         """
 
         def close_storage() -> None:
-            self.storage.close(remove=self.commits.record is None if remove is None else remove)
+            self.storage.close(remove=self.commits.mark is None if remove is None else remove)
 
         self.steps.close()
-        actions = [self.coordinator.wait_updates, self.commits.close, self.scheduler.close, self.updater.close]
-        close_all([*actions, close_storage])
+        actions = [self.coordinator.wait_updates, self.snapshots.close, self.commits.close, self.scheduler.close]
+        close_all([*actions, self.updater.close, close_storage])
         for parameter in self.parameters:
             registry.detach(parameter)
 
@@ -209,14 +190,19 @@ def build(
         footprint=blueprint.footprint,
     )
     try:
-        return _furnish(blueprint, config, storage, init, weights)
+        return _furnish(blueprint, config, storage, beginning, init, weights)
     except BaseException:
         storage.close(remove=storage.recovered is None)
         raise
 
 
 def _furnish(
-    blueprint: Blueprint, config: Config, storage: Storage, init: Initializer | None, weights: WeightSource | None
+    blueprint: Blueprint,
+    config: Config,
+    storage: Storage,
+    beginning: Beginning,
+    init: Initializer | None,
+    weights: WeightSource | None,
 ) -> House:
     pager, footprint, layouts = storage.pager, blueprint.footprint, blueprint.layouts
     states = StateStore(pager, blueprint.states)
@@ -226,21 +212,16 @@ def _furnish(
         states.store_master(unit, slot.parameter, values)
 
     materializer = Materializer(pager, placeholders, store_master, init, weights)
-    if storage.recovered is not None:
-        add_committed(storage, blueprint.pages(), layouts)
-        parameters = materializer.adopt(blueprint.divided, layouts)
-    else:
-        for key, nbytes in blueprint.state_pages():
-            pager.add_page(key, nbytes)
-        parameters = materializer.run(blueprint.divided, layouts)
+    parameters = fill_pages(blueprint, storage, states, materializer)
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
     gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
     schedule = make_schedule(config.update)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     early = schedule.name == "backward"
-    commits = Commits(storage, updater)
-    queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, commits.wait_open)
+    commits = Commits(storage, updater, origin=beginning.past)
+    snapshots = Snapshots(storage, updater, commits, layouts, blueprint.states, second_copy=config.commits)
+    queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open)
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
     scheduler = GatherScheduler(
         blueprint.divided, parameters, gatherer, gradients, _listener(coordinator, queue, blueprint), early=early
@@ -251,8 +232,8 @@ def _furnish(
     buffers = BufferWatch(blueprint.divided.model)
     if weights is not None:
         weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
-    if storage.recovered is not None:
-        take_over(storage.recovered.manifest.user, steps, buffers)
+    if beginning.past is not None:
+        take_over(beginning.past, steps, buffers)
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     return House(
@@ -271,6 +252,7 @@ def _furnish(
         steps,
         commits,
         buffers,
+        snapshots,
     )
 
 

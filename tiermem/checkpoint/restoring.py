@@ -1,0 +1,128 @@
+"""From a snapshot to pages.
+
+Owns the check that a snapshot is of this model, and the giving of its values: a `WeightSource` for the pages of
+parameters and masters, then moments tile by tile. Does not know how pages are laid out. Guarantees the bits that were
+kept, whatever the division into units and tiles, and that a difference is named before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from swap import FormatError
+from tiermem.checkpoint.manifest import FIRST, FROZEN, MASTER, SECOND, TRAINED, VALUE, Kept
+from tiermem.checkpoint.reading import PlaneReader, Snapshot, blocks_of
+from tiermem.errors import ResumeError
+from tiermem.optim.masters import StateStore
+from tiermem.zero3.layout import Slot, UnitLayout
+
+
+class SnapshotSource:
+    """The values of a snapshot, for one model that it fits (`zero3.materialize.WeightSource`)."""
+
+    def __init__(self, snapshot: Snapshot, model: nn.Module, *, compare: bool) -> None:
+        """`compare`: whether to compare checksums. Raises ResumeError naming what is different in `model`."""
+        self._snapshot = snapshot
+        self._compare = compare
+        self._kept = {kept.names[0]: kept for kept in snapshot.manifest.kept}
+        problems = list(_differences(snapshot, model))
+        if problems:
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise ResumeError(f"the snapshot {str(snapshot.path)!r} is of another model: {shown}")
+
+    def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+        """float32 for what is trained, whatever the model has: values are masters. Else what was kept."""
+        kept = self._kept.get(names[0])
+        return None if kept is None else self._snapshot.dtype(kept, _main_plane(kept))
+
+    def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
+        """Write the parameter into `values` (CPU, of its shape). Raises ChecksumError, SwapIOError, FormatError."""
+        kept = self._kept.get(names[0])
+        if kept is None:
+            return False
+        plane = _main_plane(kept)
+        if tuple(values.stride()) != kept.stride:
+            values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
+            return True
+        flat, begin = values.detach().as_strided((kept.numel,), (1,)), 0
+        for block in blocks_of(self._reader(kept, plane), kept.numel):
+            flat[begin : begin + block.numel()].copy_(block)
+            begin += block.numel()
+        return True
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the model's buffers the values they had."""
+        for name, buffer in model.named_buffers():
+            with torch.no_grad():
+                buffer.copy_(self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
+
+    def fill_moments(self, states: StateStore, layouts: Iterable[UnitLayout]) -> None:
+        """Store the moments of every trained parameter that has any; its master is stored already. Waits for pages."""
+        for layout in layouts:
+            for slot in layout.trainable:
+                kept = self._kept[slot.names[0]]
+                if FIRST in kept.planes:
+                    self._fill_moments(states, layout.unit, slot, kept)
+
+    def _fill_moments(self, states: StateStore, unit: int, slot: Slot, kept: Kept) -> None:
+        if slot.stride != kept.stride:
+            first, second = (self._arranged(kept, plane, slot) for plane in (FIRST, SECOND))
+            states.store_moments(unit, slot.parameter, first, second)
+            return
+        readers = self._reader(kept, FIRST), self._reader(kept, SECOND)
+        for cut in states.cuts(unit, slot.parameter):
+            first, second = (_next(reader, cut.length) for reader in readers)
+            states.store_cut(unit, slot.parameter, cut, first, second)
+
+    def _arranged(self, kept: Kept, plane: str, slot: Slot) -> torch.Tensor:
+        values = torch.empty_strided(slot.shape, slot.stride)
+        values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
+        return values.as_strided((slot.numel,), (1,))
+
+    def _reader(self, kept: Kept, plane: str) -> PlaneReader:
+        return self._snapshot.reader(kept, plane, compare=self._compare)
+
+
+def require_whole(snapshot: Snapshot) -> None:
+    """Read all of a snapshot before something else is given up for it. Raises swap.FormatError if it is damaged."""
+    for damage in snapshot.verify():
+        raise FormatError(f"the snapshot {str(snapshot.path)!r} is damaged: {damage}")
+
+
+def _next(reader: PlaneReader, count: int) -> torch.Tensor:
+    values = torch.empty(count, dtype=reader.dtype)
+    reader.take(values)
+    return values
+
+
+def _main_plane(kept: Kept) -> str:
+    return MASTER if kept.kind == TRAINED else VALUE
+
+
+def _differences(snapshot: Snapshot, model: nn.Module) -> Iterable[str]:
+    there, here = snapshot.manifest.parameters, list(model.named_parameters())
+    for kept, (name, parameter) in zip(there, here, strict=False):
+        form = [TRAINED if parameter.requires_grad else FROZEN, tuple(parameter.shape)]
+        if kept.names[0] != name:
+            yield f"parameter {kept.names[0]} was where {name} is"
+            return  # the rest would only be shifted
+        if [kept.kind, kept.shape] != form:
+            yield f"{name} was {kept.kind} and {list(kept.shape)}, is {form[0]} and {list(parameter.shape)}"
+    if len(there) != len(here):
+        yield f"it had {len(there)} parameters, has {len(here)}"
+    yield from _buffer_differences(snapshot.manifest.buffers, model)
+
+
+def _buffer_differences(there: Sequence[Kept], model: nn.Module) -> Iterable[str]:
+    here = dict(model.named_buffers())
+    for kept in there:
+        buffer = here.get(kept.names[0])
+        if buffer is None:
+            yield f"buffer {kept.names[0]} is not there any more"
+        elif (tuple(buffer.shape), str(buffer.dtype)) != (kept.shape, f"torch.{kept.dtype}"):
+            yield f"buffer {kept.names[0]} was {list(kept.shape)} of {kept.dtype}, is {list(buffer.shape)}"
+    for name in here.keys() - {kept.names[0] for kept in there}:
+        yield f"buffer {name} was not there"

@@ -1,0 +1,158 @@
+"""Writing a snapshot.
+
+Owns what goes into which file, and the order: data files, each durable, then the manifest, then the folder's name.
+Does not know where state lies: a shard gives it. Guarantees that every byte has a checksum in the manifest, and that a
+folder with a manifest is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiermem.checkpoint.draft import Draft
+from tiermem.checkpoint.manifest import (
+    BUFFER,
+    FROZEN,
+    NAME,
+    TRAINED,
+    VALUE,
+    DataFile,
+    Kept,
+    Piece,
+    SnapshotManifest,
+    pack,
+)
+from tiermem.checkpoint.shard import Holding, Shard
+from tiermem.checkpoint.tensor_file import bytes_of
+from tiermem.checkpoint.tensor_writer import TensorSpec
+from tiermem.errors import InvariantError
+from tiermem.zero3.layout import contiguous_stride
+
+FILE_NBYTES = 8 << 30  # of data, but for a parameter that is larger
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written: its files, and its pieces by parameter number (first names for buffers)."""
+
+    files: tuple[DataFile, ...]
+    kept: tuple[tuple[int | str, Kept], ...]
+
+
+def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = FILE_NBYTES) -> Part:
+    """Write all that a shard has into files of this rank's own; waits until they are durable.
+
+    Raises swap.SwapFullError, SwapIOError, and what the shard raises.
+    """
+    files: list[DataFile] = []
+    kept: list[tuple[int | str, Kept]] = []
+    for group in _groups(shard.holdings(), file_nbytes):
+        name = f"rank-{rank:05d}-{len(files) + 1:05d}.safetensors"
+        specs = [
+            TensorSpec(_tensor_name(holding, plane), dtype, (holding.count,))
+            for holding in group
+            for plane, dtype in holding.planes.items()
+        ]
+        writer = draft.tensors(name, specs)
+        for holding in group:
+            for plane, values in shard.blocks(holding):
+                writer.write(_tensor_name(holding, plane), bytes_of(values))
+        written = writer.finish()
+        kept += [(holding.slot.parameter, _kept(holding, len(files), written.tensors)) for holding in group]
+        files.append(DataFile(name, rank, written.nbytes, written.header))
+    return Part(tuple(files), tuple(kept))
+
+
+def write_buffers(draft: Draft, buffers: Mapping[str, torch.Tensor], *, rank: int = 0) -> Part:
+    """Write the model's buffers (CPU tensors) into a file of their own; nothing if there are none."""
+    if not buffers:
+        return Part((), ())
+    name = f"rank-{rank:05d}-buffers.safetensors"
+    flat = {key: values.detach().contiguous().reshape(-1) for key, values in buffers.items()}
+    writer = draft.tensors(name, [TensorSpec(key, values.dtype, tuple(values.shape)) for key, values in flat.items()])
+    for key, values in flat.items():
+        writer.write(key, bytes_of(values))
+    written = writer.finish()
+    kept = []
+    for key, values in buffers.items():
+        shape = tuple(values.shape)
+        planes = {VALUE: (Piece(0, key, 0, values.numel(), written.tensors[key]),)}
+        kept.append((key, Kept(BUFFER, (key,), shape, contiguous_stride(shape), _dtype(values.dtype), planes)))
+    return Part((DataFile(name, rank, written.nbytes, written.header),), tuple(kept))
+
+
+def finish_snapshot(draft: Draft, parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float) -> None:
+    """Join what all ranks have written, write the manifest and give the folder its name; durable when this returns.
+
+    `record` has "random" (a list by rank) and what `manifest` asks for. Raises swap.SwapFullError, SwapIOError.
+    """
+    manifest = join(parts, record, seconds=seconds)
+    draft.text(NAME, pack(manifest).decode("ascii"))
+    draft.finish()
+
+
+def join(parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float) -> SnapshotManifest:
+    """The manifest of all parts together. Raises InvariantError unless they cover every parameter exactly once."""
+    files: list[DataFile] = []
+    pieces: dict[int | str, dict[str, list[Piece]]] = {}
+    forms: dict[int | str, Kept] = {}
+    for part in parts:
+        shift = len(files)
+        files.extend(part.files)
+        for number, kept in part.kept:
+            forms.setdefault(number, kept)
+            for plane, own in kept.planes.items():
+                moved = [Piece(each.file + shift, each.tensor, each.first, each.count, each.checksum) for each in own]
+                pieces.setdefault(number, {}).setdefault(plane, []).extend(moved)
+    order = sorted(forms, key=lambda number: (isinstance(number, str), number if isinstance(number, int) else 0))
+    joined = []
+    for number in order:
+        form = forms[number]
+        planes = {plane: tuple(sorted(own, key=lambda each: each.first)) for plane, own in pieces[number].items()}
+        for plane, own in planes.items():
+            ends = [0, *(each.first + each.count for each in own)]
+            if [each.first for each in own] != ends[:-1] or ends[-1] != form.numel:
+                raise InvariantError(f"{form.names[0]} {plane}: the ranks' pieces leave gaps or overlap")
+        joined.append(Kept(form.kind, form.names, form.shape, form.stride, form.dtype, planes))
+    ranks = 1 + max((file.rank for file in files), default=0)
+    return SnapshotManifest(ranks, seconds, tuple(files), tuple(joined), json.loads(json.dumps(record)))
+
+
+def _groups(holdings: Sequence[Holding], limit: int) -> list[list[Holding]]:
+    groups: list[list[Holding]] = []
+    room = 0
+    for holding in holdings:
+        nbytes = holding.count * sum(dtype.itemsize for dtype in holding.planes.values())
+        if nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(holding)
+        room -= nbytes
+    return groups
+
+
+def _kept(holding: Holding, file: int, digests: Mapping[str, str]) -> Kept:
+    slot = holding.slot
+    names = {plane: _tensor_name(holding, plane) for plane in holding.planes}
+    return Kept(
+        TRAINED if slot.trainable else FROZEN,
+        slot.names,
+        slot.shape,
+        slot.stride,
+        _dtype(slot.dtype),
+        {plane: (Piece(file, name, holding.first, holding.count, digests[name]),) for plane, name in names.items()},
+    )
+
+
+def _tensor_name(holding: Holding, plane: str) -> str:
+    where = "" if holding.count == holding.slot.numel else f"@{holding.first}"
+    return f"{holding.slot.names[0]}:{plane}{where}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

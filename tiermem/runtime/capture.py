@@ -1,0 +1,60 @@
+"""Commits and snapshots of a running house: what is captured now, before the pages follow beside training.
+
+Owns the capture of everything that is not in pages, and the check that there is a whole step to be kept. Does not
+write anything. Guarantees that what is captured is of one instant, and that nothing has begun when it raises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tiermem.checkpoint.draft import Draft
+from tiermem.checkpoint.pretrained import export_record
+from tiermem.errors import ConfigError
+from tiermem.runtime import randomness
+from tiermem.runtime.commits import PendingCommit
+from tiermem.runtime.record import FORMAT, layout_record, optimizer_records
+from tiermem.runtime.snapshots import PendingSnapshot
+
+if TYPE_CHECKING:
+    from tiermem.runtime.house import House
+
+
+def start_commit(house: House, extra: Any) -> PendingCommit:
+    """Start a commit of the updates queued so far. See `Runtime.commit`."""
+    if not house.config.commits:
+        raise ConfigError("commits=False: there is no room on disk for a commit; leave the setting out")
+    house.require_between_steps("commit")
+    record = {
+        "format": FORMAT,
+        "layout": layout_record(house.layouts, house.config, house.footprint.tile_numel),
+        "buffers": house.buffers.capture(),
+        "random": randomness.capture(),
+        **_record(house, extra),
+    }
+    if house.footprint.serial:
+        house.coordinator.wait_updates()  # nobody else would carry them out
+    return house.commits.start(record)
+
+
+def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
+    """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
+    house.require_between_steps("snapshot")
+    record = {**_record(house, extra), "random": [randomness.capture()]}
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in house.divided.model.named_buffers()}
+    if house.footprint.serial:
+        house.coordinator.wait_updates()
+    house.snapshots.close()  # the one before; its error comes before anything of this one is there
+    return house.snapshots.start(Draft(path), record, buffers)
+
+
+def _record(house: House, extra: Any) -> dict[str, Any]:
+    slots = [slot for layout in house.layouts for slot in layout.slots]
+    return {
+        "step": house.steps.number,
+        "param_dtype": str(house.config.param_dtype),
+        "optimizers": optimizer_records(house.coordinator.optimizers()),
+        "pretrained": export_record(house.divided.model, slots, house.config.dtype),
+        "extra": extra,
+    }
