@@ -145,7 +145,7 @@ def parse(found: bytes, path: str) -> SnapshotManifest:
         if _dump(whole) != found:  # a bit that JSON reads over, in an escape or between two words
             raise ValueError("it is damaged in a place without meaning")
         return _decode(whole["body"])
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(f"expected {path!r} to be the manifest of a snapshot: {error}") from error
 
 
@@ -158,7 +158,7 @@ def _checksum(body: Any) -> str:
 
 
 def _decode(body: Any) -> SnapshotManifest:
-    """Raises KeyError, TypeError, ValueError or OverflowError unless every field is what `pack` makes."""
+    """Raises one of the errors that `parse` catches unless every field is what `pack` makes."""
     world_size = _count(body["world_size"], least=1)
     files = tuple(_file(*row) for row in body["files"])
     if len({file.name for file in files}) != len(files):
@@ -176,7 +176,7 @@ def _decode(body: Any) -> SnapshotManifest:
         if key not in record:
             raise KeyError(key)
     _count(record["step"])
-    if not isinstance(record["optimizers"], list) or not isinstance(record["random"], list):
+    if not isinstance(record["optimizers"], list) or not isinstance(record["random"], list) or not record["random"]:
         raise TypeError("expected lists of optimizers and of random states")
     return SnapshotManifest(world_size, float(body["seconds"]), files, kept, record)
 

@@ -50,9 +50,13 @@ class Snapshot:
         """The dtype of a plane's elements."""
         return _DTYPES[kept.dtype] if plane == VALUE else torch.float32
 
-    def reader(self, kept: Kept, plane: str, *, compare: bool = True) -> PlaneReader:
-        """Read a plane from its first element on."""
-        return PlaneReader(self, kept.planes[plane], self.dtype(kept, plane), compare=compare)
+    def parameter_dtype(self, kept: Kept) -> torch.dtype:
+        """The dtype of a parameter or buffer itself; its master has another."""
+        return _DTYPES[kept.dtype]
+
+    def reader(self, kept: Kept, plane: str, *, first: int = 0, compare: bool = True) -> PlaneReader:
+        """Read a plane from element `first` on. A piece that is not read from its beginning cannot be compared."""
+        return PlaneReader(self.files, kept.planes[plane], self.dtype(kept, plane), first=first, compare=compare)
 
     def whole(self, kept: Kept, plane: str, *, compare: bool = True) -> torch.Tensor:
         """A plane as a tensor of its own, of the parameter's shape and strides."""
@@ -75,12 +79,15 @@ class Snapshot:
 class PlaneReader:
     """Reads one plane in order; a piece that has been read to its end is compared with its checksum."""
 
-    def __init__(self, snapshot: Snapshot, pieces: Sequence[Piece], dtype: torch.dtype, *, compare: bool) -> None:
+    def __init__(
+        self, files: Sequence[TensorFile], pieces: Sequence[Piece], dtype: torch.dtype, *, first: int, compare: bool
+    ) -> None:
         self.dtype = dtype
-        self._files = snapshot.files
-        self._left = [piece for piece in pieces if piece.count]
-        self._done = 0  # elements of the first piece left
+        self._files = files
+        self._left = [piece for piece in pieces if piece.first + piece.count > first]
+        self._done = first - self._left[0].first if self._left else 0  # elements of the first piece left
         self._compare = compare
+        self._whole = self._done == 0
         self._digest = xxhash.xxh3_64()
 
     def take(self, out: torch.Tensor) -> None:
@@ -110,7 +117,7 @@ class PlaneReader:
 
     def _end(self, piece: Piece, file: TensorFile) -> None:
         info = file.tensors[piece.tensor]
-        if self._compare and self._digest.hexdigest() != piece.checksum:
+        if self._compare and self._whole and self._digest.hexdigest() != piece.checksum:
             raise ChecksumError(
                 "read",
                 file.path,
@@ -120,6 +127,7 @@ class PlaneReader:
                 found=self._digest.intdigest(),
             )
         self._digest.reset()
+        self._whole = True
         self._left.pop(0)
         self._done = 0
 

@@ -86,17 +86,19 @@ def write_buffers(draft: Draft, buffers: Mapping[str, torch.Tensor], *, rank: in
     return Part((DataFile(name, rank, written.nbytes, written.header),), tuple(kept))
 
 
-def finish_snapshot(draft: Draft, parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float) -> None:
+def finish_snapshot(
+    draft: Draft, parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float, world_size: int = 1
+) -> None:
     """Join what all ranks have written, write the manifest and give the folder its name; durable when this returns.
 
     `record` has "random" (a list by rank) and what `manifest` asks for. Raises swap.SwapFullError, SwapIOError.
     """
-    manifest = join(parts, record, seconds=seconds)
+    manifest = join(parts, record, seconds=seconds, world_size=world_size)
     draft.text(NAME, pack(manifest).decode("ascii"))
     draft.finish()
 
 
-def join(parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float) -> SnapshotManifest:
+def join(parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float, world_size: int) -> SnapshotManifest:
     """The manifest of all parts together. Raises InvariantError unless they cover every parameter exactly once."""
     files: list[DataFile] = []
     pieces: dict[int | str, dict[str, list[Piece]]] = {}
@@ -119,8 +121,7 @@ def join(parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float) ->
             if [each.first for each in own] != ends[:-1] or ends[-1] != form.numel:
                 raise InvariantError(f"{form.names[0]} {plane}: the ranks' pieces leave gaps or overlap")
         joined.append(Kept(form.kind, form.names, form.shape, form.stride, form.dtype, planes))
-    ranks = 1 + max((file.rank for file in files), default=0)
-    return SnapshotManifest(ranks, seconds, tuple(files), tuple(joined), json.loads(json.dumps(record)))
+    return SnapshotManifest(world_size, seconds, tuple(files), tuple(joined), json.loads(json.dumps(record)))
 
 
 def _groups(holdings: Sequence[Holding], limit: int) -> list[list[Holding]]:

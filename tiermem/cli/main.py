@@ -11,17 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 import swap
-from tiermem.cli import options
+from tiermem.cli import options, snapshot_commands
 from tiermem.errors import TiermemError
-
-if TYPE_CHECKING:
-    from tiermem.cli.snapshot import SnapshotReport
 
 INTERRUPTED = 130
 
@@ -107,35 +103,7 @@ def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -
         raise typer.Exit(1)
 
 
-snapshot_app = typer.Typer(help="Say what is committed in swap directories, and verify it.", no_args_is_help=True)
-app.add_typer(snapshot_app, name="snapshot")
-
-
-@snapshot_app.command("list")
-def snapshot_list(directories: options.SnapshotDirs, json: options.Json = False) -> None:
-    """Say what is committed in the swap directories of a run. Exit code 1 if nothing is."""
-    from tiermem.cli.snapshot import look
-
-    show(look(directories), json=json)
-
-
-@snapshot_app.command("verify")
-def snapshot_verify(directories: options.SnapshotDirs, json: options.Json = False) -> None:
-    """Read every byte of a commit and compare its checksums. Exit code 1 if something is damaged."""
-    from tiermem.cli.snapshot import verify
-
-    report = verify(directories)
-    show(report, json=json)
-    if report.damaged:
-        raise typer.Exit(1)
-
-
-def show(report: SnapshotReport, *, json: bool) -> None:
-    """Print a report on a commit."""
-    if json:
-        print_object(report.to_json())
-    else:
-        Console().print(report.to_table())
+app.add_typer(snapshot_commands.app, name="snapshot")
 
 
 def quiet_libraries() -> None:

@@ -57,6 +57,11 @@ Keep = Annotated[
 CommitEvery = Annotated[
     int, typer.Option("--commit-every", min=0, help="Commit every so many steps and keep the swap files; 0: never.")
 ]
-SnapshotDirs = Annotated[list[Path], typer.Argument(help="All swap directories of the run, in its order.")]
+SnapshotPaths = Annotated[
+    list[Path], typer.Argument(help="All swap directories of a run, in its order; or the folder of one snapshot.")
+]
+NewFolder = Annotated[Path, typer.Option("--to", help="Folder to write; a free name, or an empty folder.")]
+MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Most bytes of a file of weights, such as 5GB.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks the snapshot is to have files for.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]

@@ -1,14 +1,15 @@
-"""`tiermem snapshot`: what is committed in swap directories, and whether every byte of it is whole.
+"""`tiermem snapshot`: what is kept in swap directories and snapshots, whether it is whole, and what can be made of it.
 
-Owns the report. Does not change anything on disk and needs no model. Guarantees that what it calls whole has been read
-and compared, and that a run which is going on is left alone.
+Owns the reports. Changes nothing that is there and needs no model. Guarantees that what it calls whole has been read
+and compared, that a run which is going on is left alone, and that what it writes is there whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,40 @@ from rich.table import Table
 
 import swap
 from swap import Manifest
-from tiermem.errors import ResumeError
+from tiermem.checkpoint.exporting import CommitSource, SnapshotSource, recorded
+from tiermem.checkpoint.pretrained import TensorSource, save_pretrained
+from tiermem.checkpoint.reading import Snapshot, is_snapshot, open_snapshot
+from tiermem.checkpoint.resharding import reshard
+from tiermem.checkpoint.shard import MarkedPages
+from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.sizes import format_bytes
+from tiermem.pager.extents import page_key
 from tiermem.runtime.beginning import SPACE_NAME
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """One commit. `seconds`: when it was made, since 1970 UTC; `verified`: whether its bytes were read and compared."""
+    """One commit or snapshot. `seconds`: when it was made, since 1970 UTC; `verified`: whether its bytes were compared.
 
+    `generation`, `units` and `pages` are of commits, `world_size` and `files` of snapshots.
+    """
+
+    kind: str
     directories: tuple[str, ...]
-    generation: int
     step: int | None
     seconds: float
     param_dtype: str | None
-    units: int
-    pages: int
+    parameters: int
     nbytes: int
     extra: Any
-    in_use: bool
-    verified: bool
-    damaged: tuple[str, ...]
+    in_use: bool = False
+    verified: bool = False
+    damaged: tuple[str, ...] = ()
+    generation: int | None = None
+    units: int | None = None
+    pages: int | None = None
+    world_size: int | None = None
+    files: int | None = None
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""
@@ -47,9 +61,11 @@ class SnapshotReport:
         """Return the report for people."""
         table = Table(show_header=False, box=None)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.seconds))
-        table.add_row("commit", f"{self.generation}, step {self.step}, {when}")
+        number = f" {self.generation}" if self.generation is not None else ""
+        table.add_row(f"{self.kind}{number}", f"step {self.step}, {when}")
         table.add_row("in", ", ".join(self.directories) + (" (in use)" if self.in_use else ""))
-        table.add_row("holds", f"{self.pages} pages of {self.units} units, {format_bytes(self.nbytes)}")
+        within = f"{self.pages} pages of {self.units} units" if self.kind == "commit" else f"{self.files} files"
+        table.add_row("holds", f"{self.parameters} parameters in {within}, {format_bytes(self.nbytes)}")
         table.add_row("dtype", str(self.param_dtype))
         if self.verified:
             table.add_row("bytes", "every one is as it was written" if not self.damaged else "DAMAGED")
@@ -58,21 +74,86 @@ class SnapshotReport:
         return table
 
 
-def look(directories: Sequence[Path]) -> SnapshotReport:
-    """What is committed, without a look at the bytes. Raises ResumeError if nothing is, swap.SwapError for damage."""
-    leftovers = swap.find_leftovers(directories, name=SPACE_NAME)
-    return _report(directories, _manifest(directories, leftovers), in_use=leftovers.in_use)
+@dataclass(frozen=True, slots=True)
+class WrittenReport:
+    """What has been written: `what`, where, out of what, how many files and bytes."""
+
+    what: str
+    source: tuple[str, ...]
+    path: str
+    files: int
+    nbytes: int
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps(asdict(self))
+
+    def to_table(self) -> Table:
+        """Return the report for people."""
+        table = Table(show_header=False, box=None)
+        table.add_row("written", f"{self.what}, {self.files} files, {format_bytes(self.nbytes)}")
+        table.add_row("to", self.path)
+        return table
 
 
-def verify(directories: Sequence[Path]) -> SnapshotReport:
+def look(paths: Sequence[Path]) -> SnapshotReport:
+    """What is there, without a look at the bytes. Raises ResumeError if nothing is, swap.SwapError for damage."""
+    if _is_snapshot(paths):
+        return _of_snapshot(open_snapshot(paths[0]))
+    leftovers = swap.find_leftovers(paths, name=SPACE_NAME)
+    return _of_commit(paths, _manifest(paths, leftovers), in_use=leftovers.in_use)
+
+
+def verify(paths: Sequence[Path]) -> SnapshotReport:
     """Read all of it and compare; waits. Raises what `look` raises, and SwapInUseError while a run is using it."""
+    if _is_snapshot(paths):
+        snapshot = open_snapshot(paths[0])
+        return _of_snapshot(snapshot, errors=list(snapshot.verify()))
+    with _opened(paths) as (manifest, space, _):
+        errors = swap.verify(space, manifest.entries, mode="all")
+    return _of_commit(paths, manifest, in_use=False, errors=[str(error) for error in errors])
+
+
+def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> WrittenReport:
+    """Write the weights as `from_pretrained` reads them; waits. Raises what `verify` raises, and for a full disk."""
+    if _is_snapshot(paths):
+        snapshot = open_snapshot(paths[0])
+        _save(SnapshotSource(snapshot), recorded(snapshot.record).files, to, max_shard_nbytes)
+    else:
+        with _opened(paths) as (manifest, space, mark):
+            source = CommitSource(manifest.user, MarkedPages(space, mark))
+            _save(source, recorded(manifest.user).files, to, max_shard_nbytes)
+    return _written("weights", paths, to)
+
+
+def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
+    """Write a snapshot anew for so many ranks, and verify what was written; waits."""
+    if not _is_snapshot(paths):
+        raise ConfigError(
+            f"expected one snapshot to reshard, found {', '.join(map(str, paths))}; of a commit make a snapshot first: "
+            "runtime.snapshot(path) of the resumed run"
+        )
+    for damage in reshard(open_snapshot(paths[0]), to, ranks=ranks).verify():
+        raise swap.FormatError(f"what was written is damaged: {damage}")
+    return _written(f"snapshot for {ranks} ranks", paths, to)
+
+
+def _save(source: TensorSource, files: Mapping[str, str], to: Path, max_shard_nbytes: int) -> None:
+    save_pretrained(to, source, files, max_shard_nbytes=max_shard_nbytes)
+
+
+def _is_snapshot(paths: Sequence[Path]) -> bool:
+    return len(paths) == 1 and is_snapshot(paths[0])
+
+
+@contextmanager
+def _opened(directories: Sequence[Path]) -> Iterator[tuple[Manifest, swap.SwapSpace, swap.Mark]]:
+    """The last commit, its swap files, and a mark on what it holds."""
     manifest = _manifest(directories, swap.find_leftovers(directories, name=SPACE_NAME))
     with swap.SwapSpace.open(directories, name=SPACE_NAME, nbytes=sum(manifest.file_sizes), keep=True) as space:
         if space.run_id != manifest.run_id:
             raise ResumeError(f"the swap files in {directories[0]} are of another run than its commit")
-        swap.Generations(space).adopt(manifest.entries)
-        errors = swap.verify(space, manifest.entries, mode="all")
-    return _report(directories, manifest, in_use=False, errors=[str(error) for error in errors])
+        yield manifest, space, swap.Generations(space).adopt(manifest.entries, page_key)
 
 
 def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifest:
@@ -81,21 +162,46 @@ def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifes
     return leftovers.manifest
 
 
-def _report(
+def _of_commit(
     directories: Sequence[Path], manifest: Manifest, *, in_use: bool, errors: Sequence[str] | None = None
 ) -> SnapshotReport:
     layout = manifest.user.get("layout", {})
     return SnapshotReport(
+        kind="commit",
         directories=tuple(map(str, directories)),
-        generation=manifest.generation,
         step=manifest.user.get("step"),
         seconds=manifest.seconds,
         param_dtype=layout.get("param_dtype"),
-        units=len(layout.get("units", ())),
-        pages=len(manifest.entries),
+        parameters=sum(len(slots) for _, slots in layout.get("units", ())),
         nbytes=manifest.nbytes,
         extra=manifest.user.get("extra"),
         in_use=in_use,
         verified=errors is not None,
         damaged=tuple(errors or ()),
+        generation=manifest.generation,
+        units=len(layout.get("units", ())),
+        pages=len(manifest.entries),
     )
+
+
+def _of_snapshot(snapshot: Snapshot, errors: Sequence[str] | None = None) -> SnapshotReport:
+    manifest = snapshot.manifest
+    return SnapshotReport(
+        kind="snapshot",
+        directories=(str(snapshot.path),),
+        step=manifest.record["step"],
+        seconds=manifest.seconds,
+        param_dtype=manifest.record["param_dtype"],
+        parameters=len(manifest.parameters),
+        nbytes=manifest.nbytes,
+        extra=manifest.record["extra"],
+        verified=errors is not None,
+        damaged=tuple(errors or ()),
+        world_size=manifest.world_size,
+        files=len(manifest.files),
+    )
+
+
+def _written(what: str, source: Sequence[Path], path: Path) -> WrittenReport:
+    sizes = [file.stat().st_size for file in path.iterdir()]
+    return WrittenReport(what, tuple(map(str, source)), str(path), len(sizes), sum(sizes))

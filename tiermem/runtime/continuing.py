@@ -62,6 +62,10 @@ def fill_pages(
 
 def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch) -> None:
     """Go on with the counts, buffers and random generators of `record`. Raises ResumeError if they do not fit."""
-    steps.resume(record["step"], step_counts(record))
+    try:
+        counts = step_counts(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResumeError(f"the optimizers' step counts cannot be restored: {error!r}") from error
+    steps.resume(record["step"], counts)
     buffers.restore(record["buffers"])
     randomness.restore(record["random"])

@@ -1,0 +1,139 @@
+"""`tiermem snapshot` on commits and on snapshots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles_commit import Net, Training, make_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import tiermem
+from tiermem.cli.main import run
+
+TOKENS = torch.arange(24).reshape(2, 12) % 64
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> Any:
+    """Run a command with --json; its object, or its line on stderr if it fails."""
+    capsys.readouterr()
+    assert run(["snapshot", *map(str, arguments), "--json"]) == code
+    said = capsys.readouterr()
+    return json.loads(said.out) if said.out else said.err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A trained GPT-2 with tied weights: the folder with its swap directories and a snapshot, and its logits."""
+    folder = tmp_path_factory.mktemp("trained")
+    directories = [folder / "a", folder / "b"]
+    for directory in directories:
+        directory.mkdir()
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4))
+    config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=directories, param_dtype="bfloat16")
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+        runtime.commit({"note": "two"}).wait()
+        runtime.snapshot(folder / "copy", {"note": "two"}).wait()
+        with torch.no_grad():
+            logits = model.eval()(input_ids=TOKENS).logits
+    return folder, directories, logits
+
+
+def test_listing_and_verifying(capsys: pytest.CaptureFixture[str], trained: Any) -> None:
+    folder, directories, _ = trained
+    for command in ("list", "verify"):
+        commit = call(capsys, command, *directories)
+        snapshot = call(capsys, command, folder / "copy")
+        assert (commit["kind"], snapshot["kind"]) == ("commit", "snapshot")
+        for report in (commit, snapshot):
+            assert (report["step"], report["extra"], report["param_dtype"]) == (2, {"note": "two"}, "bfloat16")
+            assert report["parameters"] == 28
+            assert (report["verified"], report["damaged"]) == (command == "verify", [])
+    assert (snapshot["world_size"], snapshot["files"]) == (1, 1)
+    assert run(["snapshot", "list", str(folder / "copy")]) == 0
+    assert "28 parameters in 1 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["commit", "snapshot"])
+def test_exported_weights_are_the_model(
+    capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path, source: str
+) -> None:
+    folder, directories, logits = trained
+    paths = directories if source == "commit" else [folder / "copy"]
+    report = call(capsys, "export", *paths, "--to", tmp_path / "out", "--max-shard-size", "20KB")
+    assert report["what"] == "weights"
+    assert report["files"] > 4
+    assert report["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=TOKENS).logits, logits)
+    call(capsys, "export", *paths, "--to", tmp_path / "out", code=1)
+
+
+def test_resharding(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path) -> None:
+    folder, directories, _ = trained
+    report = call(capsys, "reshard", folder / "copy", "--ranks", 3, "--to", tmp_path / "three")
+    assert (report["what"], report["files"]) == ("snapshot for 3 ranks", 4)
+    assert call(capsys, "verify", tmp_path / "three")["world_size"] == 3
+    one, other = tmp_path / "one", tmp_path / "other"
+    call(capsys, "export", folder / "copy", "--to", one)
+    call(capsys, "export", tmp_path / "three", "--to", other)
+    for path in one.iterdir():
+        assert path.read_bytes() == (other / path.name).read_bytes()
+    assert "of a commit make a snapshot first" in call(
+        capsys, "reshard", *directories, "--ranks", 2, "--to", tmp_path / "no", code=1
+    )
+    assert run(["snapshot", "reshard", str(folder / "copy"), "--ranks", "0", "--to", str(tmp_path / "no")]) == 2
+
+
+def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path) -> None:
+    folder, _, _ = trained
+    copy = tmp_path / "copy"
+    call(capsys, "reshard", folder / "copy", "--ranks", 1, "--to", copy)
+    path = copy / "rank-00000-00001.safetensors"
+    whole = path.read_bytes()
+    first = 8 + int.from_bytes(whole[:8], "little")  # a byte of a master
+    path.write_bytes(whole[:first] + bytes([whole[first] ^ 1]) + whole[first + 1 :])
+    report = call(capsys, "verify", copy, code=1)
+    assert "checksum" in report["damaged"][0]
+    assert call(capsys, "list", copy)["damaged"] == []
+    error = call(capsys, "export", copy, "--to", tmp_path / "out", code=1)
+    assert error.startswith("tiermem: ")
+    assert error.count("\n") == 1
+    path.write_bytes(whole[:-1])
+    for command in (["list"], ["verify"], ["export", "--to", tmp_path / "out"]):
+        error = call(capsys, command[0], copy, *command[1:], code=1)
+        assert error.startswith("tiermem: expected")
+        assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert "nothing is committed" in call(capsys, "list", tmp_path, code=1)
+
+
+def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    training = Training(make_config(tmp_path / "run", param_dtype="bfloat16"))
+    training.step()
+    training.commit().wait()
+    assert call(capsys, "list", tmp_path / "run")["in_use"]
+    call(capsys, "export", tmp_path / "run", "--to", tmp_path / "out", code=1)
+    expected = training.state()
+    training.close()
+    call(capsys, "export", tmp_path / "run", "--to", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(dict(Net().named_parameters())) | {f"norm.{name}" for name in changed_buffers()}
+    for name, values in found.items():
+        assert torch.equal(values, expected[name]), name
+
+
+def changed_buffers() -> set[str]:
+    return {"running_mean", "running_var", "num_batches_tracked"}

@@ -1,0 +1,73 @@
+"""The commands below `tiermem snapshot`.
+
+Owns their names and options. Does not do their work (`snapshot.py`), and imports torch only when a command runs.
+Guarantees one JSON object on stdout with `--json`, and exit code 1 for damage.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from tiermem.cli import options
+
+if TYPE_CHECKING:
+    from tiermem.cli.snapshot import SnapshotReport, WrittenReport
+
+app = typer.Typer(
+    help="List, verify, export and reshard what is in swap directories or in a snapshot.", no_args_is_help=True
+)
+
+
+@app.command("list")
+def list_command(paths: options.SnapshotPaths, json: options.Json = False) -> None:
+    """Say what is committed in the swap directories of a run, or what a snapshot holds. Exit code 1 if nothing."""
+    from tiermem.cli.snapshot import look
+
+    show(look(paths), json=json)
+
+
+@app.command("verify")
+def verify_command(paths: options.SnapshotPaths, json: options.Json = False) -> None:
+    """Read every byte of a commit or a snapshot and compare its checksums. Exit code 1 if something is damaged."""
+    from tiermem.cli.snapshot import verify
+
+    report = verify(paths)
+    show(report, json=json)
+    if report.damaged:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export_command(
+    paths: options.SnapshotPaths,
+    to: options.NewFolder,
+    max_shard_size: options.MaxShardSize = "5GB",
+    json: options.Json = False,
+) -> None:
+    """Write the weights of a commit or a snapshot as safetensors that transformers' from_pretrained reads."""
+    from tiermem.cli.snapshot import export
+    from tiermem.memory.sizes import parse_bytes
+
+    show(export(paths, to, max_shard_nbytes=parse_bytes(max_shard_size)), json=json)
+
+
+@app.command("reshard")
+def reshard_command(
+    paths: options.SnapshotPaths, to: options.NewFolder, ranks: options.Ranks, json: options.Json = False
+) -> None:
+    """Write a snapshot anew with the files of another number of ranks, and verify it."""
+    from tiermem.cli.snapshot import rewrite
+
+    show(rewrite(paths, to, ranks=ranks), json=json)
+
+
+def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
+    """Print a report."""
+    if json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        Console().print(report.to_table())
