@@ -8,7 +8,7 @@ have the checksums of the mark where it has any, and that nothing is changed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,7 +19,10 @@ from tiermem.errors import InvariantError
 from tiermem.optim.masters import StateStore
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.tiling import TileRange
 from tiermem.zero3.layout import Slot, UnitLayout
+
+_SLICE_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class MarkedShard:
         ]
 
     def blocks(self, holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
-        """Trained parameters tile by tile, others at once."""
+        """Trained parameters slice by slice, others at once."""
         slot = holding.slot
         if not slot.trainable:
             key = PageKey(holding.unit, Kind.PARAM)
@@ -130,14 +133,19 @@ class MarkedShard:
             yield VALUE, data[holding.offset : holding.offset + nbytes].view(slot.dtype)
             return
         for cut in self._store.cuts(holding.unit, slot.parameter):
-            master, first, second = self._store.read_cut(holding.unit, slot.parameter, cut)
-            yield MASTER, master
-            if holding.has_moments:
-                yield FIRST, first
-                yield SECOND, second
+            for part in _slices(cut):
+                planes = self._store.read_cut(holding.unit, slot.parameter, part)
+                yield from zip((MASTER, FIRST, SECOND) if holding.has_moments else (MASTER,), planes, strict=False)
 
     def _has_moments(self, unit: int, slot: Slot) -> bool:
         if not slot.trainable:
             return False
         cuts = self._states[unit].cuts(self._states[unit].segment_of(slot.parameter))
         return any(self._pages.is_written(PageKey(unit, Kind.STATE, cut.tile)) for cut in cuts)
+
+
+def _slices(cut: TileRange) -> Iterator[TileRange]:
+    """Joining a master takes several times its memory: never for a whole tile at once."""
+    for begin in range(0, cut.length, _SLICE_NUMEL):
+        length = min(_SLICE_NUMEL, cut.length - begin)
+        yield replace(cut, begin=cut.begin + begin, begin_in_tile=cut.begin_in_tile + begin, length=length)
