@@ -43,7 +43,9 @@ class PlainCore:
         self.resumes: list[object] = []
         self.error: Exception | None = None
 
-    def offload(self, model: torch.nn.Module, config: Config, *, resume: object = False) -> PlainRuntime:
+    def offload(
+        self, model: torch.nn.Module, config: Config, *, weights: object = None, resume: object = False
+    ) -> PlainRuntime:
         if self.error is not None:
             raise self.error
         self.resumes.append(resume)

@@ -137,3 +137,21 @@ def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def changed_buffers() -> set[str]:
     return {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_training_goes_on_from_weights_that_were_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    short = ["train", "--batch", "2", "--seq", "32", "--param-dtype", "float32", "--json"]
+    first = ["--model", "llama-tiny", "--steps", "8", "--lr", "0.01", "--swap-dir", "run", "--keep"]
+    assert run([*short, *first]) == 0
+    before = json.loads(capsys.readouterr().out)["steps"]
+    call(capsys, "export", "run", "--to", "out")
+    assert run([*short, "--model", "out", "--steps", "1", "--weights", "out", "--host-memory", "8MiB"]) == 0
+    after = json.loads(capsys.readouterr().out)["steps"]
+    assert after[0]["loss"] < before[0]["loss"] - 0.3, "the same first batch, after eight steps"
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"damaged")
+    assert run([*short, "--model", "out", "--weights", "out"]) == 1
+    assert "expected 'out/model.safetensors' to be a safetensors file" in capsys.readouterr().err

@@ -52,6 +52,7 @@ def train(
     commit_every: options.CommitEvery = 0,
     json: options.Json = False,
     timeline: options.Timeline = None,
+    weights: options.WeightsPath = None,
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
     if resume and not (swap_dir or config):
@@ -76,6 +77,7 @@ def train(
         keep=keep,
         commit_every=commit_every,
         timeline=timeline,
+        weights=weights,
     )
     base = load_config(config)
     asked = swap_dir or (base.swap_paths if base else ())

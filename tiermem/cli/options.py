@@ -64,4 +64,8 @@ NewFolder = Annotated[Path, typer.Option("--to", help="Folder to write; a free n
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Most bytes of a file of weights, such as 5GB.")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks the snapshot is to have files for.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+WeightsPath = Annotated[
+    Path | None,
+    typer.Option("--weights", help="Start from a safetensors file or a Hugging Face folder. Default: at random."),
+]
 Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]

@@ -59,6 +59,7 @@ class TrainOptions:
     keep: bool = False
     commit_every: int = 0
     timeline: Path | None = None
+    weights: Path | None = None
 
     @property
     def commits(self) -> bool:
@@ -80,7 +81,8 @@ class Training:
         self.model.train()
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.runtime = tiermem.offload(self.model, config, resume="auto" if options.resume else False)
+        resume = "auto" if options.resume else False
+        self.runtime = tiermem.offload(self.model, config, weights=options.weights, resume=resume)
         self.optimizer = tiermem.AdamW(
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM
         )
