@@ -7,6 +7,9 @@ import json
 import os
 import random
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +300,39 @@ def test_bytes_that_are_damaged_in_the_swap_file_never_become_a_snapshot(
         training.runtime.snapshot(tmp_path / "copy").wait()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     training.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from doubles_commit import Training, make_config
+from tiermem.runtime import snapshots
+
+folder = Path(sys.argv[1])
+training = Training(make_config(folder / "run"))
+training.step()
+training.commit().wait()
+snapshots.finish_snapshot = lambda *rest, **settings: os.kill(os.getpid(), signal.SIGKILL)
+training.runtime.snapshot(folder / "copy").wait()
+"""
+
+
+def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    tests = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    arguments = [sys.executable, "-c", KILLED, str(tmp_path)]
+    assert subprocess.run(arguments, env=environment, timeout=120, check=False).returncode == -signal.SIGKILL
+    run, partial = sorted(tmp_path.iterdir(), key=lambda path: path.name.startswith("."))
+    assert partial.name.startswith(".copy.")
+    assert partial.name.endswith(".partial")
+    with pytest.raises(tiermem.ResumeError, match="expected a snapshot"):
+        open_snapshot(partial)
+    training = Training(make_config(run), resume=True)
+    assert training.done == 1
+    training.runtime.snapshot(tmp_path / "copy").wait()
+    training.close()
+    assert list(open_snapshot(tmp_path / "copy").verify()) == []
 
 
 # Resharding
