@@ -17,6 +17,7 @@ from rich.console import Console
 
 import swap
 from tiermem.cli import options, snapshot_commands
+from tiermem.cli.bench import bench
 from tiermem.errors import TiermemError
 
 INTERRUPTED = 130
@@ -106,6 +107,7 @@ def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -
         raise typer.Exit(1)
 
 
+app.command()(bench)
 app.add_typer(snapshot_commands.app, name="snapshot")
 
 
@@ -125,7 +127,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line `arguments` (without the program's name); return the exit code."""
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="tiermem", standalone_mode=False)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return fail("interrupted", INTERRUPTED)
     except (TiermemError, swap.SwapError, OSError) as error:
         return fail(str(error), 1)
@@ -135,6 +137,8 @@ def run(arguments: Sequence[str]) -> int:
         if format_message is None:
             raise
         return fail(f"{format_message()} (see tiermem --help)", 2)
+    if code == INTERRUPTED:  # typer's own way of ending on Ctrl-C says nothing
+        return fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 

@@ -1,0 +1,143 @@
+"""The files a measurement works on: its own, made for it, removed after it.
+
+Owns one swap file per directory, with a name nobody else has, each seen twice: direct and through the page cache.
+Does not know what is measured. Guarantees that a directory that is missing, read-only or too full is refused before
+anything is made, that a twentieth of the free space stays free, and that `close` removes every file it made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from swap.buffers import AlignedBuffer
+from swap.errors import SwapFullError, SwapIOError
+from swap.files import DATA_OFFSET, SwapFile
+from swap.requests import BlockFile
+from swap.syscalls import SystemCalls
+
+_LEFT_FREE = 20  # a twentieth of what is free stays free: others are writing there too
+_NOISE_BYTES = 1 << 20
+
+
+class BufferedView:
+    """A swap file opened a second time, through the page cache; a `BlockFile`."""
+
+    direct = False
+
+    def __init__(self, file: SwapFile, system: SystemCalls) -> None:
+        self.path = file.path
+        self.device = file.device
+        self._system = system
+        self._fd = system.open(file.path, os.O_RDWR | os.O_NOFOLLOW)
+
+    def fileno(self) -> int:
+        """The open descriptor."""
+        return self._fd
+
+    def settle(self) -> None:
+        """Wait until what was written is on the drive, and let the page cache forget the file."""
+        self._system.fdatasync(self._fd)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self._system.close(self._fd)
+
+
+class Ground:
+    """Files of `nbytes` in each directory, and memory for what is in flight; made by `open`, removed by `close`."""
+
+    def __init__(self, nbytes: int, buffer: AlignedBuffer, system: SystemCalls) -> None:
+        self.nbytes = nbytes
+        self.buffer = buffer
+        self.system = system
+        self.files: list[SwapFile] = []
+        self.buffered: list[BufferedView] = []
+
+    @classmethod
+    def open(
+        cls, directories: Sequence[Path], *, nbytes: int, buffer_nbytes: int, system: SystemCalls | None = None
+    ) -> Self:
+        """Make the files and reserve their space.
+
+        Raises SwapIOError for a directory that cannot be used, SwapFullError for one without room; nothing is left.
+        """
+        system = system or SystemCalls()
+        check_room(directories, nbytes, system)
+        ground = cls(nbytes, AlignedBuffer(buffer_nbytes), system)
+        try:
+            _fill_with_noise(ground.buffer.view)
+            for directory in directories:
+                name = f"tiermem-bench-{os.getpid()}-{secrets.token_hex(4)}"
+                ground.files.append(SwapFile.open(directory, name=name, nbytes=nbytes, system=system))
+                ground.buffered.append(BufferedView(ground.files[-1], system))
+        except BaseException:
+            ground.close()
+            raise
+        return ground
+
+    @property
+    def direct(self) -> bool:
+        """Whether every directory accepts direct I/O."""
+        return all(file.direct for file in self.files)
+
+    def seen(self, which: Sequence[int], *, direct: bool) -> list[BlockFile]:
+        """Some of the files, as a case wants to see them."""
+        return [self.files[index] if direct else self.buffered[index] for index in which]
+
+    def settle(self) -> None:
+        """Empty the page cache of these files, writing out what is dirty."""
+        for view in self.buffered:
+            view.settle()
+
+    def close(self) -> None:
+        """Close and remove every file, and give the memory back. Raises the first error, after all was tried."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.buffer.close)
+            for file in self.files:
+                stack.callback(file.close, remove=True)
+            for view in self.buffered:
+                stack.callback(view.close)
+            self.files, self.buffered = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_room(directories: Sequence[Path], nbytes: int, system: SystemCalls | None = None) -> None:
+    """Raise SwapIOError unless all are directories, SwapFullError unless `nbytes` fit into each with room to spare."""
+    system = system or SystemCalls()
+    wanted: dict[int, int] = {}
+    for directory in directories:
+        path = os.fspath(directory)
+        try:
+            found = os.stat(os.path.join(path, ""))  # with the slash a file in its place is an error
+            free = system.free_bytes(path)
+        except OSError as error:
+            raise SwapIOError("open", path, errno=error.errno or 0) from error
+        wanted[found.st_dev] = wanted.get(found.st_dev, 0) + nbytes + DATA_OFFSET
+        if wanted[found.st_dev] > free - free // _LEFT_FREE:
+            raise SwapFullError(
+                f"measuring in {path!r} needs {wanted[found.st_dev]} bytes, {free} are free there and a twentieth of "
+                "that is left alone; choose a smaller size or another directory"
+            )
+
+
+def _fill_with_noise(view: memoryview) -> None:
+    """Bytes that no drive can compress; zeros would flatter some of them."""
+    noise = secrets.token_bytes(min(_NOISE_BYTES, view.nbytes))
+    for start in range(0, view.nbytes, len(noise)):
+        length = min(len(noise), view.nbytes - start)
+        view[start : start + length] = noise[:length]

@@ -1,0 +1,279 @@
+"""The instrument measures what it says, leaves nothing behind, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles import FaultySystemCalls
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SystemCalls
+from swap.bench import PATTERNS, Case, Ground, Measurement, Order, choose_best, make_plan, percentile, run_bench
+from swap.bench.cases import Sample
+from swap.bench.load import Load, Series, Target, run_case
+from swap.bench.sweep import settled_at
+from swap.files import DATA_OFFSET
+
+MIB = 1 << 20
+TINY = Order((Path(),), nbytes=4 * MIB, seconds=0.05, block_sizes=(MIB,), queue_depths=(2,))
+
+
+# What is decided
+
+
+@given(st.lists(st.floats(0, 10), min_size=1), st.sampled_from([1.0, 50.0, 99.0, 100.0]))
+def test_a_percentile_is_a_value_that_enough_do_not_exceed(values: list[float], percent: float) -> None:
+    ordered = sorted(values)
+    found = percentile(ordered, percent)
+    assert found in values
+    assert sum(value <= found for value in values) >= len(values) * percent / 100
+    assert sum(value < found for value in values) < len(values) * percent / 100
+
+
+def _measured(bandwidth: float, cores: float, depth: int = 1) -> Measurement:
+    return Measurement(Case("read", "threads", MIB, depth, direct=True), Sample(int(bandwidth * 1e6), 1.0, cores))
+
+
+def test_the_best_is_the_fastest_and_among_equals_the_one_that_costs_least() -> None:
+    slow, hungry, frugal = _measured(900, 0.01, 1), _measured(1000, 0.5, 2), _measured(995, 0.1, 3)
+    assert choose_best([slow, hungry, frugal]) is frugal
+    assert choose_best([slow, hungry]) is hungry
+    assert choose_best([_measured(0, 0.0)]) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.lists(st.floats(0, 1), max_size=3)), max_size=5))
+def test_slices_of_a_case_add_up(slices: list[tuple[int, int, list[float]]]) -> None:
+    total = Sample()
+    for nbytes, seconds, latencies in slices:
+        total = total.plus(Sample(nbytes, seconds, seconds / 2, tuple(latencies)))
+    assert total.nbytes == sum(nbytes for nbytes, _, _ in slices)
+    assert len(total.latencies) == sum(len(latencies) for _, _, latencies in slices)
+    assert total.cpu_cores == (0.5 if slices else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backends": ("uring",)}, "backend: expected one of threads, aiofiles, inline, found 'uring'"),
+        ({"nbytes": MIB // 2}, "size: expected at least one block"),
+        ({"nbytes": MIB}, "block size x queue depth"),
+        ({"nbytes": 2 * MIB + 1}, "multiple of 4096"),
+        ({"block_sizes": (100,)}, "block size: expected a positive multiple of 4096"),
+        ({"queue_depths": (0,)}, "queue depth: expected 1 to 256"),
+        ({"seconds": 0.0}, "seconds: expected a positive number"),
+        ({"directories": ()}, "directories: expected at least one"),
+        ({"nbytes": 1 << 40, "block_sizes": (1 << 30,)}, "bytes in flight"),
+        ({"steady_seconds": -1.0}, "steady state"),
+    ],
+)
+def test_an_order_that_cannot_be_carried_out_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(replace(TINY, **change))
+
+
+def test_the_plan_covers_settings_patterns_and_paths_and_knows_its_length() -> None:
+    plan = make_plan(Order((Path(),), seconds=5.0))
+    assert {case.pattern for case in plan.cases} == set(PATTERNS)
+    of_read = plan.of_pattern("read")
+    assert {case.backend for case in of_read} == {"threads", "aiofiles", "inline"}
+    assert {(case.block_size, case.queue_depth) for case in of_read if case.backend == "threads" and case.direct} == {
+        (size, depth) for size in (MIB, 4 * MIB, 8 * MIB) for depth in (4, 8, 16)
+    }
+    assert any(case.backend == "threads" and not case.direct for case in of_read)
+    assert 15 < plan.estimate_seconds() < 30
+    assert make_plan(replace(plan.order, quick=True)).estimate_seconds() < plan.estimate_seconds()
+    small = make_plan(Order((Path(),), nbytes=MIB))
+    assert {case.block_size * case.queue_depth for case in small.cases} == {MIB}
+
+
+def test_steady_state_is_found_where_bandwidth_stops_changing() -> None:
+    falling = [9.0, 8.0, 5.0, 3.0, *[2.0, 2.1, 1.9] * 4]
+    assert settled_at(Series(2.0, tuple(falling))) == 8.0
+    assert settled_at(Series(1.0, (2.0,) * 6)) == 0.0
+    assert settled_at(Series(1.0, (1.0, 3.0) * 6)) is None
+    assert settled_at(Series(1.0, (2.0,) * 3)) is None
+
+
+# What is measured
+
+
+def test_the_report_has_every_figure_and_the_directory_is_empty_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    order = replace(TINY, directories=(tmp_path,), steady_seconds=0.05, steady_bytes=8 * MIB)
+    report = run_bench(make_plan(order), lambda what, _: said.append(what))
+    assert list(tmp_path.iterdir()) == []
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    for pattern in PATTERNS:
+        best = found[pattern]["best"]
+        assert best in found[pattern]["all"]
+        assert len(found[pattern]["all"]) == 4
+        for one in found[pattern]["all"]:
+            assert one["gigabytes_per_second"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
+            assert one["bytes"] == one["requests"] * MIB > 0
+            assert 0 < one["latency_ms"]["p50"] <= one["latency_ms"]["p99"] <= one["latency_ms"]["max"]
+            assert one["cpu_cores"] > 0
+    (first,) = found["first_write"]
+    assert first["first"]["bytes"] == first["overwrite"]["bytes"] == 4 * MIB
+    assert found["steady_state"]["bytes"] > 0
+    assert any(line.startswith("steady state") for line in said)
+    assert len(report.to_rows()) == 1 + 3 * 4
+    assert sum(row[0] == "*" for row in report.to_rows()) == 3
+    assert any("overwrite" in line for line in report.to_lines())
+
+
+def test_several_directories_are_measured_alone_and_striped(tmp_path: Path) -> None:
+    directories = (tmp_path / "a", tmp_path / "b")
+    for directory in directories:
+        directory.mkdir()
+    report = run_bench(make_plan(replace(TINY, directories=directories, quick=True)))
+    assert [device.directory for device in report.devices] == [str(directory) for directory in directories]
+    assert set(report.devices[0].found) == set(PATTERNS)
+    assert len(report.weights) == 2
+    assert [list(directory.iterdir()) for directory in directories] == [[], []]
+
+
+class _WritesSeen(SystemCalls):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        self.calls.append(("read", offset, view.nbytes))
+        return super().preadv(fd, view, offset)
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        self.calls.append(("write", offset, view.nbytes))
+        return super().pwritev(fd, view, offset)
+
+
+@pytest.mark.parametrize("backend", ["threads", "inline"])
+def test_the_load_visits_the_whole_file_in_blocks_and_mixes_evenly(tmp_path: Path, backend: str) -> None:
+    system = _WritesSeen()
+    with Ground.open([tmp_path], nbytes=8 * MIB, buffer_nbytes=2 * MIB, system=system) as ground:
+        for pattern, expected in (("write", {"write": 8}), ("read", {"read": 8}), ("mixed", {"read": 4, "write": 4})):
+            system.calls.clear()
+            case = Case(pattern, backend, MIB, 2, direct=ground.direct)  # type: ignore[arg-type]
+            sample, _ = run_case(ground, Target((0,), (1.0,)), case, seconds=60.0, nbytes=8 * MIB)
+            counts = {name: sum(call[0] == name for call in system.calls) for name in expected}
+            assert counts == expected
+            assert len(system.calls) == 8
+            assert {offset for _, offset, _ in system.calls} == {DATA_OFFSET + n * MIB for n in range(8)}
+            assert {nbytes for _, _, nbytes in system.calls} == {MIB}
+            assert sample.nbytes == 8 * MIB
+            assert len(sample.latencies) == 8
+
+
+def test_a_striped_request_is_divided_by_the_weights(tmp_path: Path) -> None:
+    assert Target((0, 1), (3.0, 1.0)).pieces(8 * MIB) == [8 * MIB, 8 * MIB // 3 // 4096 * 4096]
+    assert Target((0,), (5.0,)).pieces(MIB) == [MIB]
+
+
+def test_the_files_are_its_own_private_and_full_of_noise(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("mine")
+    with Ground.open([tmp_path], nbytes=MIB, buffer_nbytes=2 * MIB) as ground:
+        (path,) = tmp_path.glob("*.swapfile")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert path.stat().st_size == MIB + DATA_OFFSET
+        assert len(set(bytes(ground.buffer.view[:256]))) > 64
+    assert [found.name for found in tmp_path.iterdir()] == ["other"]
+    assert (tmp_path / "other").read_text() == "mine"
+
+
+# What goes wrong
+
+
+def test_a_missing_directory_or_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(SwapIOError, match="failed: No"):
+            run_bench(make_plan(replace(TINY, directories=(path,))))
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_too_little_room_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    class Small(SystemCalls):
+        def free_bytes(self, path: str) -> int:
+            return 4 * MIB
+
+        def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+            raise AssertionError(path)
+
+    with pytest.raises(SwapFullError, match=f"needs {4 * MIB + DATA_OFFSET} bytes, {4 * MIB} are free"):
+        run_bench(make_plan(replace(TINY, directories=(tmp_path,))), system=Small())
+
+
+@pytest.mark.parametrize("backend", ["threads", "inline"])
+def test_a_failing_drive_ends_the_measurement_with_its_error_and_no_file(tmp_path: Path, backend: str) -> None:
+    system = FaultySystemCalls()
+    order = replace(TINY, directories=(tmp_path,), backends=(backend,))
+    with pytest.raises(SwapIOError, match="EIO"):
+        run_bench(
+            make_plan(order), lambda what, _: system.always("preadv", 5 if "read" in what else None), system=system
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_direct_io_is_refused_everything_is_buffered_and_said(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    system.refuse_direct = True
+    report = run_bench(make_plan(replace(TINY, directories=(tmp_path,))), system=system)
+    assert not report.direct
+    assert not any(one.case.direct for result in report.results.values() for one in result.all)
+    assert report.to_lines()[0].startswith("direct I/O is refused")
+
+
+def test_an_error_while_starting_ends_the_load(tmp_path: Path) -> None:
+    with Ground.open([tmp_path], nbytes=MIB, buffer_nbytes=MIB) as ground, AlignedBuffer(MIB) as buffer:
+        engine = Engine(EngineSettings(queue_depth=2))
+        engine.close()
+        load = Load(engine, Case("read", "threads", MIB, 1, direct=True), ground.seen([0], direct=True), [MIB])
+        load.start([buffer.view], laps=1)
+        assert load.finished.wait(10)
+        assert "closed" in str(load.error)
+        gc.collect()  # the request that never began still has a view of the buffer
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_removes_the_file(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "swap.bench", str(tmp_path), "--mebibytes", "16", "--seconds", "600", "--quick"]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stderr is not None
+        for line in child.stderr:  # until it measures
+            if line.startswith("read,"):
+                break
+        assert len(list(tmp_path.glob("*.swapfile"))) == 1
+        child.send_signal(number)
+        rest = child.stderr.read()
+        assert child.wait(60) == 130
+    assert rest.splitlines()[-1] == "swap.bench: interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_alone_reports_and_refuses_in_one_line(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "ignore", "-X", "importtime", "-m", "swap.bench", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+
+    started = time.perf_counter()
+    done = run(str(tmp_path), "--mebibytes", "8", "--seconds", "0.05", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(PATTERNS) <= json.loads(done.stdout).keys()
+    assert not any(line.split("|")[-1].strip() in {"torch", "numpy", "tiermem"} for line in done.stderr.splitlines())
+    assert time.perf_counter() > started
+    assert list(tmp_path.iterdir()) == []
+    failed = run(str(tmp_path / "none"), "--mebibytes", "8")
+    assert failed.returncode == 1
+    assert "create the directory first" in failed.stderr.splitlines()[-1]
+    assert run(str(tmp_path), "--mebibytes", "0.1").returncode == 2

@@ -1,0 +1,187 @@
+"""`tiermem bench`: what the drives under swap directories give, and the wire to the accelerator.
+
+Owns the command, its progress bar and its table. Does not measure: `swap.bench` does, with the engine that trains, and
+`copies` for the accelerator. Guarantees that what cannot be measured is refused in one line before anything is written,
+and that the files are gone when it ends, interrupted or not.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from swap.bench import BenchReport, Order, Plan, check_room, make_plan, run_bench
+from swap.blocks import align_down
+from tiermem.memory.sizes import parse_bytes
+
+Directories = Annotated[
+    list[Path], typer.Option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
+]
+Size = Annotated[str, typer.Option("--size", help="Size of the file made in each directory, such as 2GiB.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Seconds for each pattern, shared by its settings.")]
+BlockSizes = Annotated[
+    list[str] | None, typer.Option("--block-size", help="Bytes of a request, such as 8MiB; repeatable.")
+]
+QueueDepths = Annotated[
+    list[int] | None, typer.Option("--queue-depth", help="Requests in flight on each device; repeatable.")
+]
+Backends = Annotated[
+    list[str] | None, typer.Option("--backend", help="threads, aiofiles or inline (one at a time); repeatable.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="One setting for each pattern.")]
+SteadySeconds = Annotated[
+    float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for so long, past the drive's cache.")
+]
+SteadyBytes = Annotated[str, typer.Option("--steady-bytes", help="Stop overwriting after so many bytes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the sweep into this .png or .svg (needs matplotlib).")]
+Out = Annotated[Path | None, typer.Option("--out", help="Write the JSON to this file, too.")]
+
+
+def bench(
+    dir: Directories,  # noqa: A002 - the option's name
+    size: Size = "2GiB",
+    seconds: Seconds = 5.0,
+    block_size: BlockSizes = None,
+    queue_depth: QueueDepths = None,
+    backend: Backends = None,
+    quick: Quick = False,
+    steady_seconds: SteadySeconds = 0.0,
+    steady_bytes: SteadyBytes = "0",
+    json: Json = False,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Measure what the drives of directories give: block size x queue depth x backend; read, write, half and half."""
+    order = Order(
+        directories=tuple(dir),
+        nbytes=align_down(parse_bytes(size)),
+        seconds=seconds,
+        block_sizes=tuple(map(parse_bytes, block_size)) if block_size else None,
+        queue_depths=tuple(queue_depth) if queue_depth else None,
+        backends=tuple(backend) if backend else None,
+        quick=quick,
+        steady_seconds=steady_seconds,
+        steady_bytes=parse_bytes(steady_bytes),
+    )
+    try:
+        plan = make_plan(order)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if plot is not None:
+        from tiermem.cli.bench_plot import check_plot
+
+        check_plot(plot)
+    report = measure(plan, Console(stderr=True))
+    found = {**report.to_dict(), "copy": copies()}
+    if out is not None:
+        out.write_text(json_module.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        from tiermem.cli.bench_plot import draw
+
+        draw(found, plot)
+    if json:
+        typer.echo(json_module.dumps(found))
+    else:
+        show(report, found["copy"])
+
+
+def measure(plan: Plan, console: Console) -> BenchReport:
+    """Carry the plan out with a progress bar on `console`. Waits; raises what `run_bench` raises."""
+    check_room(plan.order.directories, plan.order.nbytes)
+    estimate = plan.estimate_seconds()
+    console.print(
+        f"about {estimate:.0f} s; {plan.write_nbytes / 1e9:.1f} GB are written first, then measured", highlight=False
+    )
+    with terminate_as_interrupt(), BenchProgress(console, estimate) as progress:
+        return run_bench(plan, progress.begins)
+
+
+class BenchProgress:
+    """A bar on a terminal, a line for each pattern elsewhere; a context manager."""
+
+    def __init__(self, console: Console, estimate: float) -> None:
+        self.console = console
+        self.announced = 0.0
+        self.said = ""
+        # Redrawn between slices only: a bar that draws itself would be measured with the engine.
+        self.bar = Progress(
+            BarColumn(bar_width=30),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            auto_refresh=False,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=estimate)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def begins(self, what: str, seconds: float) -> None:
+        """Show what is measured next; what was announced before is done."""
+        self.bar.update(self.task, advance=self.announced, description=what)
+        self.bar.refresh()
+        self.announced = seconds
+        first = what.partition(",")[0]
+        if not self.console.is_terminal and first != self.said:
+            self.said = first
+            self.console.print(first, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the body as Ctrl-C does, so that its files are removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def copies() -> dict[str, Any]:
+    """Bandwidth to and from the accelerator, or why it was not measured."""
+    try:
+        from tiermem.cli.copies import measure_copies
+    except ImportError as error:
+        return {"skipped": f"torch cannot be imported: {error}"}
+    return measure_copies()
+
+
+def show(report: BenchReport, copy: dict[str, Any]) -> None:
+    """Print the report for people on stdout."""
+    heading, *rows = report.to_rows()
+    table = Table(title=", ".join(map(str, report.order.directories)), title_justify="left", box=None, pad_edge=False)
+    for index, name in enumerate(heading):
+        table.add_column(name, justify="left" if index < 3 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] else None)
+    console = Console()
+    console.print(table)
+    for line in report.to_lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    if "skipped" in copy:
+        console.print(f"copies to and from an accelerator: not measured, {copy['skipped']}", highlight=False)
+    else:
+        figures = ", ".join(f"{name} {value:.1f} GB/s" for name, value in copy["gigabytes_per_second"].items())
+        console.print(f"{copy['device']}: {figures}", highlight=False, soft_wrap=True)

@@ -1,0 +1,61 @@
+"""The sweep of `tiermem bench` as a picture.
+
+Owns the drawing, from the JSON of a report, so that a committed result can be drawn again. Does not measure. Needs
+matplotlib, which is an extra; guarantees one clear line where it is missing or the file's type is unknown.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiermem.errors import ConfigError
+
+_PATTERNS = ("read", "write", "mixed")
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError unless a picture can be drawn to `path`; before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot: expected a file ending in {', '.join(_SUFFIXES)}, found {str(path)!r}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot: {path.absolute().parent} is not a directory")
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Draw bandwidth and 99th percentile of latency over queue depth, a line for each block size; errors as above."""
+    check_plot(path)
+    from matplotlib.figure import Figure  # not pyplot: no window system, no global state
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplots(2, len(_PATTERNS), sharex=True, squeeze=False)
+    for column, pattern in enumerate(_PATTERNS):
+        rate, latency = axes[0][column], axes[1][column]
+        for label, points in lines(found[pattern]["all"]).items():
+            style = "o-" if len(points) > 1 else "x"
+            depths = [point["queue_depth"] for point in points]
+            rate.plot(depths, [point["gigabytes_per_second"] for point in points], style, label=label)
+            latency.plot(depths, [point["latency_ms"]["p99"] for point in points], style)
+        rate.set_title(pattern)
+        rate.set_ylim(bottom=0)
+        latency.set_ylim(bottom=0)
+        latency.set_xlabel("queue depth")
+    axes[0][0].set_ylabel("GB/s")
+    axes[1][0].set_ylabel("p99 of a request, ms")
+    axes[0][-1].legend(fontsize="small")
+    figure.suptitle(", ".join(found["directories"]))
+    figure.savefig(path, dpi=120)
+
+
+def lines(measurements: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Measurements that belong on one line of the picture, by their label, each line by rising queue depth."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for one in sorted(measurements, key=lambda one: (one["block_size"], one["queue_depth"])):
+        way = "" if one["direct"] else ", buffered"
+        found.setdefault(f"{one['backend']} {one['block_size'] / 2**20:g} MiB{way}", []).append(one)
+    return found

@@ -1,0 +1,60 @@
+"""How fast bytes go between host memory and the accelerator.
+
+Owns this one measurement. Does not know drives or training. Guarantees an answer: the figures, or the reason why there
+are none; and that what it allocates is given back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COPY_BYTES = 256 << 20
+_REPEATS = 7
+
+
+def measure_copies(nbytes: int = COPY_BYTES) -> dict[str, Any]:
+    """Median bandwidth of copies of `nbytes`, GB/s: each way from pinned and from pageable memory, and both ways.
+
+    `both ways, pinned` counts the bytes of both directions. {"skipped": reason} where nothing can be measured.
+    """
+    if not torch.cuda.is_available():
+        return {"skipped": "torch finds no CUDA device"}
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        near, other = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        pinned, second = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        pageable = torch.ones(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # out of memory, here or there
+        return {"skipped": f"no memory for the copies: {error}"}
+    there, back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def both_ways() -> None:
+        with torch.cuda.stream(there):
+            near.copy_(pinned, non_blocking=True)
+        with torch.cuda.stream(back):
+            second.copy_(other, non_blocking=True)
+
+    found = {
+        "to device, pinned": _rate(lambda: near.copy_(pinned, non_blocking=True), nbytes),
+        "from device, pinned": _rate(lambda: pinned.copy_(near, non_blocking=True), nbytes),
+        "to device, pageable": _rate(lambda: near.copy_(pageable), nbytes),
+        "from device, pageable": _rate(lambda: pageable.copy_(near), nbytes),
+        "both ways, pinned": _rate(both_ways, 2 * nbytes),
+    }
+    return {"device": torch.cuda.get_device_name(device), "bytes": nbytes, "gigabytes_per_second": found}
+
+
+def _rate(copy: Callable[[], object], nbytes: int) -> float:
+    seconds = []
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        copy()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / statistics.median(seconds[1:]) / 1e9  # the first one finds everything cold
