@@ -69,3 +69,10 @@ WeightsPath = Annotated[
     typer.Option("--weights", help="Start from a safetensors file or a Hugging Face folder. Default: at random."),
 ]
 Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]
+Endurance = Annotated[
+    str | None,
+    typer.Option("--endurance", help="What the drives stand, to say how long they last: 600TB, or 1DWPD (five years)."),
+]
+DriveCapacity = Annotated[
+    str | None, typer.Option("--drive-capacity", help="Of all drives together. Default: of their file systems.")
+]

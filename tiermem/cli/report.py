@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from tiermem.memory.sizes import format_bytes
+from tiermem.wear import Wear
 
 # AdamW with everything in memory, per parameter: fp32 weight, gradient and two moments; or, in mixed precision,
 # 2 bytes of weight, 2 of gradient and 12 of master weight and moments.
@@ -44,6 +45,7 @@ class TrainReport:
     baseline_rss_bytes: int
     peak_rss_bytes: int
     steps: tuple[StepReport, ...]
+    wear: Wear | None = None
 
     def to_json(self) -> str:
         """Return the run as one JSON object; a loss that is not finite, which JSON cannot hold, is null."""
@@ -77,6 +79,8 @@ class TrainReport:
         table.add_row("waiting for the disk", f"{100 * stalled / seconds:.0f} % of the time")
         table.add_row("read from swap", f"{format_bytes(read)}, {read / seconds / 1e9:.2f} GB/s")
         table.add_row("written to swap", f"{format_bytes(written)}, {written / seconds / 1e9:.2f} GB/s")
+        if self.wear is not None:
+            table.add_row("wear of the drives", describe_wear(self.wear))
         first, last = self.loss_span()
         table.add_row("loss", f"{first:.3f} at first, {last:.3f} at last")
 
@@ -94,3 +98,13 @@ class TrainReport:
             f"{format_bytes(self.baseline_rss_bytes)} were Python and its libraries; the loss went from "
             f"{first:.3f} to {last:.3f} in {len(self.steps)} steps."
         )
+
+
+def describe_wear(wear: Wear) -> str:
+    """Return the wear in a line: bytes in all and in a day, and what is known of drive writes and days of life."""
+    text = f"{format_bytes(wear.bytes_written)} in all, {format_bytes(round(wear.bytes_per_day))} in a day of this"
+    if wear.drive_writes_per_day is not None:
+        text += f", {wear.drive_writes_per_day:.3g} drive writes per day"
+    if wear.life_days is not None:
+        text += f"; the drives last {wear.life_days:,.0f} days of it"
+    return text
