@@ -103,6 +103,19 @@ def test_counting_from_several_threads_loses_nothing() -> None:
     assert (step.cache_hits, step.stall_seconds) == (2000, 2000.0)
 
 
+def test_who_wants_to_know_is_told_of_every_step() -> None:
+    clock = Clock()
+    told: list[tuple[float, float]] = []
+    counters = Counters(clock, lambda started, ended: told.append((started, ended)))
+    clock.now += 2
+    counters.begin_step()
+    clock.now += 3
+    counters.step()
+    clock.now += 1
+    counters.step()
+    assert told == [(102.0, 105.0), (105.0, 106.0)]
+
+
 def test_nothing_happened() -> None:
     step = StepStatistics()
     assert (step.bytes_read, step.hit_rate, step.edge("x").bytes_per_second) == (0, 1.0, 0.0)

@@ -35,6 +35,24 @@ def test_the_file_has_what_perfetto_needs(tmp_path: Path) -> None:
         assert {"ph", "name", "pid", "tid", "args"} <= entry.keys()
 
 
+def test_levels_become_counters_on_the_same_clock(tmp_path: Path) -> None:
+    timeline = Timeline(capacity=2)
+    for moment in (9.0, 10.0, 11.0):
+        timeline.level("reserved HOST", moment, 100 * moment)
+    timeline.record("forward", "compute", 10.5, 11.0)
+    assert [moment for _, moment, _ in timeline.levels()] == [10.0, 11.0]
+    timeline.write(tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = [(entry["name"], entry["ts"], entry["args"]["value"]) for entry in entries if entry["ph"] == "C"]
+    assert counters == [("reserved HOST", 0.0, 1000.0), ("reserved HOST", 1e6, 1100.0)]
+    assert [entry["ts"] for entry in entries if entry["ph"] == "X"] == [500000.0]
+    timeline.clear()
+    assert timeline.levels() == []
+    off = NullTimeline()
+    off.level("reserved HOST", 1.0, 1.0)
+    assert off.levels() == []
+
+
 def test_only_the_newest_events_are_kept() -> None:
     timeline = Timeline(capacity=3)
     for number in range(10):

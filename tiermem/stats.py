@@ -184,8 +184,14 @@ class _Edge:
 class Counters:
     """Counts the present span of time; `step` closes it. Any thread may call any method. `clock` returns seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[float, float], None] = lambda started, ended: None,  # noqa: ARG005 - nobody wants to know
+    ) -> None:
+        """`on_step(started, ended)` is told of every closed step, in seconds of `clock`."""
         self._clock = clock
+        self._on_step = on_step
         self._lock = threading.Lock()
         self._edges: dict[str, _Edge] = {}
         self._open = StepStatistics()
@@ -244,9 +250,11 @@ class Counters:
     def step(self) -> StepStatistics:
         """Close the present step and return it; the next one begins."""
         with self._lock:
-            self._last = self._close_span()
+            started = self._opened_at
+            closed = self._last = self._close_span()
             self._steps += 1
-            return self._last
+        self._on_step(started, started + closed.seconds)
+        return closed
 
     def snapshot(self, tiers: Iterable[TierStatistics] = ()) -> Statistics:
         """Return the run so far. `total` includes what has accrued since the last step closed."""

@@ -1,9 +1,9 @@
 """When things happened, for people to look at.
 
-Owns a bounded record of spans of time and how they are written for Perfetto or chrome://tracing. Does not know what
-the spans mean; a lane is a row of the picture ("compute", "swap->host"). Guarantees that recording is cheap, safe from
-any thread and never fails, that the newest events are kept when there are too many, and that overlapping events of one
-lane are all visible. Off is a type: `NullTimeline`.
+Owns a bounded record of spans of time and of levels, and how they are written for Perfetto or chrome://tracing. Does
+not know what they mean; a lane is a row of the picture ("compute", "swap->host"). Guarantees that recording is cheap,
+safe from any thread and never fails, that the newest events are kept when there are too many, and that overlapping
+events of one lane are all visible. Off is a type: `NullTimeline`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+COMPUTE_LANE = "compute"
+UPDATE_LANE = "update"
+STEP_LANE = "steps"
+STALL = "stall"
+"""The name of the event in which the computation waited; its detail `waits` names the pages, none for a task."""
 
 _NO_DETAILS: Mapping[str, object] = {}
 
@@ -31,14 +37,19 @@ class Event:
     details: Mapping[str, object]
 
 
-class Timeline:
-    """Keeps the last `capacity` events."""
+Level = tuple[str, float, float]
+"""A name, a moment in seconds of `time.perf_counter`, and the value from then on."""
 
-    __slots__ = ("_events",)
+
+class Timeline:
+    """Keeps the last `capacity` events, and as many levels."""
+
+    __slots__ = ("_events", "_levels")
 
     def __init__(self, capacity: int = 200_000) -> None:
         # Appending to a bounded deque is atomic, so the threads that record need no lock.
         self._events: deque[Event] = deque(maxlen=capacity)
+        self._levels: deque[Level] = deque(maxlen=capacity)
 
     def record(
         self, name: str, lane: str, start: float, end: float, details: Mapping[str, object] = _NO_DETAILS
@@ -55,6 +66,14 @@ class Timeline:
         finally:
             self.record(name, lane, start, time.perf_counter(), details)
 
+    def level(self, name: str, moment: float, value: float) -> None:
+        """Say that `name`, such as the reserved bytes of a tier, has this value from `moment` on."""
+        self._levels.append((name, moment, value))
+
+    def levels(self) -> list[Level]:
+        """Return the levels kept, in order of recording."""
+        return list(self._levels.copy())
+
     def events(self) -> list[Event]:
         """Return the events kept, in order of recording."""
         return list(self._events.copy())
@@ -62,10 +81,11 @@ class Timeline:
     def clear(self) -> None:
         """Forget all events."""
         self._events.clear()
+        self._levels.clear()
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the events as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open."""
-        text = json.dumps(chrome_trace(self.events(), process=os.getpid()), default=str)
+        text = json.dumps(chrome_trace(self.events(), self.levels(), process=os.getpid()), default=str)
         Path(path).write_text(text, encoding="utf-8")
 
 
@@ -82,13 +102,17 @@ class NullTimeline(Timeline):
     ) -> None:
         """Do nothing."""
 
+    def level(self, name: str, moment: float, value: float) -> None:
+        """Do nothing."""
 
-def chrome_trace(events: Sequence[Event], *, process: int) -> dict[str, object]:
+
+def chrome_trace(events: Sequence[Event], levels: Sequence[Level] = (), *, process: int) -> dict[str, object]:
     """Return events in the Trace Event Format: microseconds from the earliest event, one named row per lane.
 
-    The format lets the events of a row nest but not overlap otherwise, so a lane gets as many rows as it needs.
+    The format lets the events of a row nest but not overlap otherwise, so a lane gets as many rows as it needs. Levels
+    become counters, drawn as curves.
     """
-    origin = min((event.start for event in events), default=0.0)
+    origin = min([event.start for event in events] + [moment for _, moment, _ in levels], default=0.0)
     lanes: dict[str, list[Event]] = {}
     for event in events:
         lanes.setdefault(event.lane, []).append(event)
@@ -107,6 +131,9 @@ def chrome_trace(events: Sequence[Event], *, process: int) -> dict[str, object]:
                 begin, end = (round((moment - origin) * 1e6, 3) for moment in (event.start, event.end))
                 span = {"name": event.name, "cat": lane, "ts": begin, "dur": max(0.0, round(end - begin, 3))}
                 trace.append({"ph": "X", **span, **identity, "args": dict(event.details)})
+    for name, moment, value in levels:
+        counter = {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": round((moment - origin) * 1e6, 3)}
+        trace.append({**counter, "args": {"value": value}})
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 

@@ -145,6 +145,8 @@ class Core:
     def _finish_move(self, page: Page, move: Move, error: BaseException | None, ended: float) -> None:
         self.residency.finish_move(page, move, error)
         self._timeline.record(str(page.key), move.edge, move.started, ended, {"bytes": page.nbytes})
+        for tier, arena in self.residency.chain.arenas.items():
+            self._timeline.level(f"reserved {tier.name}", ended, arena.reserved)
 
     def _pump(self) -> None:
         """Once behind all messages of a turn."""

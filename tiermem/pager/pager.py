@@ -22,7 +22,10 @@ from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.service import Appetite
 from tiermem.stats import Counters
-from tiermem.timeline import Timeline
+from tiermem.timeline import COMPUTE_LANE, STALL, UPDATE_LANE, Timeline
+
+# A wait shorter than this found its lease granted already: it is counted, but no event, of which there are so many.
+_BARELY = 20e-6
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,7 +60,7 @@ class Pager:
 
         The answer, errors included, is given by `PendingLease.wait`; whoever will not wait for it says `give_up`.
         """
-        pending = PendingLease(self._note_stall)
+        pending = PendingLease(lambda started, ended: self._note_stall(started, ended, keys))
         if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending)):
             pending.settle(None, closed())
         return pending
@@ -164,7 +167,9 @@ class Pager:
         """Run a kernel on the update worker. Cancelling waits for its end: it writes into leased frames."""
         self._core.kernel_runs(1)
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._worker, lambda: function(*args, **kwargs))
+            running = asyncio.get_running_loop().run_in_executor(
+                self._worker, lambda: _timed(self._timeline, function, *args, **kwargs)
+            )
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
@@ -173,9 +178,20 @@ class Pager:
         finally:
             self._core.kernel_runs(-1)
 
-    def _note_stall(self, started: float, ended: float) -> None:
+    def _note_stall(self, started: float, ended: float, keys: Sequence[PageKey] = ()) -> None:
+        """The computation waited for pages, or, without `keys`, for a task such as an update."""
         self._counters.count(stall_seconds=ended - started)
-        self._timeline.record("stall", "compute", started, ended)
+        if ended - started > _BARELY:
+            self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": keys})
+
+
+def _timed(timeline: Timeline, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a kernel and note how long it took; on the worker."""
+    started = time.perf_counter()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        timeline.record(getattr(function, "__name__", "kernel"), UPDATE_LANE, started, time.perf_counter())
 
 
 async def _until_done(running: asyncio.Future[T]) -> None:

@@ -22,6 +22,7 @@ from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
+from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.registry import registry
 from tiermem.runtime.beginning import agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
@@ -126,8 +127,12 @@ class Runtime:
         return self._house.storage.counters.snapshot(self._house.storage.tiers())
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write the latest moves and stalls as a Chrome/Perfetto trace."""
+        """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace."""
         self._house.storage.timeline.write(Path(path))
+
+    def overlap(self) -> OverlapReport:
+        """What the computation waited for in the steps the timeline still holds, and what would have prevented it."""
+        return explain_stalls(self._house.storage.timeline.events())
 
     def commit(self, extra: Any = None) -> PendingCommit:
         """Make the state after the last step durable, beside the next step; returns at once unless one is under way.

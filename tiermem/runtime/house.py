@@ -33,6 +33,7 @@ from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Storage, close_all, open_storage
+from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.exchange import join
 from tiermem.zero3.gather import Gatherer
@@ -168,7 +169,8 @@ def _furnish(
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open)
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
     listener, early = _listener(coordinator, queue, blueprint), schedule.name == "backward"
-    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, listener, early=early)
+    watch = ComputeWatch(listener, storage.timeline, [layout.name for layout in layouts])
+    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=early)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, update=schedule.name)
     buffers = BufferWatch(blueprint.divided.model)

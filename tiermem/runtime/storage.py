@@ -24,9 +24,9 @@ from tiermem.pager.service import Appetite
 from tiermem.planner.footprint import Footprint
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
 from tiermem.stats import Counters, TierStatistics
-from tiermem.timeline import Timeline
+from tiermem.timeline import STEP_LANE, Timeline
 
-# The latest moves and stalls: about 400 bytes each, outside the budget, so 8 MB for a run of any length.
+# The latest moves, stalls, kernels and units: about 500 bytes each, outside the budget: 10 MB for a run of any length.
 _TIMELINE_EVENTS = 20_000
 _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
@@ -75,7 +75,8 @@ def open_storage(
         ResumeError: the commit does not fit its files.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
-    counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
+    timeline = Timeline(capacity=_TIMELINE_EVENTS)
+    counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     space = _open_space(config, beginning, store, swap_nbytes)
     resumed = beginning.manifest is not None

@@ -1,0 +1,77 @@
+"""The timeline of a run shows units, stalls, moves, update kernels, steps and levels, and the stalls are explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_scenarios import tokens_batch
+from doubles_training import config_for, least_budget
+
+import tiermem
+from tiermem.runtime.watch import ComputeWatch
+from tiermem.stats import READ_EDGE, WRITE_EDGE
+from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Timeline
+
+
+class Told:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def unit_needed(self, unit: int) -> None:
+        self.calls.append(("needed", unit))
+
+    def gradients_complete(self, unit: int) -> bool:
+        self.calls.append(("complete", unit))
+        return unit == 1
+
+
+def test_spans_follow_each_other_and_everything_is_passed_on() -> None:
+    timeline, told = Timeline(), Told()
+    watch = ComputeWatch(told, timeline, ["a", "b"])
+    watch.unit_needed(0)
+    watch.unit_needed(0)
+    watch.unit_needed(1)
+    value = torch.ones(1, requires_grad=True)
+    result = value * 2
+    result.register_hook(lambda gradient: watch.unit_needed(1))
+    result.backward()
+    assert [watch.gradients_complete(unit) for unit in (0, 1)] == [False, True]
+    assert told.calls == [("needed", 0), ("needed", 0), ("needed", 1), ("needed", 1), ("complete", 0), ("complete", 1)]
+    first, second, third = timeline.events()
+    assert [event.name for event in (first, second, third)] == ["forward a", "forward b", "backward b"]
+    assert first.end <= second.start <= second.end <= third.start
+    assert third.details == {"unit": 1}
+    watch.close()
+    assert len(timeline.events()) == 3
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_a_run_leaves_a_complete_trace(update: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    budget = least_budget(model, tmp_path)
+    with tiermem.offload(model, config_for(tmp_path, budget, update)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            tokens_batch(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime.settle()
+        report = runtime.overlap()
+        runtime.timeline(tmp_path / "trace.json")
+        stalled = runtime.statistics().total.stall_seconds
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [entry for entry in trace if entry["ph"] == "X"]
+    lanes = {entry["cat"] for entry in spans}
+    assert lanes == {COMPUTE_LANE, UPDATE_LANE, STEP_LANE, READ_EDGE, WRITE_EDGE}
+    units = {entry["name"] for entry in spans if entry["cat"] == COMPUTE_LANE and entry["name"] != STALL}
+    names = {layout.name for layout in runtime._house.layouts}
+    assert units == {f"{phase} {name}" for phase in ("forward", "backward") for name in names}
+    assert any(entry["ph"] == "C" and entry["name"] == "reserved HOST" for entry in trace)
+    assert report.steps == 3
+    assert report.stall_seconds <= stalled
+    assert sum(report.by_cause().values()) == pytest.approx(report.stall_seconds)
