@@ -27,11 +27,11 @@ _LATE = 0.2  # share of a stall after which a move counts as begun late
 class Cause(enum.Enum):
     """Why the computation stood still; the value says what would have prevented it."""
 
-    BANDWIDTH = "more bandwidth: the edge was busy before and during the wait"
-    LOOK_AHEAD = "looking further ahead: the edge had been idle just before"
-    BUDGET = "a larger budget: bytes had to be written back to make room first"
-    UPDATE = "a faster update, or another schedule: its kernel ran while the computation waited"
-    OTHER = "nothing that the timeline shows: no move or kernel explains it"
+    BANDWIDTH = "more bandwidth would have prevented: the edge was busy before and during the wait"
+    LOOK_AHEAD = "looking further ahead would have prevented: the edge had been idle just before"
+    BUDGET = "a larger budget would have prevented: bytes had to be written back to make room first"
+    UPDATE = "a faster update, or another schedule, would have prevented: its kernel ran meanwhile"
+    OTHER = "no move and no kernel explains"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class OverlapReport:
             "seconds": self.seconds,
             "stall_seconds": self.stall_seconds,
             "causes": [
-                {"cause": cause.name.lower(), "seconds": seconds, "prevented_by": cause.value}
+                {"cause": cause.name.lower(), "seconds": seconds, "meaning": cause.value}
                 for cause, seconds in self.by_cause().items()
             ],
             "waits": [
@@ -109,9 +109,7 @@ class OverlapReport:
         share = 100 * self.stall_seconds / self.seconds if self.seconds else 0.0
         waited = f"the computation waited {self.stall_seconds:.2f} s ({share:.0f} %)"
         lines = [f"{self.steps} steps, {self.seconds:.2f} s; {waited}"]
-        lines += [
-            f"{seconds:.2f} s would have been prevented by {cause.value}" for cause, seconds in self.by_cause().items()
-        ]
+        lines += [f"{seconds:.2f} s that {cause.value}" for cause, seconds in self.by_cause().items()]
         lines += [
             f"{wait.seconds:.2f} s in {wait.stalls} waits during {wait.during}"
             + (f", for {wait.edge}" if wait.edge else "")

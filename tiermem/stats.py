@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from tiermem.errors import InvariantError
 from tiermem.memory.sizes import format_bytes
-from tiermem.wear import Wear, measure_wear
+from tiermem.wear import UNKNOWN, Endurance, Wear, measure_wear
 
 READ_EDGE = "swap->host"
 WRITE_EDGE = "host->swap"
@@ -112,15 +112,14 @@ class Statistics:
     steps: int = 0
     tiers: tuple[TierStatistics, ...] = ()
 
-    def wear(self, *, endurance: int | None = None, capacity: int | None = None) -> Wear:
-        """Return what the writing so far, going on at the pace of the last step, means for the drives; bytes."""
+    def wear(self, endurance: Endurance = UNKNOWN) -> Wear:
+        """Return what the writing so far, going on at the pace of the last step, means for the drives."""
         last = self.last or StepStatistics()
         return measure_wear(
             self.total.bytes_written,
             paced_bytes=last.bytes_written,
             seconds=last.seconds,
             endurance=endurance,
-            capacity=capacity,
         )
 
     def table(self) -> str:

@@ -1,6 +1,6 @@
 """What writing costs the drives: how much in a day, and how long they live at that rate.
 
-Owns the arithmetic and the reading of an endurance ("600TB", "1DWPD"). Does not know drives; it is given bytes and
+Owns the arithmetic and the reading of an endurance ("600TB", "1DWPD@2TB"). Does not know drives; it is given bytes and
 seconds. Guarantees plain division: no write amplification inside the drive is guessed, makers state endurance for the
 writes of the host. Numbers that need what was not given are None.
 """
@@ -35,42 +35,51 @@ class Wear:
     used: float | None = None
 
 
-def measure_wear(
-    bytes_written: int,
-    *,
-    paced_bytes: int,
-    seconds: float,
-    endurance: int | None = None,
-    capacity: int | None = None,
-) -> Wear:
+@dataclass(frozen=True, slots=True)
+class Endurance:
+    """What is known of the drives, all together: bytes they hold, and bytes that may be written in their life."""
+
+    capacity: int | None = None
+    nbytes: int | None = None
+
+
+UNKNOWN = Endurance()
+
+
+def measure_wear(bytes_written: int, *, paced_bytes: int, seconds: float, endurance: Endurance = UNKNOWN) -> Wear:
     """Return what writing comes to: `paced_bytes` of the `bytes_written` were written in `seconds`, and set the pace.
 
-    `endurance` and `capacity`: bytes, of all drives together; None if unknown. What was never written wears nothing.
+    What was never written wears nothing: there are no days of life then.
     """
     per_day = paced_bytes / seconds * SECONDS_PER_DAY if seconds > 0 else 0.0
     return Wear(
         bytes_written=bytes_written,
         bytes_per_day=per_day,
-        drive_writes_per_day=per_day / capacity if capacity else None,
-        life_days=endurance / per_day if endurance and per_day else None,
-        used=bytes_written / endurance if endurance else None,
+        drive_writes_per_day=per_day / endurance.capacity if endurance.capacity else None,
+        life_days=endurance.nbytes / per_day if endurance.nbytes and per_day else None,
+        used=bytes_written / endurance.nbytes if endurance.nbytes else None,
     )
 
 
-def parse_endurance(text: str, capacity: int | None) -> int:
-    """Return the bytes that may be written in a drive's life.
+def parse_endurance(text: str | None, capacity: int | None = None) -> Endurance:
+    """Return what `text` says of drives; `capacity`, bytes, is theirs unless the text says otherwise.
 
-    From terabytes written, such as "600TB", or from drive writes per day, such as "1DWPD" or "0.3DWPD/3y" (for how many
-    years; five if not said), which need the `capacity` in bytes. Raises ConfigError for anything else, and for zero.
+    Terabytes written, such as "600TB" or "600TB@2TB" (the capacity), or drive writes per day, such as "1DWPD",
+    "1DWPD@2TB" or "0.3DWPD/3y" (for how many years; five if not said), which need a capacity. None: only the capacity
+    is known. Raises ConfigError for anything else, and for zero.
     """
-    match = _DWPD.fullmatch(text)
+    if text is None:
+        return Endurance(capacity)
+    amount, _, size = text.partition("@")
+    capacity = parse_bytes(size) if size else capacity
+    match = _DWPD.fullmatch(amount)
     if match is None:
-        nbytes = parse_bytes(text)
-    elif capacity is None:
-        raise ConfigError(f"endurance {text!r} is in drive writes per day: give the drives' capacity, too")
+        nbytes = parse_bytes(amount)
+    elif not capacity:
+        raise ConfigError(f"endurance {text!r} is in drive writes per day: say of what capacity, as in '1DWPD@2TB'")
     else:
         writes, years = match.groups()
         nbytes = round(float(writes) * capacity * 365 * int(years or WARRANTY_YEARS))
     if nbytes <= 0:
-        raise ConfigError(f"expected an endurance like '600TB' or '1DWPD', found {text!r}")
-    return nbytes
+        raise ConfigError(f"expected an endurance like '600TB' or '1DWPD@2TB', found {text!r}")
+    return Endurance(capacity, nbytes)

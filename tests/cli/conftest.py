@@ -11,6 +11,7 @@ import torch
 
 import tiermem
 from tiermem.config import Config
+from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
 
 
@@ -24,6 +25,9 @@ class PlainRuntime:
         edges = (EdgeStatistics(READ_EDGE, nbytes=30), EdgeStatistics(WRITE_EDGE, nbytes=20))
         last = StepStatistics(seconds=1.0, stall_seconds=0.0, edges=edges)
         return Statistics(last=last, tiers=(TierStatistics("HOST", 1 << 20, 0, 0),))
+
+    def overlap(self) -> OverlapReport:
+        return explain_stalls([])
 
     def timeline(self, path: Path) -> None:
         path.write_text("[]")

@@ -43,7 +43,8 @@ def test_json_is_one_object_with_the_names_of_the_contract(capsys: pytest.Captur
     assert report["peak_rss_bytes"] >= report["baseline_rss_bytes"] > 0
     assert len(report["steps"]) == 2
     for step in report["steps"]:
-        assert set(step) == {"loss", "seconds", "stall_seconds", "bytes_read", "bytes_written", "tokens"}
+        contract = {"loss", "seconds", "stall_seconds", "bytes_read", "bytes_written", "tokens"}
+        assert set(step) == contract | {"number", "edges"}
         assert step["tokens"] == 2 * 32 * 3
         assert 4 < step["loss"] < 7
         assert (step["stall_seconds"], step["bytes_read"], step["bytes_written"]) == (0.0, 30, 20)

@@ -69,3 +69,9 @@ def free_bytes(directory: Path) -> int:
     """Return the bytes an ordinary user may still write on the file system of `directory`."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def capacity_bytes(directories: Sequence[Path]) -> int:
+    """Return the size of the file systems of `directories`, each counted once."""
+    found = {directory.stat().st_dev: os.statvfs(directory) for directory in directories}
+    return sum(status.f_blocks * status.f_frsize for status in found.values())

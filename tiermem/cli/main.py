@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -19,6 +20,9 @@ import swap
 from tiermem.cli import options, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.errors import TiermemError
+
+if TYPE_CHECKING:
+    from tiermem.cli.report import TrainReport
 
 INTERRUPTED = 130
 
@@ -54,17 +58,18 @@ def train(
     json: options.Json = False,
     timeline: options.Timeline = None,
     weights: options.WeightsPath = None,
+    tensorboard: options.TensorBoard = None,
+    report: options.Report = False,
+    endurance: options.Endurance = None,
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
     if resume and not (swap_dir or config):
         raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
     quiet_libraries()
-    from tiermem.cli.disk import swap_directories
+    from tiermem.cli import train as training
     from tiermem.cli.launch import launched
-    from tiermem.cli.train import TrainOptions, load_config, make_config
-    from tiermem.cli.train import train as run
 
-    what = TrainOptions(
+    what = training.TrainOptions(
         model=model,
         steps=steps,
         batch=batch,
@@ -80,17 +85,15 @@ def train(
         commit_every=commit_every,
         timeline=timeline,
         weights=weights,
+        tensorboard=tensorboard,
+        endurance=endurance,
     )
-    base = load_config(config)
-    asked = swap_dir or (base.swap_paths if base else ())
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype}
-    with swap_directories(asked, keep=what.commits) as directories, launched() as launch:
-        report = run(what, make_config(base, directories, overrides), launch.progress(), launch)
-    if json and launch.rank == 0:
-        print_object(report.to_json())
-    elif launch.rank == 0:
-        Console().print(report.to_table(), report.to_sentence(), sep="\n", highlight=False)
+    with launched() as launch:
+        found = training.train_in(swap_dir or (), what, training.load_config(config), overrides, launch)
+    if launch.rank == 0:
+        show_training(found, json=json, with_overlap=report)
 
 
 @app.command()
@@ -109,6 +112,15 @@ def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -
 
 app.command()(bench)
 app.add_typer(snapshot_commands.app, name="snapshot")
+
+
+def show_training(report: TrainReport, *, json: bool, with_overlap: bool) -> None:
+    """Print the report on a run; `with_overlap`: also what the computation waited for."""
+    if json:
+        print_object(report.to_json())
+        return
+    lines = report.overlap.to_lines() if with_overlap and report.overlap is not None else []
+    Console().print(report.to_table(), report.to_sentence(), *lines, sep="\n", highlight=False)
 
 
 def quiet_libraries() -> None:

@@ -71,8 +71,14 @@ WeightsPath = Annotated[
 Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]
 Endurance = Annotated[
     str | None,
-    typer.Option("--endurance", help="What the drives stand, to say how long they last: 600TB, or 1DWPD (five years)."),
+    typer.Option(
+        "--endurance",
+        help="What the drives stand, to say how long they last: 600TB, or 1DWPD@2TB (drive writes per day, capacity).",
+    ),
 ]
-DriveCapacity = Annotated[
-    str | None, typer.Option("--drive-capacity", help="Of all drives together. Default: of their file systems.")
+TensorBoard = Annotated[
+    Path | None, typer.Option("--tensorboard", help="Write loss, speed and bandwidth as scalars to this directory.")
+]
+Report = Annotated[
+    bool, typer.Option("--report", help="Say what the computation waited for, and what would have prevented it.")
 ]

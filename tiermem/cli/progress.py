@@ -1,21 +1,24 @@
-"""The live view of a training run on stderr.
+"""Shows a training run on stderr while it goes on.
 
-Owns what is shown while training: a bar with figures on a terminal, a line now and then elsewhere. Does not compute
-anything that the report does not also hold. Guarantees that stdout stays untouched.
+Owns where and how often: the live view on a terminal, a line now and then elsewhere. Does not compute anything that the
+report does not also hold. Guarantees that stdout stays untouched.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
 
+from tiermem.cli.live import render
 from tiermem.cli.process_memory import resident_bytes
 from tiermem.cli.report import StepReport
 from tiermem.memory.sizes import format_bytes
+from tiermem.stats import TierStatistics
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -29,45 +32,48 @@ class TrainProgress:
         self.baseline = baseline
         self.budget_text = f"budget {format_bytes(host_memory)}, plain {format_bytes(state_bytes)}"
         self.last_line = float("-inf")
-        self.done = 0
-        self.bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task("first step: learning the order of accesses", total=steps)
+        self.done: list[StepReport] = []
+        # Drawn after each step, not by a thread that would take the interpreter lock from training.
+        self.live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
 
     def __enter__(self) -> Self:
-        self.bar.start()
+        if self.live is not None:
+            self.live.start()
+            self._draw(())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if self.live is not None:
+            self.live.stop()
 
-    def step_done(self, step: StepReport) -> None:
-        """Show the figures of a finished step."""
-        self.done += 1
-        figures = self.describe(step)
-        self.bar.update(self.task, advance=1, description=figures)
+    def step_done(self, step: StepReport, tiers: Sequence[TierStatistics] = ()) -> None:
+        """Show the figures of a finished step, and how full the tiers are."""
+        self.done.append(step)
+        if self.live is not None:
+            self._draw(tiers)
+            return
         now = time.monotonic()
-        is_due = now - self.last_line >= SECONDS_BETWEEN_LINES or self.done == self.steps
-        if not self.console.is_terminal and is_due:
+        if now - self.last_line >= SECONDS_BETWEEN_LINES or step.number == self.steps:
             self.last_line = now
-            self.console.print(f"step {self.done}/{self.steps} {figures}", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"step {step.number}/{self.steps} {self.describe(step)}", highlight=False, soft_wrap=True
+            )
 
     def describe(self, step: StepReport) -> str:
         """Return the figures of a step in one line."""
-        growth = format_bytes(max(0, resident_bytes() - self.baseline))
         read, written = (nbytes / step.seconds / 1e9 for nbytes in (step.bytes_read, step.bytes_written))
         return (
             f"loss {step.loss:.3f}  {step.tokens / step.seconds:,.0f} tok/s  "
             f"stall {100 * step.stall_seconds / step.seconds:.0f}%  "
-            f"read {read:.2f} write {written:.2f} GB/s  "
-            f"memory {growth} ({self.budget_text})"
+            f"read {read:.2f} write {written:.2f} GB/s  {self._memory()}"
         )
+
+    def _memory(self) -> str:
+        return f"memory {format_bytes(max(0, resident_bytes() - self.baseline))} ({self.budget_text})"
+
+    def _draw(self, tiers: Sequence[TierStatistics]) -> None:
+        if self.live is not None:
+            view = render(self.done, total=self.steps, tiers=tiers, memory=self._memory())
+            self.live.update(view, refresh=True)

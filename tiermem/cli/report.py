@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from tiermem.memory.sizes import format_bytes
+from tiermem.overlap import OverlapReport
+from tiermem.stats import EdgeStatistics, TierStatistics
 from tiermem.wear import Wear
 
 # AdamW with everything in memory, per parameter: fp32 weight, gradient and two moments; or, in mixed precision,
@@ -24,7 +26,10 @@ STATE_BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step; seconds of wall clock, bytes between memory and swap files."""
+    """One optimizer step; seconds of wall clock, bytes between memory and swap files.
+
+    `number` from 1, earlier runs that this one resumes included; `edges`: what moved over each.
+    """
 
     loss: float
     seconds: float
@@ -32,6 +37,8 @@ class StepReport:
     bytes_read: int
     bytes_written: int
     tokens: int
+    number: int = 0
+    edges: tuple[EdgeStatistics, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +53,13 @@ class TrainReport:
     peak_rss_bytes: int
     steps: tuple[StepReport, ...]
     wear: Wear | None = None
+    tiers: tuple[TierStatistics, ...] = ()
+    overlap: OverlapReport | None = None
 
     def to_json(self) -> str:
         """Return the run as one JSON object; a loss that is not finite, which JSON cannot hold, is null."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, overlap=None))
+        values["overlap"] = self.overlap.to_dict() if self.overlap is not None else None
         for step in values["steps"]:
             step["loss"] = step["loss"] if math.isfinite(step["loss"]) else None
         return json.dumps(values, allow_nan=False)

@@ -21,17 +21,19 @@ import torch
 from rich.console import Console
 
 import tiermem
-from tiermem.cli.disk import check_space
+from tiermem.cli.disk import capacity_bytes, check_space, swap_directories
 from tiermem.cli.launch import Launch
 from tiermem.cli.presets import build_model, count_parameters, find_model
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
+from tiermem.cli.scalars import add_step, check_scalars, open_scalars
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
 from tiermem.errors import ConfigError
 from tiermem.memory.heap import LARGE_BLOCK, return_large_blocks
 from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
+from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
 MAX_GRAD_NORM = 1.0
 SWITCH_SECONDS = 0.0005
@@ -61,6 +63,8 @@ class TrainOptions:
     commit_every: int = 0
     timeline: Path | None = None
     weights: Path | None = None
+    tensorboard: Path | None = None
+    endurance: str | None = None
 
     @property
     def commits(self) -> bool:
@@ -131,6 +135,8 @@ class Training:
             bytes_read=last.bytes_read,
             bytes_written=last.bytes_written,
             tokens=options.batch * options.seq * options.accumulate,
+            number=self.done,
+            edges=last.edges,
         )
 
     def commit(self) -> None:
@@ -142,6 +148,22 @@ class Training:
         self.runtime.close(remove=None if self.options.commits else True)
 
 
+def train_in(
+    directories: Sequence[Path],
+    options: TrainOptions,
+    base: tiermem.Config | None,
+    overrides: dict[str, str | None],
+    launch: Launch,
+) -> TrainReport:
+    """Train as `train` does, in `directories`, those of `base`, or, without either, a new one removed afterwards.
+
+    The configuration is `base` with what is not None of `overrides` (see `make_config`).
+    """
+    asked = directories or (base.swap_paths if base else ())
+    with swap_directories(asked, keep=options.commits) as chosen:
+        return train(options, make_config(base, chosen, overrides), launch.progress(), launch)
+
+
 def train(options: TrainOptions, config: tiermem.Config, console: Console, launch: Launch | None = None) -> TrainReport:
     """Train as `options` say under the budgets of `config`, showing progress on `console`; return what happened.
 
@@ -150,6 +172,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     """
     launch = launch or Launch()
     launch.check_rows(options.batch)
+    check_scalars(options.tensorboard)
     source = open_text(options)
     model_config = find_model(options.model, vocabulary=source.vocabulary)
     limit = getattr(model_config, "max_position_embeddings", None)
@@ -159,26 +182,26 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     if not options.resume:
         copies = 2 if options.commits else 1
         check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER * copies)
+    endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
     return_large_blocks(LARGE_BLOCK)
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
     training = Training(options, config, model_config=model_config, source=source, launch=launch)
+    steps: list[StepReport] = []
     try:
         host_memory = host_budget(config, training.runtime)
         state_bytes = parameters * STATE_BYTES_PER_PARAMETER
-        steps = []
-        with TrainProgress(
+        progress = TrainProgress(
             console, steps=options.steps, host_memory=host_memory, baseline=baseline, state_bytes=state_bytes
-        ) as progress:
-            for number in range(training.done, options.steps):
-                steps.append(training.step(number))
-                progress.step_done(steps[-1])
+        )
+        run_steps(training, steps, progress)
         if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
             training.commit()
         if options.timeline is not None:
             training.runtime.timeline(options.timeline)
+        overlap, found = training.runtime.overlap(), training.runtime.statistics()
     finally:
         training.close()
     return TrainReport(
@@ -189,6 +212,30 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         baseline_rss_bytes=baseline,
         peak_rss_bytes=peak_resident_bytes(),
         steps=tuple(steps),
+        wear=wear_of(steps, found.total.bytes_written, endurance),
+        tiers=found.tiers,
+        overlap=overlap,
+    )
+
+
+def run_steps(training: Training, steps: list[StepReport], progress: TrainProgress) -> None:
+    """Do the steps that are left, adding each to `steps` and showing it."""
+    directory = training.options.tensorboard if training.launch.rank == 0 else None
+    with open_scalars(directory) as scalars, progress:
+        for number in range(training.done, training.options.steps):
+            steps.append(training.step(number))
+            progress.step_done(steps[-1], training.runtime.statistics().tiers)
+            if scalars is not None:
+                add_step(scalars, steps[-1])
+
+
+def wear_of(steps: Sequence[StepReport], bytes_written: int, endurance: Endurance) -> Wear:
+    """Return what all writing, at the pace of the steps, means for the drives."""
+    return measure_wear(
+        bytes_written,
+        paced_bytes=sum(step.bytes_written for step in steps),
+        seconds=sum(step.seconds for step in steps),
+        endurance=endurance,
     )
 
 
