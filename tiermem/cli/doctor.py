@@ -1,6 +1,6 @@
-"""`tiermem doctor`: what this machine offers for swapping, and what is wrong with it.
+"""`tiermem doctor`: what this machine offers for swapping, what that means, and what is wrong with it.
 
-Owns the findings and which of them are problems. Does not change anything but a small probe file in each directory,
+Owns the report, and which findings are problems. Does not change anything but a small probe file in each directory,
 removed at once. Guarantees an answer for every question: what cannot be found out is None, said as "unknown".
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,18 @@ import torch
 from rich.table import Table
 
 from tiermem.cli.drives import DriveReport, examine_drive
-from tiermem.memory.sizes import format_bytes
-
-CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-CGROUP_V2_LIMIT = Path("/sys/fs/cgroup/memory.max")
+from tiermem.cli.findings import (
+    ENOUGH_FILES,
+    Finding,
+    Gpu,
+    Limits,
+    about_cpu,
+    about_drive,
+    about_gpus,
+    about_memory,
+    about_software,
+)
+from tiermem.cli.limits import cgroup_limit, file_size, locked_memory, open_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,80 +46,92 @@ class DoctorReport:
     memlock_bytes: int | None
     swap_dirs: tuple[DriveReport, ...]
     problems: tuple[str, ...]
+    cpu_model: str | None = None
+    instruction_sets: tuple[str, ...] | None = None
+    open_files: int | None = None
+    file_size_bytes: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Every fact with what it means for tiermem."""
+        limits = Limits(self.cgroup_limit_bytes, self.memlock_bytes, self.open_files, self.file_size_bytes)
+        return (
+            *about_software(self.python, self.torch),
+            *about_cpu(self.cpu_model, self.cpu_cores, self.instruction_sets),
+            *about_memory(self.memory_bytes, self.memory_available_bytes, limits),
+            *about_gpus(self.gpus),
+            *map(about_drive, self.swap_dirs),
+        )
 
     def to_json(self) -> str:
         """Return the findings as one JSON object."""
-        return json.dumps(dataclasses.asdict(self))
+        findings = [dataclasses.asdict(finding) for finding in self.findings()]
+        return json.dumps({**dataclasses.asdict(self), "findings": findings})
 
     def to_table(self) -> Table:
         """Return the findings as a table for a terminal."""
-        table = Table(show_header=False)
+        table = Table(show_header=False, show_lines=True)
         table.add_column(style="bold")
         table.add_column()
-        table.add_row("Python", self.python)
-        table.add_row("torch", self.torch)
-        table.add_row("CUDA", ", ".join(self.cuda_devices) or "no device: the computation runs on the CPU")
-        table.add_row("CPU cores", str(self.cpu_cores))
-        available = format_bytes(self.memory_available_bytes)
-        table.add_row("memory", f"{format_bytes(self.memory_bytes)}, {available} available")
-        table.add_row("memory limit (cgroup)", describe(self.cgroup_limit_bytes, otherwise="none"))
-        table.add_row("lockable memory", describe(self.memlock_bytes, otherwise="unlimited"))
-        for drive in self.swap_dirs:
-            table.add_row(f"swap {drive.directory}", drive.to_line())
+        for finding in self.findings():
+            change = f"\n[yellow]{finding.change}[/yellow]" if finding.change else ""
+            table.add_row(finding.name, f"{finding.found}\n[dim]{finding.means}[/dim]{change}")
         for problem in self.problems:
             table.add_row("[red]problem[/red]", problem)
         return table
 
 
 def examine(directories: Sequence[Path]) -> DoctorReport:
-    """Look at this machine and at `directories` as places for swap files."""
+    """Look at this machine and at `directories` as places for swap files; takes a second or two."""
     drives = tuple(examine_drive(directory) for directory in directories)
     memory = psutil.virtual_memory()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
-    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    gpus = find_gpus()
+    model, sets = find_cpu()
+    files = open_files()
+    problems = [problem for drive in drives for problem in drive.problems()]
+    if files is not None and files < 16 + 4 * len(drives):
+        problems.append(f"only {files} files may be open at once: raise it with `ulimit -n {ENOUGH_FILES}`")
     return DoctorReport(
         python=platform.python_version(),
         torch=torch.__version__,
-        cuda_devices=tuple(torch.cuda.get_device_name(device) for device in devices),
+        cuda_devices=tuple(gpu.name for gpu in gpus),
         cpu_cores=psutil.cpu_count() or 1,
         memory_bytes=memory.total,
         memory_available_bytes=memory.available,
         cgroup_limit_bytes=cgroup_limit(memory.total),
-        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        memlock_bytes=locked_memory(),
         swap_dirs=drives,
-        problems=tuple(problem for drive in drives for problem in drive.problems()),
+        problems=tuple(problems),
+        cpu_model=model,
+        instruction_sets=sets,
+        open_files=files,
+        file_size_bytes=file_size(),
+        gpus=gpus,
     )
 
 
-def cgroup_limit(memory_total: int) -> int | None:
-    """Return the bytes this process's control group may use; None if there is no limit below the machine's memory."""
-    limits = [memory_total]
-    for path in (*own_cgroup_limits(), CGROUP_V1_LIMIT, CGROUP_V2_LIMIT):
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits) if min(limits) < memory_total else None
+def find_cpu() -> tuple[str | None, tuple[str, ...] | None]:
+    """Return the processor's model and its instruction sets, sorted; None for what py-cpuinfo cannot tell."""
+    import cpuinfo  # looks at the processor when it is imported
+
+    found = cpuinfo.get_cpu_info()
+    flags = found.get("flags")
+    return found.get("brand_raw"), tuple(sorted(flags)) if flags else None
 
 
-def own_cgroup_limits() -> list[Path]:
-    """Return the files holding the memory limits of this process's own control group, version 1 or 2."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-    files = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers == "memory":
-            files.append(CGROUP_V1_LIMIT.parent / group.lstrip("/") / CGROUP_V1_LIMIT.name)
-        elif not controllers:
-            files.append(CGROUP_V2_LIMIT.parent / group.lstrip("/") / CGROUP_V2_LIMIT.name)
-    return files
-
-
-def describe(nbytes: int | None, *, otherwise: str) -> str:
-    """Return an amount as text, or `otherwise` if there is none."""
-    return otherwise if nbytes is None else format_bytes(nbytes)
+def find_gpus() -> tuple[Gpu, ...]:
+    """Return the accelerators that torch can use."""
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        found.append(
+            Gpu(
+                name=properties.name,
+                memory_bytes=properties.total_memory,
+                capability=f"{properties.major}.{properties.minor}",
+                bfloat16=properties.major >= 8,  # Ampere; torch's own question is about the current device only
+            )
+        )
+    return tuple(found)

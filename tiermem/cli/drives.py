@@ -21,6 +21,7 @@ from tiermem.memory.sizes import format_bytes
 BLOCK = 4096
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 LITTLE_FREE = 1 << 30
+_ROOT = Path("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class DriveReport:
     file_system: str | None
     direct_io: bool | None
     rotational: bool | None
+    logical_block: int | None = None
+    drive_model: str | None = None
 
     def problems(self) -> Iterator[str]:
         """Yield what makes the directory unfit, and what to do about it."""
@@ -55,8 +58,10 @@ class DriveReport:
             return "does not exist"
         direct = {True: "direct I/O", False: "no direct I/O", None: "direct I/O unknown"}[self.direct_io]
         spinning = {True: "said to spin", False: "solid state", None: "drive unknown"}[self.rotational]
+        model = f", {self.drive_model}" if self.drive_model else ""
+        blocks = f", blocks of {self.logical_block}" if self.logical_block else ""
         free = "free space unknown" if self.free_bytes is None else f"{format_bytes(self.free_bytes)} free"
-        return f"{free}, {self.file_system or 'file system unknown'}, {direct}, {spinning}"
+        return f"{free}, {self.file_system or 'file system unknown'}, {direct}{blocks}, {spinning}{model}"
 
 
 def examine_drive(directory: Path) -> DriveReport:
@@ -71,6 +76,8 @@ def examine_drive(directory: Path) -> DriveReport:
         file_system=file_system(directory) if exists else None,
         direct_io=direct_io_works(directory) if writable else None,
         rotational=is_rotational(directory) if exists else None,
+        logical_block=_number(queue_attribute(directory, "queue/logical_block_size")) if exists else None,
+        drive_model=queue_attribute(directory, "device/model") if exists else None,
     )
 
 
@@ -106,17 +113,30 @@ def direct_io_works(directory: Path) -> bool | None:
         Path(name).unlink()
 
 
-def is_rotational(directory: Path) -> bool | None:
+def is_rotational(directory: Path, root: Path = _ROOT) -> bool | None:
     """Return whether the drive below `directory` spins, as the kernel says; None for what is no block device.
 
     Virtual disks often say so without spinning, so this is a finding, not a problem.
     """
+    text = queue_attribute(directory, "queue/rotational", root)
+    return None if text is None else text == "1"
+
+
+def queue_attribute(directory: Path, name: str, root: Path = _ROOT) -> str | None:
+    """Return what the kernel says of the drive below `directory`, such as "queue/rotational"; None if it does not.
+
+    `root`: where `sys` is found.
+    """
     device = directory.stat().st_dev
-    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    block = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     # A partition has no queue of its own: its disk is the folder above.
     for folder in (block, block.resolve().parent):
         try:
-            return (folder / "queue" / "rotational").read_text(encoding="ascii").strip() == "1"
+            return (folder / name).read_text(encoding="ascii", errors="replace").strip()
         except OSError:
             continue
     return None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None

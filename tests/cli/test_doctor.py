@@ -1,0 +1,142 @@
+"""The doctor reads control groups and drives from the kernel's files, and says what each fact means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiermem.cli import doctor, main
+from tiermem.cli.drives import DriveReport, is_rotational, queue_attribute
+from tiermem.cli.findings import Finding, Gpu, Limits, about_cpu, about_drive, about_gpus, about_memory
+from tiermem.cli.limits import cgroup_limit
+
+GIB = 1 << 30
+TOTAL = 64 * GIB
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/user/run\n", "sys/fs/cgroup/user/run/memory.max": f"{8 * GIB}\n"}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/user/run\n", "sys/fs/cgroup/user/run/memory.max": "max\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "0::/user/run\n",
+                "sys/fs/cgroup/user/run/memory.max": "max\n",
+                "sys/fs/cgroup/user/memory.max": f"{4 * GIB}\n",
+            },
+            4 * GIB,
+        ),
+        ({"proc/self/cgroup": "0::/elsewhere\n", "sys/fs/cgroup/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        (
+            {
+                "proc/self/cgroup": "9:name=systemd:/x\n5:cpu,memory:/job\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{3 * GIB}\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            3 * GIB,
+        ),
+        ({"proc/self/cgroup": "5:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{100 * GIB}\n"}, None),
+    ],
+)
+def test_the_tightest_control_group_counts(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    assert cgroup_limit(TOTAL, tree(tmp_path, files)) == expected
+
+
+def _device(directory: Path) -> str:
+    device = directory.stat().st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def test_a_partition_is_described_by_its_disk(tmp_path: Path) -> None:
+    disk = "sys/devices/pci/nvme0n1"
+    tree(tmp_path, {f"{disk}/queue/rotational": "0\n", f"{disk}/device/model": "Fast 2TB   \n", f"{disk}/p1/size": "1"})
+    blocks = tmp_path / "sys/dev/block"
+    blocks.mkdir(parents=True)
+    (blocks / _device(tmp_path)).symlink_to(tmp_path / disk / "p1")
+    assert is_rotational(tmp_path, tmp_path) is False
+    assert queue_attribute(tmp_path, "device/model", tmp_path) == "Fast 2TB"
+    assert queue_attribute(tmp_path, "queue/logical_block_size", tmp_path) is None
+    assert is_rotational(tmp_path, tmp_path / "empty") is None
+
+
+DRIVE = DriveReport("/nvme0", True, True, 1200 * 10**9, "ext4", True, False, 512, "Fast 2TB")
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({}, ""),
+        ({"direct_io": False}, "ext4 or xfs"),
+        ({"rotational": True}, "spins"),
+        ({"logical_block": 8192}, "blocks of 8192 bytes"),
+        ({"exists": False}, "make or mount it"),
+    ],
+)
+def test_a_drive_is_judged(change: dict[str, Any], advice: str) -> None:
+    finding = about_drive(replace(DRIVE, **change))
+    assert advice in finding.change
+    assert bool(advice) == bool(finding.change)
+    if not change:
+        assert "100.0 billion parameters" in finding.means
+        assert finding.found.endswith("direct I/O, blocks of 512, solid state, Fast 2TB")
+
+
+def _by_name(findings: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_instruction_sets_say_how_bfloat16_is_computed() -> None:
+    assert "natively" in _by_name(about_cpu("x", 8, ["avx2", "avx512_bf16", "avx512f"]))["instruction sets"].means
+    emulated = _by_name(about_cpu("x", 8, ["avx2", "sse4_2"]))["instruction sets"]
+    assert (emulated.found, "float32" in emulated.change) == ("avx2", True)
+    assert _by_name(about_cpu(None, 8, None))["instruction sets"].found == "unknown"
+    assert _by_name(about_cpu(None, 2, None))["CPU"].change != ""
+
+
+def test_limits_are_said_with_what_to_do() -> None:
+    free = _by_name(about_memory(TOTAL, 32 * GIB, Limits(None, None, None, None)))
+    assert all(finding.change == "" for finding in free.values())
+    assert "32.00 GiB" in free["memory"].means
+    tight = _by_name(about_memory(TOTAL, 32 * GIB, Limits(4 * GIB, 65536, 64, GIB)))
+    assert "4.00 GiB" in tight["memory"].means
+    assert all(finding.change for finding in tight.values())
+    assert set(tight) == {"memory", "memory limit (cgroup)", "lockable memory", "open files", "file size"}
+
+
+def test_gpus_are_listed() -> None:
+    (none,) = about_gpus([])
+    assert "CPU" in none.means
+    old, new = about_gpus([Gpu("V100", 16 * GIB, "7.0", False), Gpu("H100", 80 * GIB, "9.0", True)])
+    assert ("float16" in old.change, new.change) == (True, "")
+
+
+def test_the_report_covers_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main.run(["doctor", "--json", "--swap-dir", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    names = [finding["name"] for finding in report["findings"]]
+    for name in ("Python", "torch", "CPU", "instruction sets", "memory", "open files", "GPU", f"swap {tmp_path}"):
+        assert name in names
+    assert report["open_files"] is None or report["open_files"] > 0
+    assert report["cpu_model"] is None or re.search(r"\w", report["cpu_model"])
+
+
+def test_too_few_open_files_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_cpu", lambda: (None, None))
+    monkeypatch.setattr(doctor, "open_files", lambda: 8)
+    assert any("ulimit -n" in problem for problem in doctor.examine([tmp_path]).problems)

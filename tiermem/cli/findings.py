@@ -1,0 +1,152 @@
+"""What each fact about a machine means for tiermem, and what to change.
+
+Owns the sentences. Does not look at the machine: it is given what was found. Guarantees one finding for every fact,
+with an advice exactly where something can be made better; what is outright wrong is a problem of the doctor's report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tiermem.cli.drives import DriveReport
+from tiermem.memory.sizes import format_bytes
+
+ENOUGH_FILES = 256
+BYTES_PER_PARAMETER = 12  # on disk, without commits
+_MUCH_MEMORY = 8 << 30
+_FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+_WIDE = ("avx512f", "avx2", "asimd", "neon")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact: its name, what was found, what that means here, and what to change ("" where nothing needs to be)."""
+
+    name: str
+    found: str
+    means: str
+    change: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An accelerator as torch sees it."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+    bfloat16: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes and counts; None: no limit."""
+
+    cgroup_bytes: int | None
+    locked_bytes: int | None
+    open_files: int | None
+    file_bytes: int | None
+
+
+def about_software(python: str, torch: str) -> Iterator[Finding]:
+    """What runs it."""
+    yield Finding("Python", python, "3.11 or newer is needed")
+    yield Finding("torch", torch, "computes, and updates with its fused AdamW")
+
+
+def about_cpu(model: str | None, cores: int, sets: Sequence[str] | None) -> Iterator[Finding]:
+    """The processor: it updates the optimizer's state, and without a GPU it computes, too."""
+    few = (
+        ""
+        if cores > 2
+        else "so few cores are shared by computation and update: what runs beside the one slows the other"
+    )
+    yield Finding("CPU", f"{model or 'model unknown'}, {cores} cores", "updates the optimizer's state", few)
+    if sets is None:
+        yield Finding("instruction sets", "unknown", "py-cpuinfo could not tell")
+        return
+    fast = [name for name in _FAST_BFLOAT16 if name in sets]
+    wide = next((name for name in _WIDE if name in sets), None)
+    if fast:
+        yield Finding(
+            "instruction sets", ", ".join([*fast, *([wide] if wide else [])]), "bfloat16 is computed natively"
+        )
+    else:
+        yield Finding(
+            "instruction sets",
+            wide or "none of avx2, avx512f, asimd",
+            "bfloat16 is emulated on this CPU",
+            "without a GPU param_dtype='float32' may be the faster one; it moves twice the parameter bytes",
+        )
+
+
+def about_memory(total: int, available: int, limits: Limits) -> Iterator[Finding]:
+    """What host_memory can be, and what else may be used up."""
+    room = available if limits.cgroup_bytes is None else min(available, limits.cgroup_bytes)
+    little = "" if room >= _MUCH_MEMORY else "close other programs, or choose a smaller host_memory and batch"
+    yield Finding(
+        "memory",
+        f"{format_bytes(total)}, {format_bytes(available)} available",
+        f"host_memory may be up to {format_bytes(room)} less what Python, activations and others take",
+        little,
+    )
+    if limits.cgroup_bytes is None:
+        yield Finding("memory limit (cgroup)", "none", "only the machine's memory limits this process")
+    else:
+        yield Finding(
+            "memory limit (cgroup)",
+            format_bytes(limits.cgroup_bytes),
+            "the kernel ends the process beyond it, page cache aside",
+            "give host_memory explicitly, well below this",
+        )
+    locked = "unlimited" if limits.locked_bytes is None else format_bytes(limits.locked_bytes)
+    yield Finding(
+        "lockable memory",
+        locked,
+        "counts only for pinned memory beside a GPU",
+        ""
+        if limits.locked_bytes is None
+        else "if pinning fails: `ulimit -l unlimited`, or LimitMEMLOCK= of the service",
+    )
+    files = "unlimited" if limits.open_files is None else str(limits.open_files)
+    tight = limits.open_files is not None and limits.open_files < ENOUGH_FILES
+    yield Finding(
+        "open files", files, "a run opens two for each swap directory", f"`ulimit -n {ENOUGH_FILES}`" if tight else ""
+    )
+    if limits.file_bytes is not None:
+        yield Finding(
+            "file size", format_bytes(limits.file_bytes), "no swap file can be larger", "`ulimit -f unlimited`"
+        )
+
+
+def about_gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Where it computes."""
+    if not gpus:
+        yield Finding("GPU", "none that torch can use", "everything is computed on the CPU; DEVICE is not a tier")
+    for gpu in gpus:
+        yield Finding(
+            "GPU",
+            f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.capability}",
+            "bfloat16 is computed natively" if gpu.bfloat16 else "bfloat16 is emulated",
+            "" if gpu.bfloat16 else "use param_dtype='float16'",
+        )
+
+
+def about_drive(drive: DriveReport) -> Finding:
+    """What a swap directory is good for."""
+    if not drive.exists:
+        return Finding(f"swap {drive.directory}", "does not exist", "nothing can be swapped there", "make or mount it")
+    parts = []
+    if drive.free_bytes is not None:
+        parts.append(f"room for about {drive.free_bytes / BYTES_PER_PARAMETER / 1e9:.1f} billion parameters")
+    change = ""
+    if drive.direct_io is False:
+        change = "choose a directory on ext4 or xfs"
+    elif drive.logical_block is not None and drive.logical_block > 4096:
+        change = f"its blocks of {drive.logical_block} bytes do not fit transfers aligned to 4096: choose another drive"
+    elif drive.rotational:
+        change = "if it really spins (virtual disks often claim to): choose an NVMe drive; `tiermem bench` tells"
+    if drive.direct_io:
+        parts.append("transfers pass the page cache by")
+    return Finding(f"swap {drive.directory}", drive.to_line(), "; ".join(parts) or "usable", change)
