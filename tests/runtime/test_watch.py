@@ -61,8 +61,7 @@ def test_a_run_leaves_a_complete_trace(update: str, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         runtime.settle()
-        report = runtime.overlap()
-        runtime.timeline(tmp_path / "trace.json")
+        report = runtime.timeline(tmp_path / "trace.json")
         stalled = runtime.statistics().total.stall_seconds
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [entry for entry in trace if entry["ph"] == "X"]

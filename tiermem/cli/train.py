@@ -199,9 +199,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         run_steps(training, steps, progress)
         if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
             training.commit()
-        if options.timeline is not None:
-            training.runtime.timeline(options.timeline)
-        overlap, found = training.runtime.overlap(), training.runtime.statistics()
+        overlap, found = training.runtime.timeline(options.timeline), training.runtime.statistics()
     finally:
         training.close()
     return TrainReport(

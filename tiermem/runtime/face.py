@@ -126,13 +126,16 @@ class Runtime:
         """What happened in the last step and in total, and what each tier holds."""
         return self._house.storage.counters.snapshot(self._house.storage.tiers())
 
-    def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace."""
-        self._house.storage.timeline.write(Path(path))
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> OverlapReport:
+        """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.
 
-    def overlap(self) -> OverlapReport:
-        """What the computation waited for in the steps the timeline still holds, and what would have prevented it."""
-        return explain_stalls(self._house.storage.timeline.events())
+        Returns what the computation waited for in those steps, and what would have prevented it; without a path only
+        that.
+        """
+        timeline = self._house.storage.timeline
+        if path is not None:
+            timeline.write(Path(path))
+        return explain_stalls(timeline.events())
 
     def commit(self, extra: Any = None) -> PendingCommit:
         """Make the state after the last step durable, beside the next step; returns at once unless one is under way.
