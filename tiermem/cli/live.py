@@ -23,7 +23,7 @@ from tiermem.stats import TierStatistics
 WIDTH = 80
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_STEPS = 30
-_BAR = 28
+_BAR = 24
 
 
 def render(steps: Sequence[StepReport], *, total: int, tiers: Sequence[TierStatistics], memory: str) -> RenderableType:
@@ -82,7 +82,7 @@ def _edges(step: StepReport) -> Table:
             edge.name,
             ProgressBar(total=1.0, completed=busy, width=_BAR),
             f"{edge.nbytes / step.seconds / 1e9:.2f} GB/s" if step.seconds > 0 else "",
-            Text(f"busy {100 * busy:.0f} %, {format_bytes(edge.nbytes)} a step", style="dim"),
+            Text(f"busy {100 * busy:.0f} %, {format_bytes(edge.nbytes)}", style="dim"),
         )
     return table
 

@@ -1,0 +1,70 @@
+"""Draws the pictures of the documentation from committed results.
+
+Owns which picture comes from which result. Does not measure: the same code draws here that draws for a user. Guarantees
+that a picture can be drawn again by anybody, from files in `results/`, and says what is missing where one cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import HERE, RESULTS
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from tiermem.cli.bench_plot import draw
+from tiermem.cli.live import WIDTH, render
+from tiermem.cli.report import StepReport
+from tiermem.memory.sizes import format_bytes
+from tiermem.stats import EdgeStatistics, TierStatistics
+
+PICTURES = HERE.parent / "docs" / "pictures"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw every picture for which there is a result; return 1 if there is none at all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the results are")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the pictures go")
+    options = parser.parse_args(arguments)
+    options.pictures.mkdir(parents=True, exist_ok=True)
+    drawn = 0
+    for result in sorted(options.results.glob("live_view_*.json")):
+        drawn += 1
+        path = options.pictures / "live_view.svg"
+        path.write_text(live_view(json.loads(result.read_text(encoding="utf-8"))), encoding="utf-8")
+        print(f"{path.name} from {result.name}")
+    for result in sorted(options.results.glob("bench_*.json")):
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"{result.name}: skipped, matplotlib is not installed (the extra `plots`)")
+            continue
+        drawn += 1
+        draw(json.loads(result.read_text(encoding="utf-8")), options.pictures / "bench.png")
+        print(f"bench.png from {result.name}")
+    return 0 if drawn else 1
+
+
+def live_view(report: dict[str, Any]) -> str:
+    """Return the live view at the end of a run as SVG; `report` is the JSON of `tiermem train`."""
+    steps = [
+        StepReport(**{**step, "edges": tuple(EdgeStatistics(**edge) for edge in step["edges"])})
+        for step in report["steps"]
+    ]
+    tiers = [TierStatistics(**tier) for tier in report["tiers"]]
+    growth = report["peak_rss_bytes"] - report["baseline_rss_bytes"]
+    memory = f"memory {format_bytes(growth)} (budget {format_bytes(report['host_memory'])}, "
+    memory += f"plain {format_bytes(report['state_bytes'])})"
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(render(steps, total=steps[-1].number, tiers=tiers, memory=memory))
+    return console.export_svg(title=f"tiermem train --model {report['model']}", theme=MONOKAI, unique_id="live")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The pictures of the documentation can be drawn again from the committed results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "pictures.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_the_committed_live_view_is_the_one_that_is_drawn(tmp_path: Path) -> None:
+    done = draw("--pictures", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "live_view.svg").read_text()
+    ET.fromstring(drawn)
+    (result,) = (ROOT / "benchmarks" / "results").glob("live_view_*.json")
+    step = json.loads(result.read_text())["steps"][-1]
+    text = "".join(ET.fromstring(drawn).itertext()).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"{step['loss']:.4f}" in text
+    assert "swap->host" in text
+    committed = (ROOT / "docs" / "pictures" / "live_view.svg").read_text()
+    assert "".join(ET.fromstring(committed).itertext()).replace("\N{NO-BREAK SPACE}", " ") == text
+
+
+def test_a_sweep_becomes_a_picture_or_the_extra_is_named(tmp_path: Path) -> None:
+    one = {
+        "backend": "threads", "block_size": 1 << 20, "queue_depth": 8, "direct": True,
+        "gigabytes_per_second": 1.0, "latency_ms": {"p99": 2.0},
+    }  # fmt: skip
+    sweep = {"directories": ["/d"], **{pattern: {"all": [one]} for pattern in ("read", "write", "mixed")}}
+    (tmp_path / "bench_x.json").write_text(json.dumps(sweep))
+    done = draw("--results", str(tmp_path), "--pictures", str(tmp_path / "pictures"))
+    if "skipped" in done.stdout:
+        assert done.returncode == 1
+        pytest.skip("needs the extra `plots`")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "pictures" / "bench.png").read_bytes().startswith(b"\x89PNG")
