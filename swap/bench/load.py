@@ -30,6 +30,9 @@ _DRAIN_SECONDS = 60.0
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.005, 0.1  # seconds between looks at whether it is over
 _FOREVER = 1 << 62
 
+STEADY_WINDOWS = 5
+"""How many windows of a series must be alike for bandwidth to count as steady."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swap.bench.cases import Measurement, Pattern
-from swap.bench.load import Series
+from swap.bench.load import STEADY_WINDOWS, Series
 from swap.bench.plan import Order
 
 
@@ -129,11 +129,11 @@ class BenchReport:
         steady = self.steady_state
         if steady is not None:
             sample = steady.measurement.sample
-            settled = (
-                "which had not settled"
-                if steady.settled_seconds is None
-                else f"steady from second {steady.settled_seconds:.0f} on"
-            )
+            settled = "which had not settled"
+            if len(steady.series.bytes_per_second) < STEADY_WINDOWS:
+                settled = "too short to say whether that lasts"
+            elif steady.settled_seconds is not None:
+                settled = f"steady from second {steady.settled_seconds:.0f} on"
             lines.append(
                 f"overwriting for {sample.seconds:.0f} s: {sample.bytes_per_second / 1e9:.2f} GB/s over "
                 f"{sample.nbytes / 1e9:.1f} GB, {settled}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from swap.bench.cases import PATTERNS, Case, Measurement, Pattern, Sample, choose_best
 from swap.bench.ground import Ground
-from swap.bench.load import Interrupted, Series, Target, run_case
+from swap.bench.load import STEADY_WINDOWS, Interrupted, Series, Target, run_case
 from swap.bench.plan import FINALISTS, ROUNDS, Plan
 from swap.bench.report import BenchReport, DeviceResult, FirstWrite, PatternResult, SteadyState
 from swap.syscalls import SystemCalls
@@ -123,7 +123,7 @@ class Sweep:
         return Case(case.pattern, case.backend, case.block_size, case.queue_depth, direct)
 
 
-def settled_at(series: Series, *, windows: int = 5, spread: float = 0.2) -> float | None:
+def settled_at(series: Series, *, windows: int = STEADY_WINDOWS, spread: float = 0.2) -> float | None:
     """Seconds after which bandwidth stayed the same, None if it never did.
 
     The same: in every later stretch of `windows` windows the highest and the lowest are within `spread` of their mean,
