@@ -23,18 +23,22 @@ _HUGE_PAGE = 2 << 20
 
 
 class AlignedBuffer:
-    """`nbytes` of zeroed memory whose address is a multiple of `ALIGNMENT`; `view` is a writable memoryview of it."""
+    """`nbytes` of zeroed memory whose address is a multiple of `ALIGNMENT`; `view` is a writable memoryview of it.
 
-    def __init__(self, nbytes: int) -> None:
+    In huge pages where the system has them, unless `huge_pages` is False.
+    """
+
+    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
         if nbytes <= 0:
             raise ValueError(f"a buffer needs a positive number of bytes, found {nbytes}")
         self.nbytes = nbytes
         # Private rather than shared: shared anonymous memory is charged as shmem and gets no transparent huge pages.
         self._mapping = mmap.mmap(-1, align_up(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            # O_DIRECT pins every page of a transfer; with huge pages there are 512 times fewer of them.
+        # O_DIRECT pins every page of a transfer; with huge pages there are 512 times fewer of them.
+        advice = "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE"
+        if nbytes >= _HUGE_PAGE and hasattr(mmap, advice):
             with contextlib.suppress(OSError):
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+                self._mapping.madvise(getattr(mmap, advice))
         self._view: memoryview | None = memoryview(self._mapping)[:nbytes]
 
     @property

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nbytes=align_down(round(options.mebibytes * 2**20)),
         seconds=options.seconds,
         quick=options.quick,
+        huge_pages=not options.small_pages,
     )
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mebibytes", type=float, default=2048, help="size of the file in each directory")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each pattern, shared by its settings")
     parser.add_argument("--quick", action="store_true", help="one setting a pattern")
+    parser.add_argument("--small-pages", action="store_true", help="keep the memory of the requests out of huge pages")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 

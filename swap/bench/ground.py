@@ -63,7 +63,13 @@ class Ground:
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, nbytes: int, buffer_nbytes: int, system: SystemCalls | None = None
+        cls,
+        directories: Sequence[Path],
+        *,
+        nbytes: int,
+        buffer_nbytes: int,
+        huge_pages: bool = True,
+        system: SystemCalls | None = None,
     ) -> Self:
         """Make the files and reserve their space.
 
@@ -71,7 +77,7 @@ class Ground:
         """
         system = system or SystemCalls()
         check_room(directories, nbytes, system)
-        ground = cls(nbytes, AlignedBuffer(buffer_nbytes), system)
+        ground = cls(nbytes, AlignedBuffer(buffer_nbytes, huge_pages=huge_pages), system)
         try:
             _fill_with_noise(ground.buffer.view)
             for directory in directories:

@@ -29,7 +29,7 @@ class Order:
     """What was asked for. `nbytes` per directory; `seconds` per pattern, shared by its cases; None: the defaults.
 
     `steady_seconds`: afterwards overwrite with the best settings for so long, or until `steady_bytes` are written,
-    whichever comes first (0: no limit of that kind); both 0: do not.
+    whichever comes first (0: no limit of that kind); both 0: do not. `huge_pages`: for the memory of the requests.
     """
 
     directories: tuple[Path, ...]
@@ -41,6 +41,7 @@ class Order:
     quick: bool = False
     steady_seconds: float = 0.0
     steady_bytes: int = 0
+    huge_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)

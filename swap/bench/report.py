@@ -95,6 +95,7 @@ class BenchReport:
             "size": self.order.nbytes,
             "seconds": self.order.seconds,
             "direct": self.direct,
+            "huge_pages": self.order.huge_pages,
             **{pattern: result.to_dict() for pattern, result in self.results.items()},
             "first_write": [one.to_dict() for one in self.first_write],
             "devices": [device.to_dict() for device in self.devices],

@@ -155,7 +155,11 @@ def run_bench(plan: Plan, progress: Progress | None = None, *, system: SystemCal
         if halt.is_set():
             raise Interrupted
         with Ground.open(
-            order.directories, nbytes=order.nbytes, buffer_nbytes=plan.buffer_nbytes, system=system
+            order.directories,
+            nbytes=order.nbytes,
+            buffer_nbytes=plan.buffer_nbytes,
+            huge_pages=order.huge_pages,
+            system=system,
         ) as ground:
             return Sweep(plan, ground, progress or _silent, halt).run()
 

@@ -173,6 +173,17 @@ def test_the_load_visits_the_whole_file_in_blocks_and_mixes_evenly(tmp_path: Pat
             assert len(sample.latencies) == 8
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not tell")
+@pytest.mark.parametrize(("huge_pages", "flag"), [(True, "hg"), (False, "nh")])
+def test_the_memory_is_in_the_pages_asked_for(huge_pages: bool, flag: str) -> None:
+    with AlignedBuffer(64 * MIB, huge_pages=huge_pages) as buffer:
+        maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        (where,) = [index for index, text in enumerate(maps) if f"{buffer.address:x}-" in text]
+        if huge_pages and not Path("/sys/kernel/mm/transparent_hugepage").exists():
+            pytest.skip("the kernel has no huge pages")
+        assert flag in maps[where + 1].splitlines()[0].split()
+
+
 def test_a_striped_request_is_divided_by_the_weights(tmp_path: Path) -> None:
     assert Target((0, 1), (3.0, 1.0)).pieces(8 * MIB) == [8 * MIB, 8 * MIB // 3 // 4096 * 4096]
     assert Target((0,), (5.0,)).pieces(MIB) == [MIB]

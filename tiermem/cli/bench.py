@@ -43,6 +43,9 @@ SteadySeconds = Annotated[
     float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for so long, past the drive's cache.")
 ]
 SteadyBytes = Annotated[str, typer.Option("--steady-bytes", help="Stop overwriting after so many bytes.")]
+SmallPages = Annotated[
+    bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, as training does.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the sweep into this .png or .svg (needs matplotlib).")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the JSON to this file, too.")]
@@ -58,6 +61,7 @@ def bench(
     quick: Quick = False,
     steady_seconds: SteadySeconds = 0.0,
     steady_bytes: SteadyBytes = "0",
+    small_pages: SmallPages = False,
     json: Json = False,
     plot: Plot = None,
     out: Out = None,
@@ -73,6 +77,7 @@ def bench(
         quick=quick,
         steady_seconds=steady_seconds,
         steady_bytes=parse_bytes(steady_bytes),
+        huge_pages=not small_pages,
     )
     try:
         plan = make_plan(order)
