@@ -290,7 +290,7 @@ def test_matching_finds_or_names_everything(model: dict[str, Any], file: dict[st
 
 
 STREAMED = """
-import sys, torch
+import gc, sys, torch
 from torch import nn
 import tiermem
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
@@ -307,6 +307,8 @@ runtime.save_pretrained(folder + "/saved", max_shard_size="10MB")
 saved = peak_resident_bytes() - before
 runtime.snapshot(folder + "/copy").wait()
 runtime.close()
+del runtime, model
+gc.collect()  # the first budget
 with tiermem.deferred_init():
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(int(sys.argv[2]))))
 with tiermem.offload(model, config, resume=folder + "/copy") as runtime:
