@@ -48,6 +48,15 @@ class Holding:
         return dict.fromkeys(kept, torch.float32)
 
 
+def holdings_of(layouts: Sequence[UnitLayout]) -> list[Holding]:
+    """What one process alone has: every parameter as a whole, unit by unit."""
+    return [
+        Holding(layout.unit, slot, 0, slot.numel, slot.offset, slot.trainable)
+        for layout in layouts
+        for slot in layout.slots
+    ]
+
+
 class Shard(Protocol):
     """The state of one rank."""
 
@@ -117,11 +126,8 @@ class MarkedShard:
 
     def holdings(self) -> list[Holding]:
         """Every parameter as a whole, unit by unit."""
-        return [
-            Holding(layout.unit, slot, 0, slot.numel, slot.offset, self._has_moments(layout.unit, slot))
-            for layout in self._layouts
-            for slot in layout.slots
-        ]
+        every = holdings_of(self._layouts)
+        return [replace(each, has_moments=self._has_moments(each.unit, each.slot)) for each in every]
 
     def blocks(self, holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained parameters slice by slice, others at once."""
