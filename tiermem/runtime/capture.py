@@ -47,7 +47,7 @@ def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> Pe
     if house.footprint.serial:
         house.coordinator.wait_updates()
     house.snapshots.close()  # the one before; its error comes before anything of this one is there
-    return house.snapshots.start(Draft(path), record, buffers)
+    return house.snapshots.start(Draft(path, stall_seconds=house.config.stall_timeout), record, buffers)
 
 
 def _record(house: House, extra: Any) -> dict[str, Any]:

@@ -200,7 +200,13 @@ class Runtime:
         house.require_between_steps("save_pretrained")
         nbytes = parse_bytes(max_shard_size)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
-        save_pretrained(path, source, model_files(self.model, house.config.dtype), max_shard_nbytes=nbytes)
+        save_pretrained(
+            path,
+            source,
+            model_files(self.model, house.config.dtype),
+            max_shard_nbytes=nbytes,
+            stall_seconds=house.config.stall_timeout,
+        )
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""
