@@ -29,7 +29,8 @@ _SLICE_NUMEL = 1 << 18
 class Holding:
     """Elements [first, first + count), in memory order, of the parameter in `slot`, as this rank has them.
 
-    `offset`: where they begin in the unit's PARAM page, in bytes. `has_moments`: whether there are any to be kept.
+    `offset`: where they begin in the unit's PARAM page, in bytes. `has_moments`: whether there are any to be kept; of
+    one parameter all ranks must say the same.
     """
 
     unit: int

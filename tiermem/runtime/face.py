@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from tiermem.registry import registry
 from tiermem.runtime.beginning import agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.capture import start_commit, start_snapshot
+from tiermem.runtime.closing import Closing
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.house import House, build
@@ -100,7 +100,7 @@ def offload(
         raise
 
 
-class Runtime:
+class Runtime(Closing):
     """A model that is offloaded. Made by `offload`; a context manager that closes."""
 
     def __init__(self, house: House, config: Config | None = None) -> None:
@@ -301,14 +301,6 @@ class Runtime:
         finally:
             self._closed = True
             house.close(remove=remove)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self) -> House:
         if self._closed:
