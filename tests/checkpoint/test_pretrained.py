@@ -188,6 +188,9 @@ def test_the_prefix_of_a_base_model_is_added_and_removed(tmp_path: Path) -> None
     torch.manual_seed(1)
     base, head = GPT2Model(gpt2_config()), gpt2()
     base.save_pretrained(tmp_path / "base")
+    old = load_file(tmp_path / "base" / "model.safetensors")  # as on the hub: with the masks of old versions
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(old, tmp_path / "base" / "model.safetensors")
     head.save_pretrained(tmp_path / "head")
     model, runtime = offloaded(gpt2, tmp_path / "swap", weights=tmp_path / "base")
     with runtime:
