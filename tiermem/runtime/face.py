@@ -90,6 +90,10 @@ def offload(
         beginning = agree_on_commit(beginning, own, company) if company.size > 1 else beginning
         source: WeightSource | None = None
         if beginning.snapshot is not None:
+            if company.size > 1:
+                raise ConfigError(
+                    f"resume: this version continues a snapshot in one process, found {company.size} ranks"
+                )
             source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
         elif weights is not None and beginning.manifest is None:
             source = open_weights(weights, model, partial=init is not None)
@@ -197,6 +201,8 @@ class Runtime(Closing):
             swap.SwapError: the disk is full, or failed; training may go on.
         """
         house = self._open()
+        if house.company.size > 1:
+            raise ConfigError(f"save_pretrained: this version saves from one process, found {house.company.size} ranks")
         house.require_between_steps("save_pretrained")
         nbytes = parse_bytes(max_shard_size)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
