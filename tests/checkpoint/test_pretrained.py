@@ -188,6 +188,9 @@ def test_the_prefix_of_a_base_model_is_added_and_removed(tmp_path: Path) -> None
     torch.manual_seed(1)
     base, head = GPT2Model(gpt2_config()), gpt2()
     base.save_pretrained(tmp_path / "base")
+    old = load_file(tmp_path / "base" / "model.safetensors")  # as on the hub: with the masks of old versions
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(old, tmp_path / "base" / "model.safetensors")
     head.save_pretrained(tmp_path / "head")
     model, runtime = offloaded(gpt2, tmp_path / "swap", weights=tmp_path / "base")
     with runtime:
@@ -294,3 +297,17 @@ def test_an_index_that_is_not_one(tmp_path: Path, damage: Any, message: str) -> 
         path.write_text(text)
         with pytest.raises(swap.FormatError, match="to be an index"):
             find_tensors(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_a_model_on_the_meta_device_or_with_values_of_its_own(tmp_path: Path, make: Any) -> None:
+    torch.manual_seed(1)
+    plain = make()
+    plain.save_pretrained(tmp_path / "saved")
+    with torch.device("meta"):
+        absent = make()
+    for model in (absent, make()):
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+        with tiermem.offload(model, config(tmp_path / "swap"), weights=tmp_path / "saved"):
+            assert torch.equal(logits(model), logits(plain))

@@ -9,6 +9,7 @@ import random
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import swap
 import tiermem
 from swap import SystemCalls
+from tiermem.checkpoint import tensor_file, tensor_writer
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.naming import Expected, Rules, match
 from tiermem.checkpoint.pretrained import plan_shards, save_pretrained, shard_names
@@ -183,8 +185,8 @@ class Faulty(SystemCalls):
         super().rename(source, target)
 
 
-def write_with(system: SystemCalls, folder: Path) -> None:
-    with Draft(folder, system=system) as draft:
+def write_with(system: SystemCalls, folder: Path, stall_seconds: float = 60.0) -> None:
+    with Draft(folder, system=system, stall_seconds=stall_seconds) as draft:
         writer = draft.tensors("model.safetensors", Given(TENSORS).specs())
         for name, data in Given(TENSORS).blocks():
             writer.write(name, data)
@@ -290,7 +292,7 @@ def test_matching_finds_or_names_everything(model: dict[str, Any], file: dict[st
 
 
 STREAMED = """
-import sys, torch
+import gc, sys, torch
 from torch import nn
 import tiermem
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
@@ -307,6 +309,8 @@ runtime.save_pretrained(folder + "/saved", max_shard_size="10MB")
 saved = peak_resident_bytes() - before
 runtime.snapshot(folder + "/copy").wait()
 runtime.close()
+del runtime, model
+gc.collect()  # the first budget
 with tiermem.deferred_init():
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(int(sys.argv[2]))))
 with tiermem.offload(model, config, resume=folder + "/copy") as runtime:
@@ -334,3 +338,42 @@ def test_memory_while_streaming_is_the_budget_and_one_tensor(tmp_path: Path) -> 
     assert index["metadata"]["total_size"] == units * each // 2
     last = load_file(tmp_path / "saved" / index["weight_map"]["39.weight"])["39.weight"]
     assert torch.equal(last, torch.full((1024, 1024), 39.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("operation", ["pwritev", "fsync", "rename"])
+def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
+    go = threading.Event()
+
+    class Silent(SystemCalls):
+        pass
+
+    setattr(Silent, operation, lambda *_: go.wait(60))
+    with pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
+        write_with(Silent(), tmp_path / "out", stall_seconds=0.05)
+    go.set()
+    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "file.safetensors"
+    save_file({"a": torch.zeros(3)}, file)
+    Silent.preadv = lambda *_: go.wait(60)
+    go.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "STALL_SECONDS", 0.05)
+        with open_tensors(file).reading(Silent()) as reader, pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
+            reader.read(memoryview(bytearray(12)), 80)
+    go.set()
+
+
+def test_long_files_are_synced_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+
+    class Noting(SystemCalls):
+        def fdatasync(self, fd: int) -> None:
+            synced.append(os.fstat(fd).st_size)
+
+    monkeypatch.setattr(tensor_writer, "SYNC_NBYTES", 100)
+    writer = TensorWriter(tmp_path / "file", [TensorSpec("a", torch.uint8, (350,))], system=Noting())
+    for _ in range(7):
+        writer.write("a", memoryview(bytes(50)))
+    writer.finish()
+    assert len(synced) == 4
+    assert synced == sorted(synced)

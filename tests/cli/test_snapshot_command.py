@@ -116,6 +116,9 @@ def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str],
         assert error.startswith("tiermem: expected")
         assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    (copy / "manifest.json").write_bytes(b"x" + (copy / "manifest.json").read_bytes()[1:])
+    for command in ("list", "verify"):
+        assert "to be the manifest of a snapshot" in call(capsys, command, copy, code=1)
     assert "nothing is committed" in call(capsys, "list", tmp_path, code=1)
 
 

@@ -19,6 +19,8 @@ from typing import Self
 
 from swap import SystemCalls
 from swap.files import sync_directory
+from swap.patience import PatientSystemCalls
+from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, reporting, write_all
 from tiermem.errors import ConfigError
 
@@ -26,13 +28,20 @@ from tiermem.errors import ConfigError
 class Draft:
     """A folder being made. A context manager: without `finish` it is gone at the end."""
 
-    def __init__(self, path: str | os.PathLike[str], *, system: SystemCalls | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        stall_seconds: float = STALL_SECONDS,
+        system: SystemCalls | None = None,
+    ) -> None:
         """Begin a folder that is to be `path`: a free name, or an empty folder, in a folder that exists.
 
-        Raises ConfigError if it is neither, SwapIOError if the folder above cannot be written to.
+        A system call that the drive does not answer within `stall_seconds` is an error. Raises ConfigError if the path
+        is neither, SwapIOError if the folder above cannot be written to.
         """
         self.path = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
-        self._system = system or SystemCalls()
+        self._system = PatientSystemCalls(system or SystemCalls(), stall_seconds)
         _check_free(self.path)
         with reporting("open", self.path, system=self._system):
             self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))

@@ -102,11 +102,7 @@ class CommitSource:
         self._pages = pages
         saved = recorded(record)
         try:
-            if record["layout"]["world_size"] != 1:
-                raise ConfigError(
-                    f"this is the commit of {record['layout']['world_size']} ranks, each of which has a part of every "
-                    "parameter: export a snapshot of the run instead"
-                )
+            ranks = record["layout"]["world_size"]
             self._committed = [
                 _Committed(unit, name, _DTYPES[dtype], tuple(shape), tuple(stride), offset)
                 for unit, (_, slots) in enumerate(record["layout"]["units"])
@@ -116,8 +112,13 @@ class CommitSource:
             if not all(is_dense(each.shape, each.stride) for each in self._committed):
                 raise ValueError("expected dense strides")
             self._buffers = {name: _buffer(*row) for name, row in record["buffers"].items() if name in saved.buffers}
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error
+        if ranks != 1:
+            raise ConfigError(
+                f"this is the commit of {ranks} ranks, each of which has a part of every parameter: export a snapshot "
+                "of the run instead"
+            )
 
     def specs(self) -> Sequence[TensorSpec]:
         """Parameters in their dtype, buffers in theirs."""

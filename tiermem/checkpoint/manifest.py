@@ -127,11 +127,6 @@ def pack(manifest: SnapshotManifest) -> bytes:
     return _dump({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
 
 
-def is_ours(found: bytes) -> bool:
-    """Whether bytes from the start of a file are those of a manifest of any version."""
-    return found.startswith(_dump({"format": FORMAT})[:-1])
-
-
 def parse(found: bytes, path: str) -> SnapshotManifest:
     """The manifest in a file's bytes. `path` is for messages. Raises FormatError for anything else."""
     try:

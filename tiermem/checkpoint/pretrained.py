@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
@@ -90,7 +91,12 @@ class ModelSource:
 
 
 def save_pretrained(
-    path: str | os.PathLike[str], source: TensorSource, files: Mapping[str, str], *, max_shard_nbytes: int
+    path: str | os.PathLike[str],
+    source: TensorSource,
+    files: Mapping[str, str],
+    *,
+    max_shard_nbytes: int,
+    stall_seconds: float = STALL_SECONDS,
 ) -> None:
     """Write `source` as sharded safetensors, with `files` (text by name) beside them; waits until it is durable.
 
@@ -101,7 +107,7 @@ def save_pretrained(
         raise ConfigError(f"max_shard_size: expected a positive size, found {max_shard_nbytes}")
     shards = plan_shards(source.specs(), max_shard_nbytes)
     names = shard_names(len(shards))
-    with Draft(path) as draft:
+    with Draft(path, stall_seconds=stall_seconds) as draft:
         _write_shards(draft, source, dict(zip(names, shards, strict=True)))
         for name, text in files.items():
             draft.text(name, text)

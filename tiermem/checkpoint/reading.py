@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from swap import ChecksumError, FormatError, SwapError
-from tiermem.checkpoint.manifest import NAME, VALUE, Kept, Piece, SnapshotManifest, is_ours, parse
+from tiermem.checkpoint.manifest import NAME, VALUE, Kept, Piece, SnapshotManifest, parse
 from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
     DTYPES,
@@ -143,12 +143,8 @@ def blocks_of(reader: PlaneReader, numel: int) -> Iterator[torch.Tensor]:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether a folder holds the manifest of a snapshot, of any version, whole or not."""
-    try:
-        with open(path / NAME, "rb") as file:
-            return is_ours(file.read(64))
-    except OSError:
-        return False
+    """Whether a folder looks like a snapshot, whole or not: swap directories have no file of this name."""
+    return (path / NAME).exists()
 
 
 def open_snapshot(path: str | os.PathLike[str]) -> Snapshot:

@@ -15,9 +15,10 @@ from torch import nn
 from swap import FormatError
 from tiermem.checkpoint.manifest import FIRST, FROZEN, MASTER, SECOND, TRAINED, VALUE, Kept
 from tiermem.checkpoint.reading import PlaneReader, Snapshot, blocks_of
+from tiermem.checkpoint.shard import Holding
 from tiermem.errors import ResumeError
 from tiermem.optim.masters import StateStore
-from tiermem.zero3.layout import Slot, UnitLayout
+from tiermem.zero3.layout import Slot
 
 
 class SnapshotSource:
@@ -48,7 +49,7 @@ class SnapshotSource:
             values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
             return True
         flat, begin = values.detach().as_strided((kept.numel,), (1,)), 0
-        for block in blocks_of(self._reader(kept, plane), kept.numel):
+        for block in blocks_of(self._snapshot.reader(kept, plane, compare=self._compare), kept.numel):
             flat[begin : begin + block.numel()].copy_(block)
             begin += block.numel()
         return True
@@ -59,20 +60,21 @@ class SnapshotSource:
             with torch.no_grad():
                 buffer.copy_(self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
 
-    def fill_moments(self, states: StateStore, layouts: Iterable[UnitLayout]) -> None:
-        """Store the moments of every trained parameter that has any; its master is stored already. Waits for pages."""
-        for layout in layouts:
-            for slot in layout.trainable:
-                kept = self._kept[slot.names[0]]
-                if FIRST in kept.planes:
-                    self._fill_moments(states, layout.unit, slot, kept)
+    def fill_moments(self, states: StateStore, holdings: Iterable[Holding]) -> None:
+        """Store the moments of what this rank trains, where there are any; masters are stored already. Waits."""
+        for holding in holdings:
+            kept = self._kept[holding.slot.names[0]]
+            if FIRST in kept.planes:
+                self._fill_moments(states, holding, kept)
 
-    def _fill_moments(self, states: StateStore, unit: int, slot: Slot, kept: Kept) -> None:
+    def _fill_moments(self, states: StateStore, holding: Holding, kept: Kept) -> None:
+        unit, slot, begin = holding.unit, holding.slot, holding.first
         if slot.stride != kept.stride:
-            first, second = (self._arranged(kept, plane, slot) for plane in (FIRST, SECOND))
-            states.store_moments(unit, slot.parameter, first, second)
+            planes = [self._arranged(kept, plane, slot)[begin : begin + holding.count] for plane in (FIRST, SECOND)]
+            states.store_moments(unit, slot.parameter, *planes)
             return
-        readers = self._reader(kept, FIRST), self._reader(kept, SECOND)
+        compare = self._compare
+        readers = [self._snapshot.reader(kept, plane, first=begin, compare=compare) for plane in (FIRST, SECOND)]
         for cut in states.cuts(unit, slot.parameter):
             first, second = (_next(reader, cut.length) for reader in readers)
             states.store_cut(unit, slot.parameter, cut, first, second)
@@ -81,9 +83,6 @@ class SnapshotSource:
         values = torch.empty_strided(slot.shape, slot.stride)
         values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
         return values.as_strided((slot.numel,), (1,))
-
-    def _reader(self, kept: Kept, plane: str) -> PlaneReader:
-        return self._snapshot.reader(kept, plane, compare=self._compare)
 
 
 def require_whole(snapshot: Snapshot) -> None:

@@ -29,7 +29,8 @@ _SLICE_NUMEL = 1 << 18
 class Holding:
     """Elements [first, first + count), in memory order, of the parameter in `slot`, as this rank has them.
 
-    `offset`: where they begin in the unit's PARAM page, in bytes. `has_moments`: whether there are any to be kept.
+    `offset`: where they begin in the unit's PARAM page, in bytes. `has_moments`: whether there are any to be kept; of
+    one parameter all ranks must say the same.
     """
 
     unit: int
@@ -46,6 +47,15 @@ class Holding:
             return {VALUE: self.slot.dtype}
         kept = (MASTER, FIRST, SECOND) if self.has_moments else (MASTER,)
         return dict.fromkeys(kept, torch.float32)
+
+
+def holdings_of(layouts: Sequence[UnitLayout]) -> list[Holding]:
+    """What one process alone has: every parameter as a whole, unit by unit."""
+    return [
+        Holding(layout.unit, slot, 0, slot.numel, slot.offset, slot.trainable)
+        for layout in layouts
+        for slot in layout.slots
+    ]
 
 
 class Shard(Protocol):
@@ -117,11 +127,8 @@ class MarkedShard:
 
     def holdings(self) -> list[Holding]:
         """Every parameter as a whole, unit by unit."""
-        return [
-            Holding(layout.unit, slot, 0, slot.numel, slot.offset, self._has_moments(layout.unit, slot))
-            for layout in self._layouts
-            for slot in layout.slots
-        ]
+        every = holdings_of(self._layouts)
+        return [replace(each, has_moments=self._has_moments(each.unit, each.slot)) for each in every]
 
     def blocks(self, holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained parameters slice by slice, others at once."""

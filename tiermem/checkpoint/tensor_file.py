@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swap import FormatError, SwapIOError, SystemCalls
+from swap.patience import PatientSystemCalls
+from swap.settings import STALL_SECONDS
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -75,9 +77,10 @@ class TensorFile:
 
     @contextmanager
     def reading(self, system: SystemCalls | None = None) -> Iterator[TensorReader]:
-        """Open the file for reads. Raises SwapIOError."""
-        with opened(self.path, system or SystemCalls()) as fd:
-            yield TensorReader(self.path, fd, system or SystemCalls())
+        """Open the file for reads. Raises SwapIOError, also for a drive that does not answer."""
+        patient = PatientSystemCalls(system, STALL_SECONDS)
+        with opened(self.path, patient) as fd:
+            yield TensorReader(self.path, fd, patient)
 
 
 class TensorReader:
@@ -112,7 +115,7 @@ def open_tensors(path: Path) -> TensorFile:
 
     Raises FormatError for anything that is not a whole safetensors file, SwapIOError if it cannot be read.
     """
-    system = SystemCalls()
+    system = PatientSystemCalls(None, STALL_SECONDS)
     with opened(path, system) as fd:
         size = os.fstat(fd).st_size
         if size < LENGTH_NBYTES:
@@ -146,7 +149,7 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 def read_text(path: Path, *, limit: int = 1 << 32) -> str:
     """The text of a regular file. Raises FormatError for what is no text or longer, SwapIOError if it fails."""
-    system = SystemCalls()
+    system = PatientSystemCalls(None, STALL_SECONDS)
     with opened(path, system) as fd:
         size = os.fstat(fd).st_size
         if size > limit:

@@ -23,6 +23,10 @@ from swap import FormatError, SwapFullError, SwapIOError, SystemCalls
 from tiermem.checkpoint.tensor_file import DTYPES, LENGTH_NBYTES
 from tiermem.errors import InvariantError
 
+# Synced so often, what is left for the end is little: neither the page cache nor the wait for a slow drive grows with
+# the file, so a drive that has failed can be told from one that has much to do.
+SYNC_NBYTES = 256 << 20
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -69,6 +73,7 @@ class TensorWriter:
         self._places, header = _header(ordered, metadata or {})
         self._header = xxhash.xxh3_64_hexdigest(header)
         self._digests = {spec.name: xxhash.xxh3_64() for spec in ordered}
+        self._unsynced = 0
         self._nbytes = len(header) + sum(spec.nbytes for spec in ordered)
         self._done = dict.fromkeys(self._places, 0)
         with self._reporting("open", 0):
@@ -111,6 +116,11 @@ class TensorWriter:
     def _write(self, data: memoryview, offset: int) -> None:
         with self._reporting("write", len(data), offset):
             write_all(self._fd, data, offset, path=self._path, system=self._system)
+        self._unsynced += len(data)
+        if self._unsynced >= SYNC_NBYTES:
+            self._unsynced = 0
+            with self._reporting("sync", self._nbytes):
+                self._system.fdatasync(self._fd)
 
     @contextmanager
     def _reporting(self, operation: str, length: int, offset: int = 0) -> Iterator[None]:

@@ -95,7 +95,8 @@ class StateStore:
         key = PageKey(unit, Kind.PARAM)
         held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
         try:
-            begin, nbytes = (segment.start + cut.begin) * state.dtype.itemsize, cut.length * state.dtype.itemsize
+            begin = (state.param_start + segment.start + cut.begin) * state.dtype.itemsize
+            nbytes = cut.length * state.dtype.itemsize
             narrow = held.tensor(key)[begin : begin + nbytes].view(state.dtype).clone()
         finally:
             held.release()

@@ -14,6 +14,7 @@ from torch import nn
 
 from swap import align_up
 from tiermem.checkpoint.restoring import SnapshotSource
+from tiermem.checkpoint.shard import holdings_of
 from tiermem.errors import ResumeError
 from tiermem.optim.masters import StateStore
 from tiermem.pager.page import PageKey
@@ -54,7 +55,7 @@ def fill_pages(
         storage.pager.add_page(key, nbytes)
     parameters = materializer.run(divided, layouts)
     if isinstance(materializer.weights, SnapshotSource):
-        materializer.weights.fill_moments(states, layouts)
+        materializer.weights.fill_moments(states, holdings_of(layouts))
     return parameters
 
 

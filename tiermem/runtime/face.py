@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from tiermem.registry import registry
 from tiermem.runtime.beginning import agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.capture import start_commit, start_snapshot
+from tiermem.runtime.closing import Closing
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.house import House, build
@@ -91,6 +91,10 @@ def offload(
         beginning = agree_on_commit(beginning, own, company) if company.size > 1 else beginning
         source: WeightSource | None = None
         if beginning.snapshot is not None:
+            if company.size > 1:
+                raise ConfigError(
+                    f"resume: this version continues a snapshot in one process, found {company.size} ranks"
+                )
             source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
         elif weights is not None and beginning.manifest is None:
             source = open_weights(weights, model, partial=init is not None)
@@ -101,7 +105,7 @@ def offload(
         raise
 
 
-class Runtime:
+class Runtime(Closing):
     """A model that is offloaded. Made by `offload`; a context manager that closes."""
 
     def __init__(self, house: House, config: Config | None = None) -> None:
@@ -205,10 +209,18 @@ class Runtime:
             swap.SwapError: the disk is full, or failed; training may go on.
         """
         house = self._open()
+        if house.company.size > 1:
+            raise ConfigError(f"save_pretrained: this version saves from one process, found {house.company.size} ranks")
         house.require_between_steps("save_pretrained")
         nbytes = parse_bytes(max_shard_size)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
-        save_pretrained(path, source, model_files(self.model, house.config.dtype), max_shard_nbytes=nbytes)
+        save_pretrained(
+            path,
+            source,
+            model_files(self.model, house.config.dtype),
+            max_shard_nbytes=nbytes,
+            stall_seconds=house.config.stall_timeout,
+        )
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""
@@ -303,14 +315,6 @@ class Runtime:
         finally:
             self._closed = True
             house.close(remove=remove)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self) -> House:
         if self._closed:

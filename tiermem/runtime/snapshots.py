@@ -25,6 +25,7 @@ from swap import Mark
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.shard import MarkedPages, MarkedShard
 from tiermem.checkpoint.writing import finish_snapshot, write_buffers, write_part
+from tiermem.memory.heap import trim_heap
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
 from tiermem.runtime.commits import Commits, PendingCommit, UpdateWaiter
@@ -113,6 +114,7 @@ class Snapshots:
                 finish_snapshot(draft, parts, record, seconds=time.time())
         except BaseException as raised:  # noqa: BLE001 - kept in the future for whoever asks
             error = raised
+        trim_heap()  # what joining masters needed lies outside the budget, and would stay with this thread's heap
         if mark is not None:
             generations.release(mark)
         else:
