@@ -189,6 +189,19 @@ def odd_bfloat16(directory: Path, rank: int, size: int) -> Any:
     return trained(Odd, directory, rank, size, param_dtype="bfloat16")
 
 
+def stage_1(directory: Path, rank: int, size: int) -> Any:
+    return trained(Odd, directory, rank, size, stage=1, accumulate=2)
+
+
+def stage_2(directory: Path, rank: int, size: int) -> Any:
+    return trained(Odd, directory, rank, size, stage=2, accumulate=2)
+
+
+def stage_1_tight(directory: Path, rank: int, size: int) -> Any:
+    """Whole gradients wait in swap."""
+    return trained(Odd, directory, rank, size, stage=1, accumulate=2, host_memory="128KiB", update="step")
+
+
 def plain_llama(directory: Path, rank: int, size: int) -> Any:
     return trained(llama, directory, rank, size, accumulate=2)
 
@@ -278,17 +291,15 @@ def one_dies(directory: Path, rank: int, size: int) -> Any:
 # Commits
 
 
-def committing(
-    directory: Path, rank: int, size: int, *, steps: int = 4, dies: Callable[[int], None] | None = None
-) -> Any:
+def committing(directory: Path, rank: int, size: int, *, dies: Any = None, until: int = 4, **settings: Any) -> Any:
     """Train with a commit after every step, going on from what is there; `dies(step)` is told before each commit."""
     torch.manual_seed(1)
     model = Odd()
-    with tiermem.offload(model, config_for(directory), resume="auto") as runtime:
+    with tiermem.offload(model, config_for(directory, **settings), resume="auto") as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         begun = done = runtime.committed["step"] if runtime.committed else 0
         losses = []
-        for step in range(done, 4):
+        for step in range(done, until):
             loss = loss_of(model, part(tokens(step), rank, size))
             loss.backward()
             optimizer.step()
@@ -299,6 +310,12 @@ def committing(
             runtime.commit({"step": step + 1}).wait()
         weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
     return {"begun": begun, "losses": losses, "weights": weights}
+
+
+def committing_stage_2(directory: Path, rank: int, size: int) -> Any:
+    """Two steps, closed, two more from the commit."""
+    first = committing(directory, rank, size, until=2, stage=2)
+    return {"first": first, "second": committing(directory, rank, size, stage=2)}
 
 
 def undisturbed(directory: Path, rank: int, size: int) -> Any:
@@ -379,6 +396,10 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         odd_again,
         odd_tight,
         odd_bfloat16,
+        stage_1,
+        stage_2,
+        stage_1_tight,
+        committing_stage_2,
         plain_llama,
         routed,
         verbs,

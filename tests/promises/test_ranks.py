@@ -16,7 +16,9 @@ from doubles_training import PlainAdamW
 
 SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
-MORE = ["odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs", "another_order", "one_fails", "one_cannot_begin"]
+STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
+MORE = [*STAGES, "odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs"]
+WRONG = ["another_order", "one_fails", "one_cannot_begin"]
 NEAR = {"atol": 1e-6, "rtol": 1e-5}
 
 
@@ -24,14 +26,14 @@ NEAR = {"atol": 1e-6, "rtol": 1e-5}
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
     return run_jobs(
-        directory, [(2, [*NUMBERS, *MORE]), (4, [*NUMBERS, "routed"]), (3, [*NUMBERS, "one_fails", "one_dies"])]
+        directory, [(2, [*NUMBERS, *MORE, *WRONG]), (4, [*NUMBERS, "routed"]), (3, [*NUMBERS, "one_fails", "one_dies"])]
     )
 
 
-def plain(make: Any, **how: Any) -> tuple[list[float], float, torch.nn.Module]:
+def plain(make: Any, decay: float = 0.1, **how: Any) -> tuple[list[float], float, torch.nn.Module]:
     torch.manual_seed(1)
     model = make()
-    optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=decay)
     losses = scenarios.train(model, optimizer, **how)
     return losses, float(optimizer.grad_norm), model
 
@@ -76,6 +78,20 @@ def test_gradients_without_room_go_to_swap(reports):
     assert all(each["tiers"]["SWAP"][2] > 0 for each in found)
     assert all(each["tiers"]["HOST"][0] == each["least"] for each in found)
     assert trained > 0
+
+
+@pytest.mark.parametrize("name", ["stage_1", "stage_2", "stage_1_tight"])
+def test_other_stages_have_the_same_numbers(reports, name):
+    check(values(reports[2, name]), plain(scenarios.Odd, accumulate=2))
+
+
+def test_a_stage_with_whole_parameters_resumes(reports):
+    """What other ranks have updated is not in a rank's commit, and is fetched after the resume."""
+    found = values(reports[2, "committing_stage_2"])
+    assert [each["second"]["begun"] for each in found] == [2, 2]
+    mean = torch.tensor([each["first"]["losses"] + each["second"]["losses"] for each in found]).mean(dim=0)
+    expected = torch.tensor(plain(scenarios.Odd, steps=4, decay=0.01)[0])
+    torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16(reports):
@@ -143,7 +159,7 @@ def test_the_others_learn_which_rank_failed_and_why(reports, size):
         if rank != 1:
             assert kind == "TiermemError"
             assert "rank 1: closed its runtime because of ValueError: the data of rank 1 are spoilt" in text
-    assert all(report.seconds < 15 for report in reports[size, "one_fails"])
+            assert "Timed out" not in text, "noticed because the connection ended, not for want of an answer"
 
 
 def test_a_rank_that_cannot_begin_is_told_to_all(reports):

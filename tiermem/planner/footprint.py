@@ -174,9 +174,8 @@ def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) 
     """
     buckets = max((unit.bucket_nbytes for unit in units), default=0) * (2 if beside else 1)
     arrived = max((_received(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
-    gathered = [unit for unit in units if unit.gathered_nbytes]
-    sent = max((rounded(unit.param_nbytes) for unit in gathered), default=0)
-    ahead = max((unit.computed_nbytes for unit in gathered), default=0) if beside else 0
+    sent = max((rounded(unit.param_nbytes) for unit in units if unit.gathered_nbytes), default=0)
+    ahead = max((unit.computed_nbytes for unit in units), default=0) if beside else 0
     return buckets + arrived + sent + ahead
 
 

@@ -47,6 +47,7 @@ class Blueprint:
     footprint: Footprint
     host_nbytes: int
     shards: tuple[Shard, ...]
+    stage: int = 3
 
     def swap_nbytes(self, *, commits: bool) -> int:
         """Bytes that all pages take on disk: with `commits` twice those that training changes.
@@ -55,6 +56,8 @@ class Blueprint:
         """
         frozen = [rounded(shard.nbytes) for shard in self.shards if not shard.layout.trainable]
         total = sum(rounded(nbytes) for _, nbytes in self.pages())
+        if self.stage == 1 and self.shards[0].layout.ranks > 1:  # gradients wait whole on every rank for the step
+            total += sum(rounded(shard.bucket_nbytes) for shard in self.shards)
         if not commits:
             return total
         changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE)
@@ -123,7 +126,7 @@ def draw(
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     shards = shards_of(layouts, company.rank, whole=whole)
     states = {shard.unit: _unit_state(shard) for shard in shards if shard.layout.trainable}
-    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards)
+    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, config.stage)
 
 
 def _planned_tile(host_nbytes: int) -> int:

@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from torch import nn
 
 from tiermem.optim.updater import Updater
-from tiermem.pager.pager import Pager
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.company import Company
+from tiermem.runtime.storage import Storage
 from tiermem.zero3.conductor import Conductor
 from tiermem.zero3.exchange import RankGradients
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import GradientStore
-from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource
+from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource, WholeUnits
 
 
 def open_exchanges(
     blueprint: Blueprint,
     parameters: Sequence[nn.Parameter],
-    pager: Pager,
+    storage: Storage,
     company: Company,
     conductor: Conductor,
     updater: Updater,
 ) -> tuple[UnitSource, Gradients]:
     """Where units come from and gradients go to: one's own pages, or the other ranks."""
-    shards, footprint = blueprint.shards, blueprint.footprint
+    shards, footprint, pager = blueprint.shards, blueprint.footprint, storage.pager
     if company.size == 1:
         gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=footprint.hold_tiles)
         return LocalUnits(pager, blueprint.layouts), gradients
@@ -44,5 +44,9 @@ def open_exchanges(
             updater.hurry(unit)
             updater.wait(unit)
 
-    source = RankUnits(pager, shards, company.computing, conductor, needed, ahead=footprint.beside)
-    return source, RankGradients(pager, shards, parameters, company.computing, conductor, beside=footprint.beside)
+    kind = WholeUnits if blueprint.stage < 3 else RankUnits
+    source: UnitSource = kind(pager, shards, conductor, needed, ahead=footprint.beside)
+    for unit in blueprint.states if storage.recovered is not None else ():
+        source.changed(unit)  # by updates of which the other ranks had not told before the commit
+    late, beside = blueprint.stage == 1, footprint.beside
+    return source, RankGradients(pager, shards, parameters, conductor, beside=beside, late=late)

@@ -85,8 +85,10 @@ class LazyQueue:
 class GatedQueue:
     """Lets no update begin while a commit of the step before is being made."""
 
-    def __init__(self, queue: UpdateQueue, wait_open: Callable[[], None]) -> None:
+    def __init__(self, queue: UpdateQueue, wait_open: Callable[[], None], changed: Callable[[int], None]) -> None:
+        """`changed(unit)` is told of every unit whose update is queued."""
         self._wait_open = wait_open
+        self._changed = changed
         self._queue = queue
         self.wait = queue.wait
         self.wait_all = queue.wait_all
@@ -97,4 +99,5 @@ class GatedQueue:
     def start(self, update: UnitUpdate) -> None:
         """Queue the update once no commit is under way; waits for that."""
         self._wait_open()
+        self._changed(update.unit)
         self._queue.start(update)

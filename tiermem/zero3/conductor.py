@@ -73,7 +73,7 @@ class Conductor:
 
     def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
         """`names`: of the units, for messages."""
-        self._collectives = collectives
+        self.collectives = collectives
         self._names = names
         self._issuer = ThreadPoolExecutor(1, "tiermem-ranks")
         self._serve: Serve | None = None
@@ -111,7 +111,7 @@ class Conductor:
             if failure is None:
                 self._carry_out(Operation(Act.CLOSE))
         finally:
-            self._collectives.close(reason)
+            self.collectives.close(reason)
 
     def _carry_out(self, operation: Operation[T]) -> T:
         failure: BaseException | None = None
@@ -143,14 +143,14 @@ class Conductor:
 
     def _announce(self, operation: Operation[Any], failure: BaseException | None) -> list[list[int]]:
         own = [int(operation.act), operation.unit, 0 if failure is None else _FAILED]
-        told = self._collectives.tell(own)
+        told = self.collectives.tell(own)
         self._announced += 1
         if any(each[2] == _FAILED for each in told):
-            reasons = self._collectives.tell_text("" if failure is None else _text(failure))
+            reasons = self.collectives.tell_text("" if failure is None else _text(failure))
             if failure is not None:
                 raise failure
             failed = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-            raise TiermemError(f"rank {self._collectives.rank} stops because another rank has failed: {failed}")
+            raise TiermemError(f"rank {self.collectives.rank} stops because another rank has failed: {failed}")
         others = {tuple(each[:2]) for each in told if each[0] != Act.REDUCE}
         if len(others) > 1:
             raise TiermemError(
@@ -172,11 +172,11 @@ class Conductor:
             senders = [each[0] == Act.REDUCE and each[1] == unit for each in told]
             if self._serve is None:
                 raise TiermemError("gradients came before anybody could take them; this is a bug in tiermem")
-            self._serve(unit, operation.bucket if senders[self._collectives.rank] else None, senders)
+            self._serve(unit, operation.bucket if senders[self.collectives.rank] else None, senders)
 
     def _break(self, error: BaseException) -> None:
         self._broken = self._broken or error
-        self._collectives.close(_text(error))
+        self.collectives.close(_text(error))
 
 
 def _text(error: BaseException) -> str:

@@ -14,7 +14,7 @@ the mean to its GRAD tile. One rounding, whatever the number of ranks; no more b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -35,10 +35,10 @@ _SLICE = 1 << 16
 class Bucket:
     """One unit's gradients on their way. `present`: the parameters that have contributed."""
 
-    def __init__(self, shard: Shard, lease: Lease) -> None:
+    def __init__(self, shard: Shard, lease: Lease, present: Iterable[int] = ()) -> None:
         self.shard = shard
         self.lease = lease
-        self.present: set[int] = set()
+        self.present = set(present)
 
     def tensor(self) -> torch.Tensor:
         """The elements: 1-D, in the unit's dtype."""
@@ -56,18 +56,21 @@ class RankGradients:
         pager: Pager,
         shards: Sequence[Shard],
         parameters: Sequence[nn.Parameter],
-        collectives: Collectives,
         conductor: Conductor,
         *,
         beside: bool,
+        late: bool = False,
     ) -> None:
-        """`beside`: whether a bucket may be exchanged while the next is filled; else it is waited for."""
+        """`beside`: whether a bucket may be exchanged while the next is filled; else it is waited for.
+
+        `late`: whether buckets are kept until all line up (ZeRO's stage 1): several backwards cost one exchange.
+        """
         self._pager = pager
         self._shards = tuple(shards)
         self._parameters = tuple(parameters)
-        self._collectives = collectives
         self._conductor = conductor
         self._beside = beside
+        self._kept: dict[int, Bucket] | None = {} if late else None
         self._places: dict[int, tuple[Shard, Slot]] = {
             slot.parameter: (shard, slot) for shard in shards for slot in shard.layout.trainable
         }
@@ -98,10 +101,15 @@ class RankGradients:
         bucket.present.add(parameter)
 
     def release(self) -> None:
-        """Start adding the unit written last up."""
+        """Let go of the unit written last: start adding it up, unless it is kept until all line up."""
         bucket, self._open = self._open, None
-        if bucket is None:
-            return
+        if bucket is not None and self._kept is not None:
+            self._kept[bucket.shard.unit] = bucket
+            bucket.lease.release()
+        elif bucket is not None:
+            self._add_up(bucket)
+
+    def _add_up(self, bucket: Bucket) -> None:
         whole = bucket.tensor()
         for slot in bucket.shard.layout.trainable:
             if slot.parameter not in bucket.present:
@@ -121,6 +129,11 @@ class RankGradients:
         """
         self.release()
         self._wait()
+        for unit in sorted(self._kept or ()):
+            bucket = (self._kept or {}).pop(unit)
+            bucket.lease = self._pager.lease([bucket.shard.bucket_key], Intent.WRITE)
+            self._add_up(bucket)
+            self._wait()
         if self._conductor.announced != self._lined_up:
             self._conductor.run(Operation(Act.SETTLE))
             self._lined_up = self._conductor.announced
@@ -151,7 +164,7 @@ class RankGradients:
                     self._copy_out(shard, start, whole[piece.begin : piece.begin + piece.length])
 
         self._conductor.run(
-            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._collectives, shard, slot, whole))
+            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.collectives, shard, slot, whole))
         )
         return whole.as_strided(slot.shape, slot.stride)
 
@@ -189,7 +202,7 @@ class RankGradients:
             if bucket is not None:
                 self._pager.start_discard([shard.bucket_key])
                 bucket.lease.release()
-        told = self._collectives.tell_floats(squares)
+        told = self._conductor.collectives.tell_floats(squares)
         for index, number in enumerate(self.trainable(unit)):
             if present[index]:
                 total = math.sqrt(sum(each[index] for each in told))
@@ -200,7 +213,9 @@ class RankGradients:
             self.release()
         if self._open is None:
             self._wait()
-            self._open = Bucket(shard, self._pager.lease([shard.bucket_key], Intent.FRESH))
+            kept = self._kept.pop(shard.unit, None) if self._kept is not None else None
+            lease = self._pager.lease([shard.bucket_key], Intent.FRESH if kept is None else Intent.WRITE)
+            self._open = Bucket(shard, lease, kept.present if kept is not None else ())
         return self._open
 
     def _wait(self) -> None:
@@ -210,7 +225,7 @@ class RankGradients:
 
     def _present(self, shard: Shard, bucket: Bucket | None) -> list[bool]:
         own = bucket.present if bucket is not None else set()
-        told = self._collectives.tell([int(number in own) for number in self.trainable(shard.unit)])
+        told = self._conductor.collectives.tell([int(number in own) for number in self.trainable(shard.unit)])
         return [any(each) for each in zip(*told, strict=True)]
 
     def _exchange(
@@ -218,7 +233,7 @@ class RankGradients:
     ) -> list[float]:
         """Add up, store, and return this rank's share of each parameter's squared norm."""
         squares = [0.0] * len(present)
-        layout, ranks = shard.layout, self._collectives.size
+        layout, ranks = shard.layout, self._conductor.collectives.size
         received = self._pager.lease([shard.received_key], Intent.FRESH)
         try:
             room = received.tensor(shard.received_key).view(layout.dtype)
@@ -227,7 +242,7 @@ class RankGradients:
             for tile in range(shard.exchanges):
                 length = shard.exchange_length(tile)
                 parts = room[: length * ranks]
-                self._collectives.exchange(parts, sent[at : at + length * ranks], senders)
+                self._conductor.collectives.exchange(parts, sent[at : at + length * ranks], senders)
                 at += length * ranks
                 if tile < shard.tiles:
                     count = shard.tile_length(tile)

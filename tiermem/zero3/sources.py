@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 
 from tiermem.pager.page import Intent, PageKey
-from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout
@@ -89,6 +88,10 @@ class UnitSource(Protocol):
         """Give back what was fetched ahead and not taken: it may change."""
         ...
 
+    def changed(self, unit: int) -> None:
+        """The ranks update their parts of this unit; all of them say so, for the same units."""
+        ...
+
 
 class _Leased:
     """A unit whose bytes are one page."""
@@ -122,6 +125,9 @@ class LocalUnits:
 
     def give_up(self) -> None:
         """Nothing to do."""
+
+    def changed(self, unit: int) -> None:
+        """Nothing to do: the page is all there is."""
 
 
 class _Gathered:
@@ -160,7 +166,6 @@ class RankUnits:
         self,
         pager: Pager,
         shards: Sequence[Shard],
-        collectives: Collectives,
         conductor: Conductor,
         needed: Callable[[int], None],
         *,
@@ -169,7 +174,6 @@ class RankUnits:
         """`needed(unit)`: wait until no update of the unit is pending; called by the issuer too if `ahead`."""
         self._pager = pager
         self._shards = shards
-        self._collectives = collectives
         self._conductor = conductor
         self._needed = needed
         self._is_ahead = ahead
@@ -196,6 +200,9 @@ class RankUnits:
         if ahead is not None and ahead[1].exception() is None:  # else whatever comes next raises it
             ahead[1].result().release()
 
+    def changed(self, unit: int) -> None:
+        """Nothing to do: it is gathered anew every time."""
+
     def _gathering(self, unit: int, *, writable: bool) -> Operation[HeldUnit]:
         shard = self._shards[unit]
         own = shard.layout.key
@@ -214,7 +221,7 @@ class RankUnits:
             mine, gathered = held
             try:
                 for part, whole in sections(shard, mine.tensor(own), gathered.base):
-                    self._collectives.all_gather(whole, part)
+                    self._conductor.collectives.all_gather(whole, part)
             except BaseException:
                 gathered.release()
                 raise
@@ -228,6 +235,80 @@ class RankUnits:
                 each.release()
 
         return Operation(Act.GATHER, unit, prepare, action, undo)
+
+
+class WholeUnits:
+    """Several ranks that each have all parameters, and update a part of them (ZeRO's stages 1 and 2).
+
+    A unit that was updated is completed from the other ranks before it is used again, once.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        shards: Sequence[Shard],
+        conductor: Conductor,
+        needed: Callable[[int], None],
+        *,
+        ahead: bool,
+    ) -> None:
+        """As for `RankUnits`."""
+        self._pager = pager
+        self._shards = shards
+        self._conductor = conductor
+        self._needed = needed
+        self._is_ahead = ahead
+        self._stale: set[int] = set()
+        self._ahead: tuple[int, Future[None]] | None = None
+
+    def changed(self, unit: int) -> None:
+        """The ranks update their parts of this unit; all of them say so, for the same units."""
+        self._stale.add(unit)
+
+    def take(self, unit: int, *, writable: bool) -> HeldUnit:
+        """Lease the unit's page, completed if it was updated."""
+        ahead = self._ahead
+        if ahead is not None and ahead[0] == unit:
+            self._ahead = None
+            ahead[1].result()
+        else:
+            self.give_up()
+            if unit in self._stale:
+                self._conductor.run(self._completing(unit))
+        key = self._shards[unit].layout.key
+        return _Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
+
+    def start(self, unit: int) -> None:
+        """Begin to complete a unit ahead, where there is room for that."""
+        if self._is_ahead and unit in self._stale and (self._ahead is None or self._ahead[0] != unit):
+            self.give_up()
+            self._ahead = unit, self._conductor.start(self._completing(unit))
+
+    def give_up(self) -> None:
+        """Wait for what is completed ahead: all ranks have begun it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].exception()  # whatever comes next raises it
+
+    def _completing(self, unit: int) -> Operation[None]:
+        shard, key = self._shards[unit], self._shards[unit].layout.key
+        self._stale.discard(unit)
+
+        def prepare() -> Lease:
+            self._needed(unit)
+            return self._pager.lease([key], Intent.WRITE)
+
+        def action(lease: Lease) -> None:
+            try:
+                page = lease.tensor(key)
+                for part, full in sections(shard, page, page)[:1]:  # what is frozen is everywhere already
+                    self._conductor.collectives.all_gather(full, part)
+            except BaseException as error:
+                lease.fail(error)
+                raise
+            lease.release()
+
+        return Operation(Act.GATHER, unit, prepare, action, lambda lease: lease.release() if lease else None)
 
 
 def sections(shard: Shard, own: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
