@@ -19,6 +19,7 @@ from pathlib import Path
 
 COMPUTE_LANE = "compute"
 UPDATE_LANE = "update"
+RANKS_LANE = "ranks"
 STEP_LANE = "steps"
 STALL = "stall"
 """The name of the event in which the computation waited; its detail `waits` names the pages, none for a task."""

@@ -15,6 +15,8 @@ import tiermem
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.stats import READ_EDGE, WRITE_EDGE
 from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Timeline
+from tiermem.zero3.collectives import SingleProcess
+from tiermem.zero3.conductor import Act, Conductor, Operation
 
 
 class Told:
@@ -47,6 +49,14 @@ def test_spans_follow_each_other_and_everything_is_passed_on() -> None:
     assert third.details == {"unit": 1}
     watch.close()
     assert len(timeline.events()) == 3
+
+
+def test_what_the_ranks_do_together_is_noted() -> None:
+    timeline = Timeline()
+    conductor = Conductor(SingleProcess(), ["a", "b"], timeline)
+    assert conductor.run(Operation(Act.GATHER, 1, action=lambda prepared: 7)) == 7
+    conductor.close()
+    assert [(event.name, event.lane) for event in timeline.events()] == [("gather b", "ranks"), ("close", "ranks")]
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])

@@ -199,7 +199,8 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         run_steps(training, steps, progress)
         if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
             training.commit()
-        overlap, found = training.runtime.timeline(options.timeline), training.runtime.statistics()
+        trace = options.timeline if launch.rank == 0 else None
+        overlap, found = training.runtime.timeline(trace), training.runtime.statistics()
     finally:
         training.close()
     return TrainReport(

@@ -159,7 +159,7 @@ def _furnish(
     )
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
-    conductor = Conductor(company.computing, [layout.name for layout in layouts])
+    conductor = Conductor(company.computing, [layout.name for layout in layouts], storage.timeline)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = make_schedule(_update(config, company))

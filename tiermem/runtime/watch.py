@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tiermem.timeline import COMPUTE_LANE, Timeline
 from tiermem.zero3.engine import backward_number, call_at_backward_end
-from tiermem.zero3.scheduler import Listener
+from tiermem.zero3.neighbours import Listener
 
 
 class ComputeWatch:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import enum
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tiermem.errors import TiermemError
+from tiermem.timeline import RANKS_LANE, NullTimeline, Timeline
 from tiermem.zero3.collectives import Collectives
 
 T = TypeVar("T")
@@ -71,9 +73,10 @@ class Operation(Generic[T]):
 class Conductor:
     """Issues the operations of one run. Used from the compute thread."""
 
-    def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
-        """`names`: of the units, for messages."""
+    def __init__(self, collectives: Collectives, names: Sequence[str], timeline: Timeline | None = None) -> None:
+        """`names`: of the units, for messages. `timeline`: where each operation is noted, without what it prepares."""
         self.collectives = collectives
+        self._timeline = timeline or NullTimeline()
         self._names = names
         self._issuer = ThreadPoolExecutor(1, "tiermem-ranks")
         self._serve: Serve | None = None
@@ -123,6 +126,7 @@ class Conductor:
                 prepared = operation.prepare()
             except BaseException as error:  # noqa: BLE001 - told to the others, then raised
                 failure = error
+            started = time.perf_counter()
             while self._go_round(operation, failure):
                 pass
         except BaseException as error:
@@ -134,6 +138,8 @@ class Conductor:
         except BaseException as error:
             self._break(error)
             raise
+        finally:
+            self._timeline.record(self._title(operation), RANKS_LANE, started, time.perf_counter())
 
     def _go_round(self, operation: Operation[Any], failure: BaseException | None) -> bool:
         """Announce, and serve those who add gradients up; whether to announce again, as not all are here yet."""
@@ -159,6 +165,10 @@ class Conductor:
                 "(units=), so that only its gradients differ"
             )
         return told
+
+    def _title(self, operation: Operation[Any]) -> str:
+        unit = f" {self._names[operation.unit]}" if operation.unit >= 0 else ""
+        return f"{operation.act.name.lower()}{unit}"
 
     def _difference(self, told: Sequence[Sequence[int]]) -> str:
         who: dict[str, list[str]] = {}
