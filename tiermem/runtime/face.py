@@ -87,7 +87,7 @@ def offload(
     try:
         own = own_directories(config, company)
         beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
-        beginning = agree_on_commit(beginning, own, company) if company.size > 1 else beginning
+        beginning = agree_on_commit(beginning, own, company)
         source: WeightSource | None = None
         if beginning.snapshot is not None:
             source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
@@ -197,6 +197,7 @@ class Runtime:
             swap.SwapError: the disk is full, or failed; training may go on.
         """
         house = self._open()
+        house.require_alone("save_pretrained")
         house.require_between_steps("save_pretrained")
         nbytes = parse_bytes(max_shard_size)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
