@@ -146,9 +146,10 @@ def trained(
 ) -> dict[str, Any]:
     """Losses of this rank, and what all ranks must agree on: norm, weights, masters, sizes."""
     settings = {key: how.pop(key) for key in list(how) if key not in ("steps", "accumulate", "clip", "batch")}
+    mesh = settings.pop("mesh", None)
     torch.manual_seed(seed)
     model = make()
-    with tiermem.offload(model, config_for(directory, **settings)) as runtime:
+    with tiermem.offload(model, config_for(directory, **settings), mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         losses = train(model, optimizer, rank=rank, size=size, **how)
         weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
@@ -215,6 +216,11 @@ def verbs(directory: Path, rank: int, size: int) -> Any:
     torch.manual_seed(1)
     model = Odd()
     with tiermem.offload(model, config_for(directory)) as runtime:
+        refused = []
+        for write in (runtime.snapshot, runtime.save_pretrained):
+            with contextlib.suppress(tiermem.ConfigError):
+                write(directory / "copy")
+                refused.append(write)
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         loss_of(model, part(tokens(0), rank, size)).backward()
         gradients = {name: runtime.gradient(parameter) for name, parameter in model.named_parameters()}
@@ -234,12 +240,24 @@ def verbs(directory: Path, rank: int, size: int) -> Any:
         same = torch.equal(before, runtime.parameter(model.embedding.weight))
     return {
         "gradients": gradients,
+        "not refused": refused,
         "dropped": dropped,
         "written": written,
         "master": master,
         "evaluated": evaluated,
         "skipped": (optimizer.skipped, same),
     }
+
+
+def sub_group(directory: Path, rank: int, size: int) -> Any:
+    """Four ranks, two and two, each pair with its own rows: two runs that know nothing of each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pair, place = divmod(rank, 2)
+    own = directory / f"pair {pair}"
+    directory.mkdir(exist_ok=True)
+    return trained(Odd, own, place, 2, mesh=mesh["shard"], batch=lambda step: tokens(step + 100 * pair))
 
 
 def another_order(directory: Path, rank: int, size: int) -> Any:
@@ -403,6 +421,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         plain_llama,
         routed,
         verbs,
+        sub_group,
         another_order,
         one_fails,
         one_cannot_begin,

@@ -25,9 +25,9 @@ NEAR = {"atol": 1e-6, "rtol": 1e-5}
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    return run_jobs(
-        directory, [(2, [*NUMBERS, *MORE, *WRONG]), (4, [*NUMBERS, "routed"]), (3, [*NUMBERS, "one_fails", "one_dies"])]
-    )
+    failing = ["one_fails", "one_dies"]
+    jobs = [(2, [*NUMBERS, *MORE, *WRONG]), (4, [*NUMBERS, "routed", "sub_group"]), (3, [*NUMBERS, *failing])]
+    return run_jobs(directory, jobs)
 
 
 def plain(make: Any, decay: float = 0.1, **how: Any) -> tuple[list[float], float, torch.nn.Module]:
@@ -126,6 +126,14 @@ def test_verbs_are_of_all_ranks(reports):
         assert torch.equal(found["master"], model.layers[0][0].weight)
         torch.testing.assert_close(found["evaluated"], expected)
         assert found["skipped"] == (1, True)
+        assert found["not refused"] == []
+
+
+def test_a_mesh_names_the_ranks_that_share_a_model(reports):
+    found = values(reports[4, "sub_group"])
+    for pair in range(2):
+        expected = plain(scenarios.Odd, batch=lambda step, pair=pair: scenarios.tokens(step + 100 * pair))
+        check(found[2 * pair : 2 * pair + 2], expected)
 
 
 def test_each_rank_keeps_its_part(reports):

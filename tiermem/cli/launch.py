@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tiermem.errors import ConfigError
 
@@ -55,7 +57,11 @@ def launched() -> Iterator[Launch]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield Launch()
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store, rank, size = next(rendezvous("env://"))
+    # After a restart the store may be the one before, with the addresses of processes that are gone.
+    attempt = PrefixStore(f"tiermem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
     try:
         yield Launch(dist.get_rank(), dist.get_world_size())
     finally:

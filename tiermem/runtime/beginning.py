@@ -138,8 +138,12 @@ def check_room(config: Config, nbytes: int) -> None:
 def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:
     """The newest commit that all ranks have: one of them may have published one that others had not yet.
 
-    Raises ResumeError if some have a commit and others none, or they are of different runs.
+    Raises ResumeError if some have a commit and others none, or they are of different runs; ConfigError for a snapshot.
     """
+    if company.size == 1:
+        return beginning
+    if beginning.snapshot is not None:
+        raise ConfigError("resume=: this version continues a snapshot in one process; use resume='auto' or True")
     found = [told[0] for told in company.computing.tell([beginning.generation])]
     if max(found) < 0:
         return beginning

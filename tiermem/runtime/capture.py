@@ -41,8 +41,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
 
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
-    if house.company.size > 1:
-        raise ConfigError(f"snapshot: this version makes them of one process, found {house.company.size} ranks; commit")
+    house.require_alone("snapshot")
     house.require_between_steps("snapshot")
     record = {**_record(house, extra), "random": [randomness.capture()]}
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in house.divided.model.named_buffers()}

@@ -88,7 +88,7 @@ def offload(
     try:
         own = own_directories(config, company)
         beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
-        beginning = agree_on_commit(beginning, own, company) if company.size > 1 else beginning
+        beginning = agree_on_commit(beginning, own, company)
         source: WeightSource | None = None
         if beginning.snapshot is not None:
             if company.size > 1:
@@ -209,8 +209,7 @@ class Runtime(Closing):
             swap.SwapError: the disk is full, or failed; training may go on.
         """
         house = self._open()
-        if house.company.size > 1:
-            raise ConfigError(f"save_pretrained: this version saves from one process, found {house.company.size} ranks")
+        house.require_alone("save_pretrained")
         house.require_between_steps("save_pretrained")
         nbytes = parse_bytes(max_shard_size)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)

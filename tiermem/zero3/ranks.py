@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import datetime as dt
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -178,8 +179,11 @@ class Ranks:
 
 
 def next_name() -> str:
-    """A name for the groups of the next run; the same on every rank, if all begin their runs in the same order."""
-    return str(next(_RUNS))
+    """A name for the groups of the next run; the same on every rank, if all begin their runs in the same order.
+
+    Not that of an earlier attempt of the same program under torchrun, which may have had the same store.
+    """
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_RUNS)}"
 
 
 def members_of(mesh: Any) -> list[int]:

@@ -1,0 +1,121 @@
+"""Bytes per rank for each ZeRO stage and number of ranks, measured, beside ZeRO's own arithmetic.
+
+Trains a small Llama for two steps with so little memory that every page goes to disk, on processes of this machine
+(gloo), and counts the bytes of each rank's pages by kind. Writes a table and the raw numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tiermem
+
+WORD = 2  # bytes of a bfloat16 parameter or gradient
+STATE = 10  # two float32 moments and the remainder that completes the master
+
+
+def rank_bytes(rank: int, size: int, stage: int, width: int, directory: str) -> None:
+    """One rank: train, and write down what it keeps."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    if size > 1:
+        store = f"file://{directory}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4, "vocab_size": 256}
+    with tiermem.deferred_init():
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=4))
+    swap = Path(directory, "swap")
+    swap.mkdir(exist_ok=True)
+    config = tiermem.Config(device="cpu", host_memory="16MiB", swap_dirs=[swap], stage=stage, commits=False)
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(2):
+            tokens = torch.randint(0, 256, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        statistics = runtime.statistics()
+        layouts = [shard for shard in runtime._house.shards]  # noqa: SLF001, C416 - measured from inside
+        kinds: dict[str, int] = {"param": 0, "grad": 0}
+        for shard in layouts:
+            for key, nbytes in shard.pages():
+                kinds[key.kind.value] += nbytes
+            if stage == 1 and size > 1:
+                kinds["grad"] += shard.bucket_nbytes - shard.trainable_numel * shard.layout.dtype.itemsize
+        states = runtime._house.states._units.values()  # noqa: SLF001
+        kinds["state"] = sum(state.state_nbytes(tile) for state in states for tile in range(state.tiles))
+    tiers = {tier.name: [tier.budget, tier.high_water] for tier in statistics.tiers}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    Path(directory, f"{rank}.json").write_text(json.dumps({"kinds": kinds, "tiers": tiers, "parameters": parameters}))
+
+
+def measure(size: int, stage: int, width: int) -> list[dict[str, Any]]:
+    """What each rank of a world keeps. Raises RuntimeError if one does not end in time."""
+    context = multiprocessing.get_context("spawn")
+    if size == 1:
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+            rank_bytes(0, 1, stage, width, directory)
+            return [json.loads(Path(directory, "0.json").read_text())]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        ranks = [context.Process(target=rank_bytes, args=(rank, size, stage, width, directory)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(180)
+            process.kill()
+        files = [Path(directory, f"{rank}.json") for rank in range(size)]
+        if not all(file.exists() for file in files):
+            raise RuntimeError(f"stage {stage} with {size} ranks did not end")
+        return [json.loads(file.read_text()) for file in files]
+
+
+def expected(parameters: int, size: int, stage: int) -> int:
+    """ZeRO's arithmetic: states / N, and gradients / N from stage 2 on, and parameters / N in stage 3."""
+    shares = (size if stage == 3 else 1, size if stage >= 2 else 1, size)
+    return sum(parameters * width // share for width, share in zip((WORD, WORD, STATE), shares, strict=True))
+
+
+def main() -> None:
+    """Measure and print; with --output write the table and the raw numbers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one rank, a tiny model")
+    parser.add_argument("--output", type=Path, help="the .md file; the numbers go beside it as .json")
+    given = parser.parse_args()
+    sizes, width = ((1,), 32) if given.quick else ((1, 2, 4), 256)
+    rows, raw = [], {}
+    for size in sizes:
+        for stage in (1, 2, 3):
+            found = measure(size, stage, width)
+            raw[f"{size} ranks, stage {stage}"] = found
+            most = [max(each["kinds"][kind] for each in found) for kind in ("param", "grad", "state")]
+            wanted = expected(found[0]["parameters"], size, stage)
+            numbers = " | ".join(f"{nbytes:,}" for nbytes in (*most, sum(most), wanted))
+            rows.append(f"| {size} | {stage} | {numbers} | {sum(most) / wanted:.4f} |")
+    head = (
+        "| ranks | stage | parameters | gradients | states | together | ZeRO's arithmetic | ratio |\n"
+        + "|---" * 8
+        + "|"
+    )
+    table = "\n".join([head, *rows])
+    print(table)
+    if given.output is not None:
+        command = "python benchmarks/rank_bytes.py" + (" --quick" if given.quick else "")
+        note = (
+            f"Bytes of pages on the rank that keeps most. `{command}`, torch {torch.__version__}, gloo, bfloat16.\n\n"
+        )
+        given.output.write_text("# Bytes per rank\n\n" + note + table + "\n")
+        given.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
