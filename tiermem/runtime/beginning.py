@@ -31,12 +31,15 @@ class Beginning:
 
     manifest: Manifest | None = None
     snapshot: Snapshot | None = None
+    rank: int = 0
 
     @property
     def past(self) -> Mapping[str, Any] | None:
         """Step, counts, random states and the rest that is taken over besides pages; None: nothing."""
         if self.snapshot is not None:
-            return {**self.snapshot.record, "random": self.snapshot.record["random"][0], "buffers": {}}
+            states = self.snapshot.record["random"]
+            own = states[self.rank] if self.rank < len(states) else None  # a rank that was not there begins as seeded
+            return {**self.snapshot.record, "random": own, "buffers": {}}
         return self.record
 
     @property
