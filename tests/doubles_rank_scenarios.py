@@ -407,6 +407,33 @@ def other_sizes(directory: Path, rank: int, size: int) -> Any:
     return committing(directory.parent.parent / "undisturbed", rank, size)
 
 
+def copied(directory: Path, rank: int, size: int) -> Any:
+    """Two ranks train and make a snapshot; three, then one, continue it and make another at once."""
+    folder = directory.parent.parent
+    before = {2: None, 3: folder / "copy2", 1: folder / "copy3"}[size]
+    torch.manual_seed(1)
+    model = Odd()
+    with tiermem.offload(model, config_for(directory, param_dtype="bfloat16"), resume=before or False) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        if before is None:
+            for step in range(2):
+                loss_of(model, part(tokens(step), rank, size)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runtime.commit({"size": size})
+        runtime.snapshot(folder / f"copy{size}", {"size": size}).wait()
+        masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
+        loss_of(model, part(tokens(5), rank, size)).backward()
+        optimizer.step()
+        runtime.settle()
+        taken = None
+        try:
+            runtime.snapshot(folder / f"copy{size}")
+        except (tiermem.ConfigError, tiermem.TiermemError) as error:
+            taken = f"{type(error).__name__}: {error}"
+    return {"masters": masters, "committed": runtime.committed, "taken": taken}
+
+
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     function.__name__: function
     for function in (
@@ -429,6 +456,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         undisturbed,
         one_cannot_commit,
         other_sizes,
+        copied,
         *(make(when) for make in (killed, resumed) for when in ("prepared", "published", "agreed")),
     )
 }

@@ -158,10 +158,10 @@ class Held:
         self.reached, self.go = threading.Event(), threading.Event()
         real = snapshots.write_part
 
-        def held(*arguments: Any) -> Any:
+        def held(*arguments: Any, **rest: Any) -> Any:
             self.reached.set()
             assert self.go.wait(60)
-            return real(*arguments)
+            return real(*arguments, **rest)
 
         monkeypatch.setattr(snapshots, "write_part", held)
 

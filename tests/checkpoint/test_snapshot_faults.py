@@ -284,7 +284,7 @@ def test_bytes_that_are_damaged_in_the_swap_file_never_become_a_snapshot(
     training.step()
     real = snapshots.write_part
 
-    def after_damage(draft: Any, shard: Any) -> Any:
+    def after_damage(draft: Any, shard: Any, **rest: Any) -> Any:
         copy = next(iter(shard._pages._mark.copies.values()))
         with open(tmp_path / "run" / "tiermem.swapfile", "r+b") as file:
             file.seek(copy.extent.pieces[0].offset + 10)
@@ -292,7 +292,7 @@ def test_bytes_that_are_damaged_in_the_swap_file_never_become_a_snapshot(
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1]))
             os.fsync(file.fileno())
-        return real(draft, shard)
+        return real(draft, shard, **rest)
 
     monkeypatch.setattr(snapshots, "write_part", after_damage)
     with pytest.raises(swap.ChecksumError, match=r"tiermem\.swapfile"):

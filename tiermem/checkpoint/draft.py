@@ -33,20 +33,26 @@ class Draft:
         path: str | os.PathLike[str],
         *,
         stall_seconds: float = STALL_SECONDS,
+        folder: Path | None = None,
         system: SystemCalls | None = None,
     ) -> None:
         """Begin a folder that is to be `path`: a free name, or an empty folder, in a folder that exists.
+
+        `folder`: where another process has begun it; that one finishes it, and removes it if it is abandoned.
 
         A system call that the drive does not answer within `stall_seconds` is an error. Raises ConfigError if the path
         is neither, SwapIOError if the folder above cannot be written to.
         """
         self.path = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
         self._system = PatientSystemCalls(system or SystemCalls(), stall_seconds)
-        _check_free(self.path)
-        with reporting("open", self.path, system=self._system):
-            self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
+        self._finished = folder is not None  # nothing for this process to remove
+        if folder is None:
+            _check_free(self.path)
+            with reporting("open", self.path, system=self._system):
+                name = tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent)
+                folder = Path(name)
+        self.folder = folder
         self._open: list[TensorWriter] = []
-        self._finished = False
 
     def tensors(
         self, name: str, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str] | None = None

@@ -64,7 +64,7 @@ class SnapshotSource:
         """Store the moments of what this rank trains, where there are any; masters are stored already. Waits."""
         for holding in holdings:
             kept = self._kept[holding.slot.names[0]]
-            if FIRST in kept.planes:
+            if FIRST in kept.planes and holding.count:
                 self._fill_moments(states, holding, kept)
 
     def _fill_moments(self, states: StateStore, holding: Holding, kept: Kept) -> None:

@@ -20,7 +20,8 @@ from tiermem.optim.masters import StateStore
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
-from tiermem.zero3.layout import Slot, UnitLayout
+from tiermem.zero3.layout import Slot
+from tiermem.zero3.shards import Shard as RankShard
 
 _SLICE_NUMEL = 1 << 18
 
@@ -49,13 +50,16 @@ class Holding:
         return dict.fromkeys(kept, torch.float32)
 
 
-def holdings_of(layouts: Sequence[UnitLayout]) -> list[Holding]:
-    """What one process alone has: every parameter as a whole, unit by unit."""
-    return [
-        Holding(layout.unit, slot, 0, slot.numel, slot.offset, slot.trainable)
-        for layout in layouts
-        for slot in layout.slots
-    ]
+def holdings_of(shards: Sequence[RankShard]) -> list[Holding]:
+    """What a rank answers for, unit by unit; alone it has every parameter as a whole."""
+    found = []
+    for shard in shards:
+        found += [Holding(shard.unit, each.slot, each.begin, each.length, each.offset, False) for each in shard.owned()]
+        if shard.rank == 0:  # nobody owns what has no elements; a manifest names it all the same
+            found += [
+                Holding(shard.unit, slot, 0, 0, slot.offset, False) for slot in shard.layout.slots if not slot.numel
+            ]
+    return found
 
 
 class Shard(Protocol):
@@ -117,22 +121,33 @@ class _Held:
 
 
 class MarkedShard:
-    """All state of a run in one process, at the instant of a mark (`Shard`)."""
+    """What this process has of a run's state, at the instant of a mark (`Shard`)."""
 
-    def __init__(self, pages: MarkedPages, layouts: Sequence[UnitLayout], states: Mapping[int, UnitState]) -> None:
+    def __init__(self, pages: MarkedPages, shards: Sequence[RankShard], states: Mapping[int, UnitState]) -> None:
         self._pages = pages
-        self._layouts = layouts
+        self._holdings = holdings_of(shards)
         self._states = states
         self._store = StateStore(pages, states)
+        self._moments = {each.slot.parameter for each in self._holdings if self._has_moments(each.unit, each.slot)}
+
+    @property
+    def moments(self) -> set[int]:
+        """The parameters that have moments here. Of all ranks together they are what `agree` wants."""
+        return self._moments
+
+    def agree(self, moments: set[int]) -> None:
+        """Take it that these parameters have moments; where there are none yet they are zero."""
+        self._moments = moments
 
     def holdings(self) -> list[Holding]:
-        """Every parameter as a whole, unit by unit."""
-        every = holdings_of(self._layouts)
-        return [replace(each, has_moments=self._has_moments(each.unit, each.slot)) for each in every]
+        """Unit by unit."""
+        return [replace(each, has_moments=each.slot.parameter in self._moments) for each in self._holdings]
 
     def blocks(self, holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained parameters slice by slice, others at once."""
         slot = holding.slot
+        if not holding.count:
+            return
         if not slot.trainable:
             key = PageKey(holding.unit, Kind.PARAM)
             nbytes = holding.count * slot.dtype.itemsize
@@ -145,7 +160,7 @@ class MarkedShard:
                 yield from zip((MASTER, FIRST, SECOND) if holding.has_moments else (MASTER,), planes, strict=False)
 
     def _has_moments(self, unit: int, slot: Slot) -> bool:
-        if not slot.trainable:
+        if not slot.trainable or not slot.numel:
             return False
         cuts = self._states[unit].cuts(self._states[unit].segment_of(slot.parameter))
         return any(self._pages.is_written(PageKey(unit, Kind.STATE, cut.tile)) for cut in cuts)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import torch
 
@@ -42,6 +42,28 @@ class Part:
 
     files: tuple[DataFile, ...]
     kept: tuple[tuple[int | str, Kept], ...]
+
+    def to_text(self) -> str:
+        """The part as text for another rank; `from_text` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """What `to_text` made."""
+        found = json.loads(text)
+        kept = [
+            (
+                number,
+                {**row, "planes": {name: tuple(Piece(**each) for each in own) for name, own in row["planes"].items()}},
+            )
+            for number, row in found["kept"]
+        ]
+        forms = [
+            (number, {**row, **{key: tuple(row[key]) for key in ("names", "shape", "stride")}}) for number, row in kept
+        ]
+        return cls(
+            tuple(DataFile(**row) for row in found["files"]), tuple((number, Kept(**row)) for number, row in forms)
+        )
 
 
 def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = FILE_NBYTES) -> Part:

@@ -31,12 +31,15 @@ class Beginning:
 
     manifest: Manifest | None = None
     snapshot: Snapshot | None = None
+    rank: int = 0
 
     @property
     def past(self) -> Mapping[str, Any] | None:
         """Step, counts, random states and the rest that is taken over besides pages; None: nothing."""
         if self.snapshot is not None:
-            return {**self.snapshot.record, "random": self.snapshot.record["random"][0], "buffers": {}}
+            states = self.snapshot.record["random"]
+            own = states[self.rank] if self.rank < len(states) else None  # a rank that was not there begins as seeded
+            return {**self.snapshot.record, "random": own, "buffers": {}}
         return self.record
 
     @property
@@ -138,12 +141,10 @@ def check_room(config: Config, nbytes: int) -> None:
 def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:
     """The newest commit that all ranks have: one of them may have published one that others had not yet.
 
-    Raises ResumeError if some have a commit and others none, or they are of different runs; ConfigError for a snapshot.
+    Raises ResumeError if some have a commit and others none, or they are of different runs.
     """
     if company.size == 1:
         return beginning
-    if beginning.snapshot is not None:
-        raise ConfigError("resume=: this version continues a snapshot in one process; use resume='auto' or True")
     found = [told[0] for told in company.computing.tell([beginning.generation])]
     if max(found) < 0:
         return beginning

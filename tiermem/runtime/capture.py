@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.pretrained import export_record
 from tiermem.errors import ConfigError
 from tiermem.runtime import randomness
@@ -36,19 +35,19 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
     }
     if house.footprint.serial:
         house.coordinator.wait_updates()  # nobody else would carry them out
+    house.snapshots.wait_line()
     return house.commits.start(record)
 
 
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
-    house.require_alone("snapshot")
     house.require_between_steps("snapshot")
     record = {**_record(house, extra), "random": [randomness.capture()]}
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in house.divided.model.named_buffers()}
     if house.footprint.serial:
         house.coordinator.wait_updates()
-    house.snapshots.close()  # the one before; its error comes before anything of this one is there
-    return house.snapshots.start(Draft(path, stall_seconds=house.config.stall_timeout), record, buffers)
+    draft = house.snapshots.begin(path, stall_seconds=house.config.stall_timeout)
+    return house.snapshots.start(draft, record, buffers)
 
 
 def _record(house: House, extra: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def fill_pages(
         storage.pager.add_page(key, nbytes)
     parameters = materializer.run(divided, layouts)
     if isinstance(materializer.weights, SnapshotSource):
-        materializer.weights.fill_moments(states, holdings_of(layouts))
+        materializer.weights.fill_moments(states, holdings_of(blueprint.shards))
     return parameters
 
 
@@ -67,4 +67,5 @@ def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch) -> 
         raise ResumeError(f"the optimizers' step counts cannot be restored: {error!r}") from error
     steps.resume(record["step"], counts)
     buffers.restore(record["buffers"])
-    randomness.restore(record["random"])
+    if record["random"] is not None:
+        randomness.restore(record["random"])

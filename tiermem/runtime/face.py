@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,10 @@ def offload(
     try:
         own = own_directories(config, company)
         beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
+        beginning = replace(beginning, rank=company.rank)
         beginning = agree_on_commit(beginning, own, company)
         source: WeightSource | None = None
         if beginning.snapshot is not None:
-            if company.size > 1:
-                raise ConfigError(
-                    f"resume: this version continues a snapshot in one process, found {company.size} ranks"
-                )
             source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
         elif weights is not None and beginning.manifest is None:
             source = open_weights(weights, model, partial=init is not None)

@@ -173,7 +173,7 @@ def _furnish(
     schedule = make_schedule(_update(config, company))
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=beginning.past)
-    snapshots = Snapshots(storage, updater, commits, layouts, blueprint.states, second_copy=config.commits)
+    snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
     listener, early = _listener(coordinator, queue, blueprint), schedule.name == "backward"

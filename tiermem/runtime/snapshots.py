@@ -13,10 +13,13 @@ always wait; forward and backward do not.
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +27,14 @@ import torch
 from swap import Mark
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.shard import MarkedPages, MarkedShard
-from tiermem.checkpoint.writing import finish_snapshot, write_buffers, write_part
+from tiermem.checkpoint.tensor_file import read_text
+from tiermem.checkpoint.writing import Part, finish_snapshot, write_buffers, write_part
 from tiermem.memory.heap import trim_heap
-from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.commits import Commits, PendingCommit, UpdateWaiter
+from tiermem.runtime.company import Company, together
 from tiermem.runtime.storage import Storage
-from tiermem.zero3.layout import UnitLayout
 
 
 class PendingSnapshot(PendingCommit):
@@ -45,8 +49,8 @@ class Snapshots:
         storage: Storage,
         updates: UpdateWaiter,
         commits: Commits,
-        layouts: Sequence[UnitLayout],
-        states: Mapping[int, UnitState],
+        blueprint: Blueprint,
+        company: Company,
         *,
         second_copy: bool,
     ) -> None:
@@ -54,18 +58,37 @@ class Snapshots:
         self._storage = storage
         self._updates = updates
         self._commits = commits
-        self._layouts = layouts
-        self._states = states
+        self._blueprint = blueprint
+        self._company = company
         self._second_copy = second_copy
         self._last: PendingSnapshot | None = None
         self._marked: Future[Mark | None] = Future()
 
-    def start(self, draft: Draft, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> PendingSnapshot:
-        """Write the state after the updates queued so far. Waits for an earlier snapshot, and raises its error once.
+    def begin(self, path: str | os.PathLike[str], *, stall_seconds: float) -> Draft:
+        """The folder of the next snapshot, one for all ranks; waits for the one before, and for a commit if need be.
 
-        `buffers` are copies.
+        Commits and snapshots of several ranks speak over one line, so one follows the other.
         """
         self.close()
+        company = self._company
+        if company.size > 1:
+            self._commits.wait_open()
+
+        def first() -> Draft | None:
+            return Draft(path, stall_seconds=stall_seconds) if company.rank == 0 else None
+
+        draft = company.together("begin a snapshot", first, undo=lambda begun: begun.abandon() if begun else None)
+        name = company.computing.tell_text(draft.folder.name if draft else "")[0]
+        folder = Path(os.path.abspath(os.path.expanduser(os.fspath(path)))).parent / name
+        return draft or Draft(path, stall_seconds=stall_seconds, folder=folder)
+
+    def wait_line(self) -> None:
+        """Wait until the ranks' line for commits is free."""
+        if self._company.size > 1 and self._last is not None:
+            self._last.wait_ended()
+
+    def start(self, draft: Draft, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> PendingSnapshot:
+        """Write the state after the updates queued so far into what `begin` gave. `buffers` are copies."""
         pending = self._last = PendingSnapshot(self._storage.pager)
         self._marked = Future()
         arguments = (pending, self._marked, draft, record, buffers, self._updates.unfinished())
@@ -109,9 +132,7 @@ class Snapshots:
                 self._updates.raise_failed()
                 mark = self._storage.pager.start_save(DURABLE, generations.mark).result()
                 marked.set_result(mark)
-                shard = MarkedShard(MarkedPages(self._storage.space, mark), self._layouts, self._states)
-                parts = [write_part(draft, shard), write_buffers(draft, buffers)]
-                finish_snapshot(draft, parts, record, seconds=time.time())
+                self._write(draft, mark, record, buffers)
         except BaseException as raised:  # noqa: BLE001 - kept in the future for whoever asks
             error = raised
         trim_heap()  # what joining masters needed lies outside the budget, and would stay with this thread's heap
@@ -123,3 +144,37 @@ class Snapshots:
             pending.future.set_exception(error)
         else:
             pending.future.set_result(None)
+
+    def _write(self, draft: Draft, mark: Mark, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+        blueprint, line, rank = self._blueprint, self._company.committing, self._company.rank
+        shard = MarkedShard(MarkedPages(self._storage.space, mark), blueprint.shards, blueprint.states)
+        count = sum(len(layout.slots) for layout in blueprint.layouts)
+        told = line.tell([int(number in shard.moments) for number in range(count)])
+        shard.agree({number for number in range(count) if any(own[number] for own in told)})
+
+        def write() -> None:
+            part = write_part(draft, shard, rank=rank)
+            if rank == 0:
+                parts.append(part)
+            else:  # too long to be told: the first rank reads it, and takes it away
+                draft.text(_told(rank), json.dumps({"part": part.to_text(), "random": record["random"][0]}))
+
+        def finish() -> None:
+            for other in range(1, self._company.size) if rank == 0 else ():
+                found = json.loads(read_text(draft.folder / _told(other)))
+                (draft.folder / _told(other)).unlink()
+                parts.append(Part.from_text(found["part"]))
+                states.append(found["random"])
+            if rank == 0:
+                parts.append(write_buffers(draft, buffers))
+                whole = {**record, "random": states}
+                finish_snapshot(draft, parts, whole, seconds=time.time(), world_size=self._company.size)
+
+        parts: list[Part] = []
+        states = list(record["random"])
+        together(line, "write its part of the snapshot", write)
+        together(line, "finish the snapshot", finish)
+
+
+def _told(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
