@@ -45,6 +45,7 @@ def train(
     swap_dir: options.SwapDir = None,
     update: options.Update = None,
     param_dtype: options.ParamDtype = None,
+    moments: options.Moments = None,
     config: options.ConfigFile = None,
     gradient_checkpointing: options.GradientCheckpointing = False,
     resume: options.Resume = False,
@@ -83,7 +84,7 @@ def train(
     base = load_config(config)
     asked = swap_dir or (base.swap_paths if base else ())
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
-    overrides |= {"update": update, "param_dtype": param_dtype}
+    overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
     with swap_directories(asked, keep=what.commits) as directories, launched() as launch:
         report = run(what, make_config(base, directories, overrides), launch.progress(), launch)
     if json and launch.rank == 0:

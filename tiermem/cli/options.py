@@ -46,6 +46,9 @@ Update = Annotated[str | None, typer.Option("--update", help="When states are up
 ParamDtype = Annotated[
     str | None, typer.Option("--param-dtype", help="What the model computes in: bfloat16, float32, float16.")
 ]
+Moments = Annotated[
+    str | None, typer.Option("--moments", help="How AdamW's moments are kept: float32, or int8 in blocks.")
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A tiermem configuration file; options go on top.")]
 GradientCheckpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward instead of keeping them.")

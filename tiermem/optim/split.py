@@ -11,14 +11,17 @@ The parameter is the master rounded to nearest, ties to even; the remainder is t
 signed number the remainder is the distance from the parameter, so that (parameter << 16) + remainder is the master;
 at the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits
 cannot do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this parameter",
-is kept in the sign bit of the second moment, which is never negative. About one element in 131072 carries it, so both
-directions look for candidates with one quick pass and mend them one by one.
+is kept in the sign bit of a float32 second moment, which is never negative (`SignMarks`), or in a plane of single bits
+where moments have 8 bits (`BitMarks`). About one element in 131072 carries it, so both directions look for
+candidates with one quick pass and mend them one by one.
 
 float16 has too few exponent bits for any 16-bit remainder: there the tile holds the whole master. float32 parameters
 are their own masters.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,47 +33,99 @@ _SIGN = np.int32(-0x80000000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-def join(
-    parameter: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    master: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
-    """Write the masters of a slice into `master` and clear the tie marks in `exp_avg_sq`.
+Indices = npt.NDArray[np.intp]
 
-    All are 1-D of one length: `parameter` bfloat16, `remainder` int16, `exp_avg_sq` and `master` float32, `scratch`
-    int32 with undefined contents.
+
+class Marks(Protocol):
+    """Where the marks of a slice are kept."""
+
+    def find(self, scratch: torch.Tensor) -> Indices:
+        """The marked elements, and perhaps some more. `scratch` as for `join`."""
+
+    def set(self, elements: Indices) -> None:
+        """Mark these elements; none is marked yet."""
+
+    def clear(self, elements: Indices) -> None:
+        """Take the marks of these elements away, which are all that are marked."""
+
+
+class SignMarks:
+    """Marks in the sign bits of a second moment: 1-D float32."""
+
+    def __init__(self, exp_avg_sq: torch.Tensor) -> None:
+        self._bits = exp_avg_sq.view(torch.int32).numpy()
+
+    def find(self, scratch: torch.Tensor) -> Indices:
+        """The elements with a sign: a NaN may be negative on its own account."""
+        flags = _flags(scratch, self._bits.size)
+        np.less(self._bits, 0, out=flags)
+        return np.flatnonzero(flags)
+
+    def set(self, elements: Indices) -> None:
+        """Give these elements a sign."""
+        self._bits[elements] |= _SIGN
+
+    def clear(self, elements: Indices) -> None:
+        """Take the signs away."""
+        self._bits[elements] &= _MAGNITUDE
+
+
+class BitMarks:
+    """Marks in a plane of bits: 1-D uint8, element i is bit i % 8 of byte i // 8."""
+
+    def __init__(self, bits: torch.Tensor) -> None:
+        self._bits = bits.numpy()
+
+    def find(self, scratch: torch.Tensor) -> Indices:  # noqa: ARG002 - part of the protocol
+        """The elements whose bits are set."""
+        filled = np.flatnonzero(self._bits)
+        if not filled.size:
+            return filled
+        which, bit = np.nonzero(np.unpackbits(self._bits[filled, None], axis=1, bitorder="little"))
+        return filled[which] * 8 + bit
+
+    def set(self, elements: Indices) -> None:
+        """Set the bits of these elements."""
+        np.bitwise_or.at(self._bits, elements // 8, (1 << (elements % 8)).astype(np.uint8))
+
+    def clear(self, elements: Indices) -> None:
+        """Clear the bytes of these elements."""
+        self._bits[elements // 8] = 0
+
+
+def join(
+    parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks, master: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """Write the masters of a slice into `master` and clear the tie marks.
+
+    All tensors are 1-D of one length: `parameter` bfloat16, `remainder` int16, `master` float32, `scratch` int32 with
+    undefined contents.
     """
     bits = master.view(torch.int32)
     master.copy_(parameter)
     scratch.copy_(remainder)
     bits.add_(scratch)
-    marked = _marked(exp_avg_sq, remainder, scratch)
+    marked = _marked(marks, remainder, scratch)
     if marked.size:
         bits.numpy()[marked] += _STEP
-        exp_avg_sq.view(torch.int32).numpy()[marked] &= _MAGNITUDE
+        marks.clear(marked)
 
 
-def joined(parameter: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
+def joined(parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks) -> torch.Tensor:
     """Return the masters of a slice as a new float32 tensor; nothing is changed."""
     master = parameter.to(torch.float32)
     bits = master.view(torch.int32)
     bits.add_(remainder.to(torch.int32))
-    marked = _marked(exp_avg_sq, remainder, torch.empty_like(bits))
+    marked = _marked(marks, remainder, torch.empty_like(bits))
     if marked.size:
         bits.numpy()[marked] += _STEP
     return master
 
 
 def split(
-    master: torch.Tensor,
-    parameter: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scratch: torch.Tensor,
+    master: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks, scratch: torch.Tensor
 ) -> None:
-    """Write `master` into `parameter` and `remainder`, and the tie marks into `exp_avg_sq` (which has none).
+    """Write `master` into `parameter` and `remainder`, and the tie marks into `marks` (which has none).
 
     Shapes and dtypes as for `join`.
     """
@@ -85,18 +140,15 @@ def split(
         return
     values = master.numpy()[ties]
     low[ties[np.isnan(values)]] = 0  # so that a mark never meets a NaN, which one more step could turn into a number
-    above = ties[(values.view(np.int32) & _STEP == 0) & ~np.isnan(values)]
-    exp_avg_sq.view(torch.int32).numpy()[above] |= _SIGN
+    marks.set(ties[(values.view(np.int32) & _STEP == 0) & ~np.isnan(values)])
 
 
-def _marked(exp_avg_sq: torch.Tensor, remainder: torch.Tensor, scratch: torch.Tensor) -> npt.NDArray[np.intp]:
-    flags = _flags(scratch, exp_avg_sq.numel())
-    np.less(exp_avg_sq.view(torch.int32).numpy(), 0, out=flags)
-    negative = np.flatnonzero(flags)
-    if not negative.size:
-        return negative
-    # A NaN moment may be negative on its own account: only a tie can be marked.
-    marked: npt.NDArray[np.intp] = negative[remainder.numpy()[negative] == _TIE]
+def _marked(marks: Marks, remainder: torch.Tensor, scratch: torch.Tensor) -> Indices:
+    found = marks.find(scratch)
+    if not found.size:
+        return found
+    # Only a tie can be marked.
+    marked: Indices = found[remainder.numpy()[found] == _TIE]
     return marked
 
 
