@@ -18,6 +18,9 @@ Seq = Annotated[int, typer.Option("--seq", min=2, help="Tokens in a sequence.")]
 Accumulate = Annotated[
     int, typer.Option("--accumulate", min=1, help="Batches whose gradients are added up for a step.")
 ]
+Vertical = Annotated[
+    bool, typer.Option("--vertical", help="Take all batches of a step through a unit before the next unit.")
+]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of AdamW.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the batches.")]
 Text = Annotated[
