@@ -12,8 +12,8 @@ signed number the remainder is the distance from the parameter, so that (paramet
 at the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits
 cannot do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this parameter",
 is kept in the sign bit of a float32 second moment, which is never negative (`SignMarks`), or in a plane of single bits
-where moments have 8 bits (`BitMarks`). About one element in 131072 carries it, so both directions look for
-candidates with one quick pass and mend them one by one.
+where moments have 8 bits (`BitMarks`). Only remainders of 0x8000 can carry it, about one in 65536, so both directions
+look for those with one quick pass over the remainders and mend them one by one.
 
 float16 has too few exponent bits for any 16-bit remainder: there the tile holds the whole master. float32 parameters
 are their own masters.
@@ -37,16 +37,16 @@ Indices = npt.NDArray[np.intp]
 
 
 class Marks(Protocol):
-    """Where the marks of a slice are kept."""
+    """Where the marks of a slice are kept. `elements` are few."""
 
-    def find(self, scratch: torch.Tensor) -> Indices:
-        """The marked elements, and perhaps some more. `scratch` as for `join`."""
+    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
+        """Which of these elements are marked."""
 
     def set(self, elements: Indices) -> None:
-        """Mark these elements; none is marked yet."""
+        """Mark these elements; none of the slice is marked yet."""
 
     def clear(self, elements: Indices) -> None:
-        """Take the marks of these elements away, which are all that are marked."""
+        """Take the marks of these elements away, which are all there are."""
 
 
 class SignMarks:
@@ -55,11 +55,10 @@ class SignMarks:
     def __init__(self, exp_avg_sq: torch.Tensor) -> None:
         self._bits = exp_avg_sq.view(torch.int32).numpy()
 
-    def find(self, scratch: torch.Tensor) -> Indices:
-        """The elements with a sign: a NaN may be negative on its own account."""
-        flags = _flags(scratch, self._bits.size)
-        np.less(self._bits, 0, out=flags)
-        return np.flatnonzero(flags)
+    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
+        """Those with a sign."""
+        signs: npt.NDArray[np.bool_] = self._bits[elements] < 0
+        return signs
 
     def set(self, elements: Indices) -> None:
         """Give these elements a sign."""
@@ -76,13 +75,10 @@ class BitMarks:
     def __init__(self, bits: torch.Tensor) -> None:
         self._bits = bits.numpy()
 
-    def find(self, scratch: torch.Tensor) -> Indices:  # noqa: ARG002 - part of the protocol
-        """The elements whose bits are set."""
-        filled = np.flatnonzero(self._bits)
-        if not filled.size:
-            return filled
-        which, bit = np.nonzero(np.unpackbits(self._bits[filled, None], axis=1, bitorder="little"))
-        return filled[which] * 8 + bit
+    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
+        """Those whose bit is set."""
+        marked: npt.NDArray[np.bool_] = (self._bits[elements // 8] >> (elements % 8).astype(np.uint8)) & 1 != 0
+        return marked
 
     def set(self, elements: Indices) -> None:
         """Set the bits of these elements."""
@@ -105,10 +101,10 @@ def join(
     master.copy_(parameter)
     scratch.copy_(remainder)
     bits.add_(scratch)
-    marked = _marked(marks, remainder, scratch)
-    if marked.size:
-        bits.numpy()[marked] += _STEP
-        marks.clear(marked)
+    ties = _ties(remainder, scratch)
+    marked = ties[marks.of(ties)]
+    bits.numpy()[marked] += _STEP
+    marks.clear(marked)
 
 
 def joined(parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks) -> torch.Tensor:
@@ -116,9 +112,8 @@ def joined(parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks) -> to
     master = parameter.to(torch.float32)
     bits = master.view(torch.int32)
     bits.add_(remainder.to(torch.int32))
-    marked = _marked(marks, remainder, torch.empty_like(bits))
-    if marked.size:
-        bits.numpy()[marked] += _STEP
+    ties = _ties(remainder, torch.empty_like(bits))
+    bits.numpy()[ties[marks.of(ties)]] += _STEP
     return master
 
 
@@ -132,26 +127,17 @@ def split(
     bits = master.view(torch.int32)
     parameter.copy_(master)
     remainder.copy_(bits)  # keeps the low 16 bits
-    flags = _flags(scratch, remainder.numel())
-    low = remainder.numpy()
-    np.equal(low, _TIE, out=flags)
-    ties = np.flatnonzero(flags)
-    if not ties.size:
-        return
+    ties = _ties(remainder, scratch)
     values = master.numpy()[ties]
-    low[ties[np.isnan(values)]] = 0  # so that a mark never meets a NaN, which one more step could turn into a number
+    remainder.numpy()[ties[np.isnan(values)]] = (
+        0  # so that a mark never meets a NaN, which one more step could turn into a number
+    )
     marks.set(ties[(values.view(np.int32) & _STEP == 0) & ~np.isnan(values)])
 
 
-def _marked(marks: Marks, remainder: torch.Tensor, scratch: torch.Tensor) -> Indices:
-    found = marks.find(scratch)
-    if not found.size:
-        return found
-    # Only a tie can be marked.
-    marked: Indices = found[remainder.numpy()[found] == _TIE]
-    return marked
-
-
-def _flags(scratch: torch.Tensor, numel: int) -> npt.NDArray[np.bool_]:
-    flags: npt.NDArray[np.bool_] = scratch.numpy().view(np.bool_)[:numel]
-    return flags
+def _ties(remainder: torch.Tensor, scratch: torch.Tensor) -> Indices:
+    """The elements of the slice whose remainder is half a step."""
+    low = remainder.numpy()
+    flags: npt.NDArray[np.bool_] = scratch.numpy().view(np.bool_)[: low.size]
+    np.equal(low, _TIE, out=flags)
+    return np.flatnonzero(flags)
