@@ -31,7 +31,6 @@ from tiermem.optim.tiles import SEGMENT_ALIGNMENT
 from tiermem.optim.updates import Settings
 
 SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
-CODED_SLICE_NUMEL = 131072  # of 8-bit moments, which need more scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,7 @@ class Workspace:
         if slice_numel <= 0 or slice_numel % SEGMENT_ALIGNMENT:
             raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
         self.slice_numel = slice_numel
-        self.coded_slice_numel = min(block_count(slice_numel) * BLOCK_NUMEL, CODED_SLICE_NUMEL)
-        numel = max(slice_numel, self.coded_slice_numel)
+        self.coded_slice_numel = numel = block_count(slice_numel) * BLOCK_NUMEL
         self.master = torch.empty(numel, dtype=torch.float32)
         self.grad = torch.empty(numel, dtype=torch.float32)
         self.integers = torch.empty(numel, dtype=torch.int32)
