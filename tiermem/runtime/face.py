@@ -7,7 +7,7 @@ Guarantees that a closed runtime says so, and that closing twice is harmless.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -272,7 +272,7 @@ class Runtime:
                         house.states.store_moments(unit, slot.parameter, *moments)
 
     def forward_backward(
-        self, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor] | None = None
+        self, micro_batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Forward and backward of several micro-batches together: each unit is brought once per pass for all of them.
 
@@ -285,7 +285,7 @@ class Runtime:
             micro_batches: whatever `loss` takes; they must not depend on each other's results.
             loss: computes the tensor to go backward from, on a thread of its own; divide by the number of micro-batches
                 in it for a mean. Default: micro-batches are keyword arguments of the model, and the loss is
-                `model(**micro_batch).loss / len(micro_batches)`.
+                `model(**micro_batch).loss` divided by their number.
 
         Returns the losses, detached. Raises the error of the first micro-batch that fails, after the others have ended;
         `optimizer.zero_grad()` forgets what they left, as after any backward that fails.

@@ -12,7 +12,7 @@ from torch's global generator, which goes on after that. Python's and numpy's ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,7 +28,7 @@ Loss = Callable[[Any], torch.Tensor]
 _AUTOCAST = ("cpu", "cuda")
 
 
-def forward_backward(house: House, micro_batches: Sequence[Any], loss: Loss | None) -> list[torch.Tensor]:
+def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | None) -> list[torch.Tensor]:
     """See `Runtime.forward_backward`."""
     if not torch.is_grad_enabled():
         raise TiermemError("forward_backward under torch.no_grad(): there would be nothing to go backward through")
@@ -36,12 +36,13 @@ def forward_backward(house: House, micro_batches: Sequence[Any], loss: Loss | No
     if scheduler.lockstep is not None:
         raise TiermemError("forward_backward inside forward_backward: a micro-batch cannot bring micro-batches")
     scheduler.settle()
-    count = len(micro_batches)
+    batches = list(micro_batches)
+    count = len(batches)
     seeds = torch.randint(2**63 - 1, (count,)).tolist() if count else []
     kept = _generators()
     surroundings = Surroundings()
     measure = loss if loss is not None else _model_loss(house.divided.model, count)
-    passages = [Passage(measure, batch, seed, surroundings) for batch, seed in zip(micro_batches, seeds, strict=True)]
+    passages = [Passage(measure, batch, seed, surroundings) for batch, seed in zip(batches, seeds, strict=True)]
     scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce)
     try:
         scheduler.lockstep.run(passages)
