@@ -186,3 +186,28 @@ def test_state_takes_less_than_half_of_the_bytes(tmp_path):
     assert 4.1 < taken["int8"] < 4.17
     least = [least_budget(WideIn(), tmp_path, moments=moments) for moments in taken]
     assert least[1] < least[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_snapshot_is_continued_with_the_same_bits_in_the_same_tiles(dtype, tmp_path):
+    """With other tiles blocks begin elsewhere, and moments are rounded once more; also with int8 from float32."""
+    settings = {"param_dtype": dtype, "moments": "int8"}
+    losses, state = undisturbed(tmp_path / "plain", 4, **settings)
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    first = Training(make_config(tmp_path / "first", **settings))
+    found = [first.step() for _ in range(2)]
+    extra = {"step": first.done, "scheduler": first.scheduler.state_dict()}
+    first.runtime.snapshot(tmp_path / "copy", extra).wait()
+    before = first.state()
+    first.close()
+    second = Training(make_config(tmp_path / "second", **settings), resume=tmp_path / "copy")
+    check_equal(second.state(), before)
+    found += [second.step() for _ in range(2)]
+    check_equal(second.state(), state)
+    assert found == losses
+    second.close()
+    exact = Training(make_config(tmp_path / "third", param_dtype=dtype), resume=tmp_path / "copy")
+    check_equal(exact.state(), before)
+    exact.step()
+    exact.close()

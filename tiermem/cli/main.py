@@ -17,6 +17,7 @@ from rich.console import Console
 
 import swap
 from tiermem.cli import options, snapshot_commands
+from tiermem.cli.report import TrainReport
 from tiermem.errors import TiermemError
 
 INTERRUPTED = 130
@@ -89,9 +90,15 @@ def train(
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
     with swap_directories(asked, keep=what.commits) as directories, launched() as launch:
         report = run(what, make_config(base, directories, overrides), launch.progress(), launch)
-    if json and launch.rank == 0:
+    if launch.rank == 0:
+        show_training(report, json=json)
+
+
+def show_training(report: TrainReport, *, json: bool) -> None:
+    """Print how a training went."""
+    if json:
         print_object(report.to_json())
-    elif launch.rank == 0:
+    else:
         Console().print(report.to_table(), report.to_sentence(), sep="\n", highlight=False)
 
 

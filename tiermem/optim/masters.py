@@ -93,7 +93,10 @@ class StateStore:
         return state.cuts(segment)
 
     def read_cut(self, unit: int, parameter: int, cut: TileRange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Master and both moments of a part of a parameter, each float32 and 1-D; its tile is read once."""
+        """Master and both moments of a part of a parameter, each float32 and 1-D; its tile is read once.
+
+        A part of a cut begins at a multiple of 256 elements from its start, and ends at one or where the cut does.
+        """
         state, segment = self._find(unit, parameter)
         key = PageKey(unit, Kind.PARAM)
         held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
@@ -104,7 +107,7 @@ class StateStore:
             held.release()
         master, first, second = (torch.zeros(cut.length) for _ in range(3))
 
-        def copy(planes: StatePlanes) -> None:
+        def copy(planes: Planes) -> None:
             _copy_master(narrow, master, planes)
             _copy_moments(first, second, planes)
 
@@ -115,7 +118,7 @@ class StateStore:
     def store_cut(
         self, unit: int, parameter: int, cut: TileRange, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
     ) -> None:
-        """Overwrite both moments of a part of a parameter; else as `store_moments`."""
+        """Overwrite both moments of a part of a parameter; else as `store_moments`. Parts as for `read_cut`."""
         state, _ = self._find(unit, parameter)
         self._write(state, cut, partial(_set_moments, exp_avg, exp_avg_sq))
 

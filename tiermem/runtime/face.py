@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,7 +101,7 @@ def offload(
         raise
 
 
-class Runtime:
+class Runtime(AbstractContextManager["Runtime"]):
     """A model that is offloaded. Made by `offload`; a context manager that closes."""
 
     def __init__(self, house: House, config: Config | None = None) -> None:
@@ -317,9 +317,6 @@ class Runtime:
         finally:
             self._closed = True
             house.close(remove=remove)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
