@@ -175,7 +175,7 @@ def test_writing_parameters_leaves_moments_as_they_are(tmp_path):
 
 def test_state_takes_less_than_half_of_the_bytes(tmp_path):
     """bfloat16 parameters: 10 bytes of state per element, and about 4; the least budget shrinks with it."""
-    from tiermem.runtime.house import draw
+    from tiermem.runtime.blueprint import draw
 
     taken = {}
     for moments in ("float32", "int8"):

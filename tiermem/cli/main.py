@@ -90,15 +90,14 @@ def train(
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
     with swap_directories(asked, keep=what.commits) as directories, launched() as launch:
         report = run(what, make_config(base, directories, overrides), launch.progress(), launch)
-    if launch.rank == 0:
-        show_training(report, json=json)
+    show_training(report, rank=launch.rank, json=json)
 
 
-def show_training(report: TrainReport, *, json: bool) -> None:
-    """Print how a training went."""
-    if json:
+def show_training(report: TrainReport, *, rank: int, json: bool) -> None:
+    """Print how a training went; rank 0 does."""
+    if json and rank == 0:
         print_object(report.to_json())
-    else:
+    elif rank == 0:
         Console().print(report.to_table(), report.to_sentence(), sep="\n", highlight=False)
 
 
