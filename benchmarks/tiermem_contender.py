@@ -1,4 +1,8 @@
-"""tiermem, with the fields of `tiermem.Config` given as settings."""
+"""tiermem, with the fields of `tiermem.Config` given as settings.
+
+Two settings more: `accumulate`, micro-batches in a step (the batch and shifts of it), and `vertical=yes`: all of them
+go through a unit before the next unit.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,28 @@ def main() -> None:
     job = read_job()
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
-    config = tiermem.Config(**{"param_dtype": "bfloat16", **job.settings}, swap_dirs=[str(job.directory)])
+    settings = {"param_dtype": "bfloat16", **job.settings}
+    count, vertical = int(settings.pop("accumulate", 1)), settings.pop("vertical", "no") == "yes"
+    config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
     stalls, read, written = [], [], []
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
+        def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count
+            return loss
+
         def step(tokens: torch.Tensor) -> float:
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
+            micro_batches = [tokens.roll(shift, 1) for shift in range(count)]
+            if vertical:
+                losses = runtime.forward_backward(micro_batches, loss_of)
+            else:
+                losses = []
+                for micro_batch in micro_batches:
+                    losses.append(loss_of(micro_batch))
+                    losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
             last = runtime.statistics().last
@@ -32,7 +48,7 @@ def main() -> None:
             stalls.append(last.stall_seconds)
             read.append(last.bytes_read)
             written.append(last.bytes_written)
-            return float(loss.detach())
+            return sum(float(loss.detach()) for loss in losses)
 
         parameters = sum(parameter.numel() for parameter in model.parameters())
         measure(

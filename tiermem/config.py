@@ -47,7 +47,7 @@ class Config:
     host_memory: model state in host memory, a hard budget; "auto" plans it, see `resolve_host_memory`.
     swap_dirs: one or more directories; what is paged out is striped over them. Kept as a tuple of text.
     param_dtype: what forward and backward compute in; a torch dtype is accepted and kept as its name.
-    moments: how AdamW's moments are kept: "float32", or "int8" in blocks.
+    moments: how AdamW's moments are kept: "float32", or "int8" in blocks (small ones and embeddings stay float32).
     update: when a unit is updated: "backward", "forward", "step" or "auto". The same bits, other overlap.
     stage: ZeRO stage over ranks: 1 shards optimizer states, 2 gradients too, 3 parameters too.
     block_size: bytes per I/O submission.

@@ -45,6 +45,17 @@ def test_tiermem_runs_beside_plain_and_its_schedules_agree(tmp_path: Path) -> No
     assert len(backward["details"]["bytes_read"]) == 7
 
 
+def test_micro_batches_in_a_loop_and_together_have_the_same_losses(tmp_path: Path) -> None:
+    results, settings = tmp_path / "results", "host_memory=8MiB,update=forward,moments=int8,accumulate=3"
+    contenders = ["--no-plain", "--tiermem", settings, "--tiermem", f"{settings},vertical=yes"]
+    done = run_benchmark(*contenders, "--directory", str(tmp_path), "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    (raw,) = results.glob("*.json")
+    loop, together = json.loads(raw.read_text())["runs"]
+    assert loop["losses"] == together["losses"]
+    assert sum(together["details"]["bytes_read"]) <= sum(loop["details"]["bytes_read"])
+
+
 def test_a_contender_that_fails_is_said() -> None:
     done = run_benchmark("--no-plain", "--tiermem", "no_such_field=1")
     assert done.returncode == 1

@@ -36,6 +36,21 @@ def test_a_model_beyond_its_budget_learns(tmp_path: Path, update: str) -> None:
     assert list(tmp_path.iterdir()) == [], "swap files were left behind"
 
 
+def test_vertical_accumulation_has_the_same_losses_and_reads_less(tmp_path: Path) -> None:
+    """And 8-bit moments on top of it."""
+    found = []
+    for vertical in ([], ["--vertical"]):
+        done = run_train(
+            *("--model", "llama-5m", "--steps", "3", "--batch", "1", "--seq", "32", "--accumulate", "4", "--json"),
+            *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", "forward", "--moments", "int8"),
+            *vertical,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["steps"])
+    assert [step["loss"] for step in found[0]] == [step["loss"] for step in found[1]]
+    assert found[1][-1]["bytes_read"] < 0.6 * found[0][-1]["bytes_read"]
+
+
 def test_an_impossible_budget_is_one_line(tmp_path: Path) -> None:
     done = run_train("--model", "llama-tiny", "--steps", "1", "--host-memory", "4KiB", "--swap-dir", str(tmp_path))
     assert done.returncode == 1

@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 
 from tiermem.errors import InvariantError
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
-from tiermem.optim.tiles import state_nbytes, state_planes
+from tiermem.optim.planes import StatePlanes, tile_planes
+from tiermem.optim.split import split
+from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
+
+
+def a_unit(dtype: torch.dtype, numel: int) -> UnitState:
+    return UnitState(0, dtype, (Segment(0, 0, numel),), numel, -(-numel // 2048) * 2048)
+
+
+def planes_of(dtype: torch.dtype, numel: int, buffer: torch.Tensor | None = None) -> StatePlanes:
+    state = a_unit(dtype, numel)
+    return tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8) if buffer is None else buffer, state, 0)
 
 
 def reference(master: torch.Tensor, lr: float, decay: float, gradients: list[torch.Tensor], dtype: torch.dtype) -> dict:
@@ -41,13 +52,11 @@ def test_same_bits_for_any_slicing(
         bits = master.view(torch.int32)
         bits[::3] = (bits[::3] & -0x10000) | 0x8000
     gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(4)]
-    planes = state_planes(torch.zeros(state_nbytes(dtype, numel), dtype=torch.uint8), dtype, numel)
+    planes = planes_of(dtype, numel)
     parameter = master.to(dtype, copy=True)
     if dtype == torch.bfloat16:
-        from tiermem.optim.split import split
-
         scratch = torch.empty(numel, dtype=torch.int32)
-        split(master, parameter, planes.remainder, planes.exp_avg_sq, scratch)
+        split(master, parameter, planes.remainder, planes.marks, scratch)
     if dtype == torch.float16:
         planes.master.copy_(master)
     workspace = Workspace(slice_numel)
@@ -61,9 +70,9 @@ def test_same_bits_for_any_slicing(
 
 def test_elements_outside_the_runs_are_not_touched() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        buffer = torch.randint(0, 100, (state_nbytes(dtype, 512),), dtype=torch.uint8)
+        buffer = torch.randint(0, 100, (a_unit(dtype, 512).state_nbytes(0),), dtype=torch.uint8)
         parameter, before = torch.ones(512, dtype=dtype), buffer.clone()
-        planes, old = state_planes(buffer, dtype, 512), state_planes(before, dtype, 512)
+        planes, old = planes_of(dtype, 512, buffer), planes_of(dtype, 512, before)
         run = Run(128, 100, Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1))
         adamw_tile(parameter, torch.ones(512, dtype=dtype), planes, [run], Workspace(64))
         outside = torch.ones(512, dtype=torch.bool)
@@ -81,7 +90,7 @@ def test_scaling_happens_in_the_gradients_dtype_and_leaves_them_alone(dtype: tor
     scaled = gradient * 0.3
     results = []
     for grad, scale in ((gradient, 0.3), (scaled, 1.0)):
-        planes = state_planes(torch.zeros(state_nbytes(dtype, 3000), dtype=torch.uint8), dtype, 3000)
+        planes = planes_of(dtype, 3000)
         parameter, before = torch.ones(3000, dtype=dtype), grad.clone()
         run = Run(0, 3000, Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1))
         adamw_tile(parameter, grad, planes, [run], Workspace(256), scale)
@@ -92,7 +101,7 @@ def test_scaling_happens_in_the_gradients_dtype_and_leaves_them_alone(dtype: tor
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    planes = state_planes(torch.zeros(state_nbytes(torch.float32, 64), dtype=torch.uint8), torch.float32, 64)
+    planes = planes_of(torch.float32, 64)
     with pytest.raises(InvariantError):
         adamw_tile(torch.zeros(64), torch.zeros(32), planes, [], Workspace(64))
     with pytest.raises(InvariantError):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.optim.split import join, joined, split
+from tiermem.optim.split import BitMarks, SignMarks, join, joined, split
 
 HIGH = st.one_of(
     st.integers(0, 0xFFFF),
@@ -27,16 +27,23 @@ def check_round_trip(master: torch.Tensor, moment: torch.Tensor) -> None:
     remainder = torch.empty(numel, dtype=torch.int16)
     scratch = torch.empty(numel, dtype=torch.int32)
     exp_avg_sq, back = moment.clone(), torch.empty(numel)
-    split(master, parameter, remainder, exp_avg_sq, scratch)
+    marks = SignMarks(exp_avg_sq)
+    split(master, parameter, remainder, marks, scratch)
     assert torch.equal(parameter.view(torch.int16), master.to(torch.bfloat16).view(torch.int16))
     assert torch.equal(exp_avg_sq.abs().view(torch.int32), moment.abs().view(torch.int32))
-    copy = joined(parameter, remainder, exp_avg_sq)
-    join(parameter, remainder, exp_avg_sq, back, scratch)
+    copy = joined(parameter, remainder, marks)
+    join(parameter, remainder, marks, back, scratch)
     assert torch.equal(copy.view(torch.int32), back.view(torch.int32))
     nan = master.isnan()
     assert torch.equal(back.isnan(), nan)
     assert torch.equal(back.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
     assert torch.equal(exp_avg_sq.view(torch.int32), moment.view(torch.int32))
+    plane, other = torch.zeros(-(-numel // 8), dtype=torch.uint8), torch.empty(numel)
+    split(master, parameter, remainder, BitMarks(plane), scratch)
+    assert torch.equal(joined(parameter, remainder, BitMarks(plane)).view(torch.int32), copy.view(torch.int32))
+    join(parameter, remainder, BitMarks(plane), other, scratch)
+    assert torch.equal(other.view(torch.int32), back.view(torch.int32))
+    assert not plane.any()
 
 
 @given(st.lists(st.tuples(HIGH, LOW), min_size=1, max_size=70))
@@ -63,8 +70,8 @@ def test_a_nan_moment_is_not_taken_for_a_mark() -> None:
     master = from_bits(np.array([0x3F800000, 0x7FC08000, 0x3F818001]))
     parameter, remainder = torch.empty(3, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int16)
     scratch, back = torch.empty(3, dtype=torch.int32), torch.empty(3)
-    split(master, parameter, remainder, negative_nan, scratch)
-    join(parameter, remainder, negative_nan, back, scratch)
+    split(master, parameter, remainder, SignMarks(negative_nan), scratch)
+    join(parameter, remainder, SignMarks(negative_nan), back, scratch)
     assert back[0] == master[0]
     assert back[1].isnan()
     assert back[2] == master[2]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError, InvariantError
-from tiermem.optim.tiles import Segment, UnitState, state_nbytes, state_planes
+from tiermem.optim.planes import tile_planes
+from tiermem.optim.tiles import Segment, UnitState
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -16,8 +17,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @given(st.sampled_from(DTYPES), st.integers(1, 5000))
 @settings(deadline=None, max_examples=50)
 def test_planes_are_aligned_and_apart(dtype: torch.dtype, numel: int) -> None:
-    buffer = torch.zeros(state_nbytes(dtype, numel), dtype=torch.uint8)
-    planes = state_planes(buffer, dtype, numel)
+    state = UnitState(0, dtype, (Segment(0, 0, numel),), numel, 8192)
+    buffer = torch.zeros(state.state_nbytes(0), dtype=torch.uint8)
+    planes = tile_planes(buffer, state, 0)
     views = [v for v in (planes.remainder, planes.master, planes.exp_avg, planes.exp_avg_sq) if v is not None]
     end = buffer.data_ptr()
     for view in views:
@@ -30,7 +32,8 @@ def test_planes_are_aligned_and_apart(dtype: torch.dtype, numel: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 8), (torch.bfloat16, 10), (torch.float16, 12)])
 def test_bytes_per_element(dtype: torch.dtype, per_element: int) -> None:
-    assert state_nbytes(dtype, 2048) == 2048 * per_element
+    state = UnitState(0, dtype, (Segment(0, 0, 2048),), 2048, 2048)
+    assert state.state_nbytes(0) == 2048 * per_element
 
 
 def test_the_last_tile_is_short() -> None:
@@ -59,4 +62,4 @@ def test_broken_layouts_are_refused(dtype: torch.dtype, segments: tuple, numel: 
 
 def test_a_buffer_too_small_is_refused() -> None:
     with pytest.raises(InvariantError):
-        state_planes(torch.zeros(100, dtype=torch.uint8), torch.float32, 64)
+        tile_planes(torch.zeros(100, dtype=torch.uint8), UnitState(0, torch.float32, (), 64, 2048), 0)

@@ -22,8 +22,10 @@ def unit_sizes(draw: st.DrawFn) -> UnitSize:
         param_nbytes=(trainable + frozen) * itemsize,
         trainable_numel=trainable,
         grad_itemsize=itemsize,
-        state_itemsize=draw(st.sampled_from([8, 10, 12])),
+        state_itemsize=draw(st.sampled_from([3, 5, 8, 10, 12])),
         nested_nbytes=rounded(draw(st.integers(0, 50 * MIB))),
+        wide_numel=draw(st.integers(0, trainable)),
+        wide_itemsize=draw(st.sampled_from([0, 5])),
     )
 
 
@@ -42,7 +44,8 @@ def grad_tile(unit: UnitSize, plan: Footprint) -> int:
 
 
 def state_tile(unit: UnitSize, plan: Footprint) -> int:
-    return rounded(min(plan.tile_numel, unit.trainable_numel) * unit.state_itemsize)
+    narrow = min(plan.tile_numel, unit.trainable_numel) * unit.state_itemsize
+    return rounded(narrow + min(plan.tile_numel, unit.wide_numel) * unit.wide_itemsize)
 
 
 def gradients(unit: UnitSize, plan: Footprint) -> int:
@@ -76,8 +79,7 @@ def test_what_is_leased_at_one_time_fits(units: list[UnitSize], tile: int, extra
     assert plan.tile_numel % SMALLEST_TILE == 0
     assert plan.tile_numel > 0
     assert 0 <= plan.look_ahead <= budget
-    updated = [min(plan.tile_numel, unit.trainable_numel) * unit.state_itemsize for unit in units]
-    assert max(updated) <= plan.reserve <= budget
+    assert max(state_tile(unit, plan) for unit in units) <= plan.reserve <= budget
 
 
 @given(units=MODELS, tile=TILES)

@@ -41,6 +41,7 @@ def train(
     batch: options.Batch = 4,
     seq: options.Seq = 256,
     accumulate: options.Accumulate = 1,
+    vertical: options.Vertical = False,
     lr: options.LearningRate = 3e-4,
     seed: options.Seed = 0,
     text: options.Text = None,
@@ -50,6 +51,7 @@ def train(
     swap_dir: options.SwapDir = None,
     update: options.Update = None,
     param_dtype: options.ParamDtype = None,
+    moments: options.Moments = None,
     config: options.ConfigFile = None,
     gradient_checkpointing: options.GradientCheckpointing = False,
     resume: options.Resume = False,
@@ -75,6 +77,7 @@ def train(
         batch=batch,
         seq=seq,
         accumulate=accumulate,
+        vertical=vertical,
         lr=lr,
         seed=seed,
         texts=tuple(text or ()),
@@ -89,7 +92,7 @@ def train(
         endurance=endurance,
     )
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
-    overrides |= {"update": update, "param_dtype": param_dtype}
+    overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
     with launched() as launch:
         found = training.train_in(swap_dir or (), what, training.load_config(config), overrides, launch)
     if launch.rank == 0:

@@ -18,6 +18,9 @@ Seq = Annotated[int, typer.Option("--seq", min=2, help="Tokens in a sequence.")]
 Accumulate = Annotated[
     int, typer.Option("--accumulate", min=1, help="Batches whose gradients are added up for a step.")
 ]
+Vertical = Annotated[
+    bool, typer.Option("--vertical", help="Take all batches of a step through a unit before the next unit.")
+]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of AdamW.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the batches.")]
 Text = Annotated[
@@ -45,6 +48,9 @@ DoctorSwapDir = Annotated[
 Update = Annotated[str | None, typer.Option("--update", help="When states are updated: backward, forward, step, auto.")]
 ParamDtype = Annotated[
     str | None, typer.Option("--param-dtype", help="What the model computes in: bfloat16, float32, float16.")
+]
+Moments = Annotated[
+    str | None, typer.Option("--moments", help="How AdamW's moments are kept: float32, or int8 in blocks.")
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A tiermem configuration file; options go on top.")]
 GradientCheckpointing = Annotated[

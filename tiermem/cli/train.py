@@ -53,6 +53,7 @@ class TrainOptions:
     batch: int
     seq: int
     accumulate: int = 1
+    vertical: bool = False
     lr: float = 3e-4
     seed: int = 0
     texts: tuple[Path, ...] = ()
@@ -111,15 +112,16 @@ class Training:
     def step(self, number: int) -> StepReport:
         """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""
         options = self.options
-        device = next(self.model.parameters()).device
         started = time.perf_counter()
-        loss_sum = 0.0
-        for micro_batch in range(number * options.accumulate, (number + 1) * options.accumulate):
-            rows = batch(self.source, seed=options.seed, number=micro_batch, rows=options.batch, length=options.seq)
-            tokens = self.launch.part(rows).to(device)
-            loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
-            loss.backward()
-            loss_sum += float(loss.detach())
+        numbers = range(number * options.accumulate, (number + 1) * options.accumulate)
+        if options.vertical:
+            loss_sum = sum(map(float, self.runtime.forward_backward(numbers, self.loss)))
+        else:
+            loss_sum = 0.0
+            for micro_batch in numbers:
+                loss = self.loss(micro_batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                loss_sum += float(loss.detach())
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -138,6 +140,14 @@ class Training:
             number=self.done,
             edges=last.edges,
         )
+
+    def loss(self, number: int) -> torch.Tensor:
+        """The share of batch `number` in the mean loss of its step."""
+        options = self.options
+        rows = batch(self.source, seed=options.seed, number=number, rows=options.batch, length=options.seq)
+        tokens = self.launch.part(rows).to(next(self.model.parameters()).device)
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
+        return loss
 
     def commit(self) -> None:
         """Commit what has been done so far, beside what comes next."""

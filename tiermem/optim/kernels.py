@@ -10,6 +10,9 @@ Slicing and bits
 element at a time, and the two can differ in the last bit (a multiplication and an addition are fused in one only). So a
 parameter may be cut at multiples of 64 elements, counted from its own start, and nowhere else: then exactly the
 elements that are left over in the whole parameter are left over in the last slice.
+
+Moments of 8 bits are made float32 slice by slice, updated by the same call, and rounded again: the bits then depend on
+where blocks begin, which is where a parameter or a tile does, and not on slices.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from dataclasses import dataclass
 import torch
 
 from tiermem.errors import InvariantError
+from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
+from tiermem.optim.codebook import signed_book, unsigned_book
+from tiermem.optim.planes import BlockPlanes, StatePlanes, TilePlanes
 from tiermem.optim.split import join, split
-from tiermem.optim.tiles import SEGMENT_ALIGNMENT, StatePlanes
+from tiermem.optim.tiles import SEGMENT_ALIGNMENT
 from tiermem.optim.updates import Settings
 
 SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
@@ -43,22 +49,33 @@ class Workspace:
         if slice_numel <= 0 or slice_numel % SEGMENT_ALIGNMENT:
             raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
         self.slice_numel = slice_numel
-        self.master = torch.empty(slice_numel, dtype=torch.float32)
-        self.grad = torch.empty(slice_numel, dtype=torch.float32)
-        self.integers = torch.empty(slice_numel, dtype=torch.int32)
+        self.coded_slice_numel = numel = block_count(slice_numel) * BLOCK_NUMEL
+        self.master = torch.empty(numel, dtype=torch.float32)
+        self.grad = torch.empty(numel, dtype=torch.float32)
+        self.integers = torch.empty(numel, dtype=torch.int32)
         self.step = torch.zeros((), dtype=torch.float32)
+        self._coded: tuple[torch.Tensor, torch.Tensor, BlockScratch] | None = None
 
-    def slices(self, begin: int, length: int) -> Iterator[slice]:
-        """Cut [begin, begin + length) into slices that fit the scratch."""
-        end = begin + length
-        for start in range(begin, end, self.slice_numel):
-            yield slice(start, min(start + self.slice_numel, end))
+    def slices(self, begin: int, length: int, *, coded: bool = False) -> Iterator[slice]:
+        """Cut [begin, begin + length) into slices that fit the scratch; `coded`: for 8-bit moments."""
+        end, numel = begin + length, self.coded_slice_numel if coded else self.slice_numel
+        for start in range(begin, end, numel):
+            yield slice(start, min(start + numel, end))
+
+    def moments(self, numel: int) -> tuple[torch.Tensor, torch.Tensor, BlockScratch]:
+        """Room for both moments of a slice in float32, whole blocks. Only who has 8-bit moments pays for it."""
+        if self._coded is None:
+            whole = self.coded_slice_numel
+            self._coded = torch.empty(whole), torch.empty(whole), BlockScratch(whole)
+        first, second, scratch = self._coded
+        whole = block_count(numel) * BLOCK_NUMEL
+        return first[:whole], second[:whole], scratch
 
 
 def adamw_tile(
     parameter: torch.Tensor,
     grad: torch.Tensor,
-    planes: StatePlanes,
+    planes: TilePlanes,
     runs: Sequence[Run],
     workspace: Workspace,
     grad_scale: float = 1.0,
@@ -66,30 +83,54 @@ def adamw_tile(
     """Update one tile in place.
 
     `parameter` and `grad` are 1-D of one dtype (float32, bfloat16 or float16) and of the tile's length, as are
-    `planes`; `grad` is only read. Elements outside `runs` are not touched. Raises `InvariantError` when the tensors do
-    not fit together.
+    `planes`; `grad` is only read. Elements outside `runs` are not touched. A run over 8-bit moments is all
+    that the tile has of a parameter. Raises `InvariantError` when the tensors do not fit together.
     """
-    if parameter.dtype != grad.dtype or parameter.numel() != grad.numel() or planes.exp_avg.numel() != grad.numel():
+    if parameter.dtype != grad.dtype or parameter.numel() != grad.numel() or planes.numel != grad.numel():
         raise InvariantError(
             f"a tile of {parameter.numel()} {parameter.dtype} parameters came with {grad.numel()} gradients of "
-            f"{grad.dtype} and {planes.exp_avg.numel()} moments"
+            f"{grad.dtype} and {planes.numel} moments"
         )
     for run in runs:
         workspace.step.fill_(run.settings.step)
+        whole = slice(run.begin, run.begin + run.length)
+        _update_run(parameter[whole], grad[whole], planes.part(run.begin, run.length), run, (workspace, grad_scale))
+
+
+def _update_run(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    planes: StatePlanes | BlockPlanes,
+    run: Run,
+    scaling: tuple[Workspace, float],
+) -> None:
+    workspace, grad_scale = scaling
+    settings, step = run.settings, workspace.step
+    if isinstance(planes, StatePlanes):
         if parameter.dtype == torch.float32 and grad_scale == 1.0:
             # One pass over memory however long the run is: nothing to gain from slices.
-            whole = slice(run.begin, run.begin + run.length)
-            _fused(parameter[whole], grad[whole], planes, whole, run.settings, workspace.step)
-            continue
-        for part in workspace.slices(run.begin, run.length):
-            _update_slice(parameter[part], grad[part], planes, part, run.settings, (workspace, grad_scale))
+            _fused(parameter, grad, (planes.exp_avg, planes.exp_avg_sq), settings, step)
+            return
+        for piece in workspace.slices(0, run.length):
+            part = planes.part(piece.start, piece.stop - piece.start)
+            _update_slice(parameter[piece], grad[piece], part, (part.exp_avg, part.exp_avg_sq), settings, scaling)
+        return
+    for piece in workspace.slices(0, run.length, coded=True):
+        coded = planes.part(piece.start, piece.stop - piece.start)
+        first, second, scratch = workspace.moments(coded.numel)
+        coded.exp_avg.load(signed_book(), first, scratch)
+        coded.exp_avg_sq.load(unsigned_book(), second, scratch)
+        moments = first[: coded.numel], second[: coded.numel]
+        _update_slice(parameter[piece], grad[piece], coded, moments, settings, scaling)
+        coded.exp_avg.store(signed_book(), first, scratch)
+        coded.exp_avg_sq.store(unsigned_book(), second, scratch)
 
 
 def _update_slice(
     parameter: torch.Tensor,
     grad: torch.Tensor,
-    planes: StatePlanes,
-    part: slice,
+    planes: StatePlanes | BlockPlanes,
+    moments: tuple[torch.Tensor, torch.Tensor],
     settings: Settings,
     scaling: tuple[Workspace, float],
 ) -> None:
@@ -98,27 +139,26 @@ def _update_slice(
     grad32 = scaled_grad(grad, grad_scale, workspace)
     if planes.remainder is not None:
         master, integers = workspace.master[:numel], workspace.integers[:numel]
-        remainder, exp_avg_sq = planes.remainder[part], planes.exp_avg_sq[part]
-        join(parameter, remainder, exp_avg_sq, master, integers)
-        _fused(master, grad32, planes, part, settings, workspace.step)
-        split(master, parameter, remainder, exp_avg_sq, integers)
+        marks = planes.marks
+        join(parameter, planes.remainder, marks, master, integers)
+        _fused(master, grad32, moments, settings, workspace.step)
+        split(master, parameter, planes.remainder, marks, integers)
     elif planes.master is not None:
-        master = planes.master[part]
-        _fused(master, grad32, planes, part, settings, workspace.step)
-        parameter.copy_(master)
+        _fused(planes.master, grad32, moments, settings, workspace.step)
+        parameter.copy_(planes.master)
     else:
-        _fused(parameter, grad32, planes, part, settings, workspace.step)
+        _fused(parameter, grad32, moments, settings, workspace.step)
 
 
 def scaled_grad(grad: torch.Tensor, grad_scale: float, workspace: Workspace) -> torch.Tensor:
     """Return a slice of gradients in float32, after scaling in its own dtype as `clip_grad_norm_` does.
 
-    The result is scratch, valid until the next slice.
+    The result is `grad` itself or scratch, valid until the next slice.
     """
     numel = grad.numel()
     grad32 = workspace.grad[:numel]
     if grad_scale == 1.0:
-        return grad32.copy_(grad)
+        return grad if grad.dtype == torch.float32 else grad32.copy_(grad)
     if grad.dtype == torch.float32:
         return torch.mul(grad, grad_scale, out=grad32)
     narrow = workspace.integers.view(grad.dtype)[:numel]
@@ -129,16 +169,15 @@ def scaled_grad(grad: torch.Tensor, grad_scale: float, workspace: Workspace) -> 
 def _fused(
     master: torch.Tensor,
     grad: torch.Tensor,
-    planes: StatePlanes,
-    part: slice,
+    moments: tuple[torch.Tensor, torch.Tensor],
     settings: Settings,
     step: torch.Tensor,
 ) -> None:
     torch._fused_adamw_(
         [master],
         [grad],
-        [planes.exp_avg[part]],
-        [planes.exp_avg_sq[part]],
+        [moments[0]],
+        [moments[1]],
         [],
         [step],
         lr=settings.lr,

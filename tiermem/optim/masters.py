@@ -2,8 +2,8 @@
 
 Owns what happens to optimizer state outside the update: when a model is materialized, when a checkpoint is written or
 read, and in tests. Does not know models or files. Guarantees that a master read back has the bits of the one stored,
-and that at no time more than one page is leased. The caller sees to it that no update of the unit is pending. All
-functions wait for pages and raise their errors.
+that moments are float32 for whoever asks, and that at no time more than one page is leased. The caller sees to it that
+no update of the unit is pending. All functions wait for pages and raise their errors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Protocol
 import torch
 
 from tiermem.errors import InvariantError
+from tiermem.optim.planes import BlockPlanes, StatePlanes, tile_planes
 from tiermem.optim.split import joined, split
 from tiermem.optim.stream import HeldPages
-from tiermem.optim.tiles import Segment, StatePlanes, UnitState, state_planes
+from tiermem.optim.tiles import Segment, UnitState
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
+
+Planes = StatePlanes | BlockPlanes
 
 
 class StatePager(Protocol):
@@ -90,7 +93,10 @@ class StateStore:
         return state.cuts(segment)
 
     def read_cut(self, unit: int, parameter: int, cut: TileRange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Master and both moments of a part of a parameter, each float32 and 1-D; its tile is read once."""
+        """Master and both moments of a part of a parameter, each float32 and 1-D; its tile is read once.
+
+        A part of a cut begins at a multiple of 256 elements from its start, and ends at one or where the cut does.
+        """
         state, segment = self._find(unit, parameter)
         key = PageKey(unit, Kind.PARAM)
         held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
@@ -102,7 +108,7 @@ class StateStore:
             held.release()
         master, first, second = (torch.zeros(cut.length) for _ in range(3))
 
-        def copy(planes: StatePlanes) -> None:
+        def copy(planes: Planes) -> None:
             _copy_master(narrow, master, planes)
             _copy_moments(first, second, planes)
 
@@ -113,14 +119,15 @@ class StateStore:
     def store_cut(
         self, unit: int, parameter: int, cut: TileRange, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
     ) -> None:
-        """Overwrite both moments of a part of a parameter; else as `store_moments`."""
+        """Overwrite both moments of a part of a parameter; else as `store_moments`. Parts as for `read_cut`."""
         state, _ = self._find(unit, parameter)
         self._write(state, cut, partial(_set_moments, exp_avg, exp_avg_sq))
 
     def store_moments(self, unit: int, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Overwrite both moments (any shape, the parameter's numel); the master stays.
 
-        In a float16 unit store the master first.
+        Where moments have 8 bits they are rounded; those that `read_moments` gave come back as they were. In a
+        float16 unit store the master first.
         """
         state, segment = self._find(unit, parameter)
         first, second = _flat(exp_avg, segment), _flat(exp_avg_sq, segment)
@@ -136,7 +143,7 @@ class StateStore:
 
     # Bytes are looked at inside an action only, so that no view of a frame outlives its lease.
 
-    def _write(self, state: UnitState, cut: TileRange, action: Callable[[StatePlanes], None]) -> None:
+    def _write(self, state: UnitState, cut: TileRange, action: Callable[[Planes], None]) -> None:
         key = _state_key(state.unit, cut)
         fresh = not self._pager.is_written(key)
         held = self._pager.lease([key], Intent.FRESH if fresh else Intent.WRITE, lane=Lane.UPDATE)
@@ -149,7 +156,7 @@ class StateStore:
             raise
         held.release()
 
-    def _read(self, state: UnitState, cut: TileRange, action: Callable[[StatePlanes], None]) -> bool:
+    def _read(self, state: UnitState, cut: TileRange, action: Callable[[Planes], None]) -> bool:
         """False if the tile was never written."""
         key = _state_key(state.unit, cut)
         if not self._pager.is_written(key):
@@ -162,43 +169,37 @@ class StateStore:
         return True
 
 
-def _begin(master: torch.Tensor, planes: StatePlanes) -> None:
-    planes.exp_avg.zero_()
-    planes.exp_avg_sq.zero_()
+def _begin(master: torch.Tensor, planes: Planes) -> None:
+    planes.clear_moments()
     if planes.master is not None:
         planes.master.copy_(master)
     if planes.remainder is not None:
         narrow = torch.empty_like(master, dtype=torch.bfloat16)
-        split(master, narrow, planes.remainder, planes.exp_avg_sq, torch.empty_like(master, dtype=torch.int32))
+        split(master, narrow, planes.remainder, planes.marks, torch.empty_like(master, dtype=torch.int32))
 
 
-def _copy_master(narrow: torch.Tensor, out: torch.Tensor, planes: StatePlanes) -> None:
+def _copy_master(narrow: torch.Tensor, out: torch.Tensor, planes: Planes) -> None:
     if planes.master is not None:
         out.copy_(planes.master)
     elif planes.remainder is not None:
-        out.copy_(joined(narrow, planes.remainder, planes.exp_avg_sq))
+        out.copy_(joined(narrow, planes.remainder, planes.marks))
     else:
         out.copy_(narrow)
 
 
-def _copy_moments(first: torch.Tensor, second: torch.Tensor, planes: StatePlanes) -> None:
-    first.copy_(planes.exp_avg)
-    second.copy_(planes.exp_avg_sq)
-    if planes.remainder is not None:
-        second.abs_()  # the sign belongs to the split of masters, see "Ties" in split.py
+def _copy_moments(first: torch.Tensor, second: torch.Tensor, planes: Planes) -> None:
+    kept = planes.read_moments()
+    first.copy_(kept[0])
+    second.copy_(kept[1])
 
 
-def _set_moments(first: torch.Tensor, second: torch.Tensor, planes: StatePlanes) -> None:
-    planes.exp_avg.copy_(first)
-    if planes.remainder is None:
-        planes.exp_avg_sq.copy_(second)
-    else:
-        torch.copysign(second.abs(), planes.exp_avg_sq, out=planes.exp_avg_sq)
+def _set_moments(first: torch.Tensor, second: torch.Tensor, planes: Planes) -> None:
+    planes.store_moments(first, second)
 
 
 def _forget(buffer: torch.Tensor, state: UnitState, cut: TileRange) -> None:
     buffer.zero_()
-    planes = state_planes(buffer, state.dtype, state.tile_length(cut.tile))
+    planes = tile_planes(buffer, state, cut.tile)
     if planes.master is not None:
         planes.master.fill_(float("nan"))
 
@@ -207,15 +208,8 @@ def _state_key(unit: int, cut: TileRange) -> PageKey:
     return PageKey(unit, Kind.STATE, cut.tile)
 
 
-def _part(buffer: torch.Tensor, state: UnitState, cut: TileRange) -> StatePlanes:
-    planes = state_planes(buffer, state.dtype, state.tile_length(cut.tile))
-    part = slice(cut.begin_in_tile, cut.begin_in_tile + cut.length)
-    return StatePlanes(
-        remainder=None if planes.remainder is None else planes.remainder[part],
-        master=None if planes.master is None else planes.master[part],
-        exp_avg=planes.exp_avg[part],
-        exp_avg_sq=planes.exp_avg_sq[part],
-    )
+def _part(buffer: torch.Tensor, state: UnitState, cut: TileRange) -> Planes:
+    return tile_planes(buffer, state, cut.tile).part(cut.begin_in_tile, cut.length)
 
 
 def _flat(values: torch.Tensor, segment: Segment) -> torch.Tensor:

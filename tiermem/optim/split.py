@@ -11,14 +11,17 @@ The parameter is the master rounded to nearest, ties to even; the remainder is t
 signed number the remainder is the distance from the parameter, so that (parameter << 16) + remainder is the master;
 at the distance of exactly half a step, +0x8000, it reads as -0x8000 and this sum is one step too low. Sixteen bits
 cannot do better: 65537 masters round to each even parameter. The missing bit, "the master lies above this parameter",
-is kept in the sign bit of the second moment, which is never negative. About one element in 131072 carries it, so both
-directions look for candidates with one quick pass and mend them one by one.
+is kept in the sign bit of a float32 second moment, which is never negative (`SignMarks`), or in a plane of single bits
+where moments have 8 bits (`BitMarks`). Only remainders of 0x8000 can carry it, about one in 65536, so both directions
+look for those with one quick pass over the remainders and mend them one by one.
 
 float16 has too few exponent bits for any 16-bit remainder: there the tile holds the whole master. float32 parameters
 are their own masters.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,76 +33,111 @@ _SIGN = np.int32(-0x80000000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-def join(
-    parameter: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    master: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
-    """Write the masters of a slice into `master` and clear the tie marks in `exp_avg_sq`.
+Indices = npt.NDArray[np.intp]
 
-    All are 1-D of one length: `parameter` bfloat16, `remainder` int16, `exp_avg_sq` and `master` float32, `scratch`
-    int32 with undefined contents.
+
+class Marks(Protocol):
+    """Where the marks of a slice are kept. `elements` are few."""
+
+    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
+        """Which of these elements are marked."""
+
+    def set(self, elements: Indices) -> None:
+        """Mark these elements; none of the slice is marked yet."""
+
+    def clear(self, elements: Indices) -> None:
+        """Take the marks of these elements away, which are all there are."""
+
+
+class SignMarks:
+    """Marks in the sign bits of a second moment: 1-D float32."""
+
+    def __init__(self, exp_avg_sq: torch.Tensor) -> None:
+        self._bits = exp_avg_sq.view(torch.int32).numpy()
+
+    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
+        """Those with a sign."""
+        signs: npt.NDArray[np.bool_] = self._bits[elements] < 0
+        return signs
+
+    def set(self, elements: Indices) -> None:
+        """Give these elements a sign."""
+        self._bits[elements] |= _SIGN
+
+    def clear(self, elements: Indices) -> None:
+        """Take the signs away."""
+        self._bits[elements] &= _MAGNITUDE
+
+
+class BitMarks:
+    """Marks in a plane of bits: 1-D uint8, element i is bit i % 8 of byte i // 8."""
+
+    def __init__(self, bits: torch.Tensor) -> None:
+        self._bits = bits.numpy()
+
+    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
+        """Those whose bit is set."""
+        marked: npt.NDArray[np.bool_] = (self._bits[elements // 8] >> (elements % 8).astype(np.uint8)) & 1 != 0
+        return marked
+
+    def set(self, elements: Indices) -> None:
+        """Set the bits of these elements."""
+        np.bitwise_or.at(self._bits, elements // 8, (1 << (elements % 8)).astype(np.uint8))
+
+    def clear(self, elements: Indices) -> None:
+        """Clear the bytes of these elements."""
+        self._bits[elements // 8] = 0
+
+
+def join(
+    parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks, master: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """Write the masters of a slice into `master` and clear the tie marks.
+
+    All tensors are 1-D of one length: `parameter` bfloat16, `remainder` int16, `master` float32, `scratch` int32 with
+    undefined contents.
     """
     bits = master.view(torch.int32)
     master.copy_(parameter)
     scratch.copy_(remainder)
     bits.add_(scratch)
-    marked = _marked(exp_avg_sq, remainder, scratch)
-    if marked.size:
-        bits.numpy()[marked] += _STEP
-        exp_avg_sq.view(torch.int32).numpy()[marked] &= _MAGNITUDE
+    ties = _ties(remainder, scratch)
+    marked = ties[marks.of(ties)]
+    bits.numpy()[marked] += _STEP
+    marks.clear(marked)
 
 
-def joined(parameter: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
+def joined(parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks) -> torch.Tensor:
     """Return the masters of a slice as a new float32 tensor; nothing is changed."""
     master = parameter.to(torch.float32)
     bits = master.view(torch.int32)
     bits.add_(remainder.to(torch.int32))
-    marked = _marked(exp_avg_sq, remainder, torch.empty_like(bits))
-    if marked.size:
-        bits.numpy()[marked] += _STEP
+    ties = _ties(remainder, torch.empty_like(bits))
+    bits.numpy()[ties[marks.of(ties)]] += _STEP
     return master
 
 
 def split(
-    master: torch.Tensor,
-    parameter: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scratch: torch.Tensor,
+    master: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks, scratch: torch.Tensor
 ) -> None:
-    """Write `master` into `parameter` and `remainder`, and the tie marks into `exp_avg_sq` (which has none).
+    """Write `master` into `parameter` and `remainder`, and the tie marks into `marks` (which has none).
 
     Shapes and dtypes as for `join`.
     """
     bits = master.view(torch.int32)
     parameter.copy_(master)
     remainder.copy_(bits)  # keeps the low 16 bits
-    flags = _flags(scratch, remainder.numel())
-    low = remainder.numpy()
-    np.equal(low, _TIE, out=flags)
-    ties = np.flatnonzero(flags)
-    if not ties.size:
-        return
+    ties = _ties(remainder, scratch)
     values = master.numpy()[ties]
-    low[ties[np.isnan(values)]] = 0  # so that a mark never meets a NaN, which one more step could turn into a number
-    above = ties[(values.view(np.int32) & _STEP == 0) & ~np.isnan(values)]
-    exp_avg_sq.view(torch.int32).numpy()[above] |= _SIGN
+    remainder.numpy()[ties[np.isnan(values)]] = (
+        0  # so that a mark never meets a NaN, which one more step could turn into a number
+    )
+    marks.set(ties[(values.view(np.int32) & _STEP == 0) & ~np.isnan(values)])
 
 
-def _marked(exp_avg_sq: torch.Tensor, remainder: torch.Tensor, scratch: torch.Tensor) -> npt.NDArray[np.intp]:
-    flags = _flags(scratch, exp_avg_sq.numel())
-    np.less(exp_avg_sq.view(torch.int32).numpy(), 0, out=flags)
-    negative = np.flatnonzero(flags)
-    if not negative.size:
-        return negative
-    # A NaN moment may be negative on its own account: only a tie can be marked.
-    marked: npt.NDArray[np.intp] = negative[remainder.numpy()[negative] == _TIE]
-    return marked
-
-
-def _flags(scratch: torch.Tensor, numel: int) -> npt.NDArray[np.bool_]:
-    flags: npt.NDArray[np.bool_] = scratch.numpy().view(np.bool_)[:numel]
-    return flags
+def _ties(remainder: torch.Tensor, scratch: torch.Tensor) -> Indices:
+    """The elements of the slice whose remainder is half a step."""
+    low = remainder.numpy()
+    flags: npt.NDArray[np.bool_] = scratch.numpy().view(np.bool_)[: low.size]
+    np.equal(low, _TIE, out=flags)
+    return np.flatnonzero(flags)

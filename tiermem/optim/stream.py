@@ -23,7 +23,8 @@ import torch
 
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
-from tiermem.optim.tiles import UnitState, state_planes
+from tiermem.optim.planes import tile_planes
+from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 
@@ -228,7 +229,7 @@ class UnitStream:
         parameter = flat[begin : begin + length]
         grad = loaded.grad.tensor(PageKey(state.unit, Kind.GRAD, tile))[: length * state.dtype.itemsize]
         buffer = loaded.state.tensor(PageKey(state.unit, Kind.STATE, tile))
-        planes = state_planes(buffer, state.dtype, length)
+        planes = tile_planes(buffer, state, tile)
         if loaded.fresh:
             buffer.zero_()
             if planes.master is not None:

@@ -1,18 +1,20 @@
 """The layout of a unit's optimizer state in tiles.
 
-Owns where each plane (remainder or master, first moment, second moment) lies inside a STATE tile, and where the
-segments of a unit lie. Does not know pages, leases or threads: everything here is arithmetic
-and views. Guarantees that every plane starts at a multiple of 64 bytes, and that every cut inside a parameter falls on
-a multiple of 64 elements, which the update kernel needs (see "Slicing and bits" in kernels.py).
+Owns where the segments of a unit lie, and how many elements and blocks of each kind a STATE tile holds. Does not know
+what is in a tile (planes.py does), nor pages, leases or threads: everything here is arithmetic. Guarantees that every
+plane starts at a multiple of 64 bytes, that every cut inside a parameter falls on a multiple of 64 elements, which the
+update kernel needs (see "Slicing and bits" in kernels.py), and that a block of 8-bit moments belongs to one parameter.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
+from tiermem.optim.blocks import block_count
 from tiermem.pager.tiling import TileRange, tile_count, tile_ranges
 
 PLANE_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
@@ -24,16 +26,45 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one parameter lies in its unit's flat buffer, in elements; `parameter` is its global index."""
+    """Where one parameter lies in its unit's flat buffer, in elements; `parameter` is its global index.
+
+    `quantized`: whether its moments are kept in blocks of 8 bits, or in float32.
+    """
 
     parameter: int
     start: int
     numel: int
+    quantized: bool = False
 
     @property
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A piece of one parameter within a tile that has 8-bit moments somewhere; all but `quantized` in elements.
+
+    `begin` counts from the tile's start, `place` among the tile's elements of its kind (each piece rounded up to 64),
+    `block` among the tile's blocks (0 where moments are float32).
+    """
+
+    begin: int
+    length: int
+    quantized: bool
+    place: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a tile with 8-bit moments holds: elements with float32 moments, elements in blocks, and blocks."""
+
+    stretches: tuple[Stretch, ...]
+    exact: int
+    coded: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +115,29 @@ class UnitState:
 
     def state_nbytes(self, tile: int) -> int:
         """Size of STATE page `tile` in bytes."""
-        return state_nbytes(self.dtype, self.tile_length(tile))
+        return sum(map(aligned, self.plane_sizes(tile)))
+
+    def plane_sizes(self, tile: int) -> list[int]:
+        """Bytes of each plane of STATE page `tile`, in order; each begins at a multiple of 64 (see planes.py)."""
+        length, mixture = self.tile_length(tile), self.mixture(tile)
+        whole = [length * dtype.itemsize for dtype in master_dtypes(self.dtype)]
+        if mixture is None:
+            return [*whole, length * 4, length * 4]
+        marks = [mixture.coded // 8] if self.dtype == torch.bfloat16 else []
+        moments = [mixture.exact * 4] * 2 + [mixture.coded] * 2 + [mixture.blocks * 4] * 2
+        return [*whole, *moments, *marks]
+
+    def mixture(self, tile: int) -> Mixture | None:
+        """How float32 and 8-bit moments share a tile; None where all are float32."""
+        return self._mixtures.get(tile)
+
+    @cached_property
+    def _mixtures(self) -> dict[int, Mixture]:
+        found: dict[int, list[tuple[TileRange, bool]]] = {}
+        for segment in self.segments:
+            for cut in self.cuts(segment):
+                found.setdefault(cut.tile, []).append((cut, segment.quantized))
+        return {tile: _mix(cuts) for tile, cuts in found.items() if any(quantized for _, quantized in cuts)}
 
     def grad_nbytes(self, tile: int) -> int:
         """Size of GRAD page `tile` in bytes."""
@@ -106,54 +159,30 @@ class UnitState:
         raise ConfigError(f"parameter {parameter} is not among the trainable parameters of unit {self.unit}")
 
 
-@dataclass(frozen=True, slots=True)
-class StatePlanes:
-    """Typed views of a STATE tile, each 1-D of the tile's length.
-
-    `remainder` (int16) exists for bfloat16 parameters, `master` (float32) for float16 ones. The sign bit of
-    `exp_avg_sq` belongs to the split of bfloat16 masters (see "Ties" in split.py).
-    """
-
-    remainder: torch.Tensor | None
-    master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-
-def _plane_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    moments = (torch.float32, torch.float32)
+def master_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What a tile holds of the masters of parameters of `dtype`, beside the parameters."""
     if dtype == torch.bfloat16:
-        return (torch.int16, *moments)
-    if dtype == torch.float16:
-        return (torch.float32, *moments)
-    return moments
+        return (torch.int16,)
+    return (torch.float32,) if dtype == torch.float16 else ()
 
 
-def _aligned(nbytes: int) -> int:
+def state_itemsize(dtype: torch.dtype, *, quantized: bool) -> int:
+    """Bytes of state of one element in a long run, rounded up: enough for any run that is 64 elements longer."""
+    masters = sum(kept.itemsize for kept in master_dtypes(dtype))
+    return masters + (3 if quantized else 8)  # two codes, an eighth for a mark, two 64ths for scales
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to where the next plane begins."""
     return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
 
 
-def state_nbytes(dtype: torch.dtype, numel: int) -> int:
-    """Bytes of a STATE tile of `numel` elements whose parameters are of `dtype`."""
-    return sum(_aligned(numel * plane.itemsize) for plane in _plane_dtypes(dtype))
-
-
-def state_planes(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> StatePlanes:
-    """View a STATE tile. `buffer`: 1-D uint8, at least `state_nbytes(dtype, numel)` long."""
-    if buffer.numel() < state_nbytes(dtype, numel):
-        raise InvariantError(
-            f"a STATE tile of {numel} elements takes {state_nbytes(dtype, numel)} bytes, its page has {buffer.numel()}"
-        )
-    views: list[torch.Tensor] = []
-    offset = 0
-    for plane in _plane_dtypes(dtype):
-        nbytes = numel * plane.itemsize
-        views.append(buffer[offset : offset + nbytes].view(plane))
-        offset += _aligned(nbytes)
-    first = views[0] if len(views) == 3 else None
-    return StatePlanes(
-        remainder=first if dtype == torch.bfloat16 else None,
-        master=first if dtype == torch.float16 else None,
-        exp_avg=views[-2],
-        exp_avg_sq=views[-1],
-    )
+def _mix(cuts: list[tuple[TileRange, bool]]) -> Mixture:
+    stretches = []
+    taken, blocks = {False: 0, True: 0}, 0
+    for cut, quantized in cuts:
+        place = taken[quantized]
+        stretches.append(Stretch(cut.begin_in_tile, cut.length, quantized, place, blocks if quantized else 0))
+        taken[quantized] = place + -(-cut.length // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        blocks += block_count(cut.length) if quantized else 0
+    return Mixture(tuple(stretches), taken[False], taken[True], blocks)

@@ -32,7 +32,9 @@ class UnitSize:
         param_nbytes: bytes of its parameters.
         trainable_numel: elements that are updated.
         grad_itemsize: bytes of one gradient element.
-        state_itemsize: bytes of optimizer state for one element.
+        state_itemsize: bytes of optimizer state for one element, rounded up.
+        wide_numel: elements that are updated and have more state than that: float32 moments among 8-bit ones.
+        wide_itemsize: how many bytes more.
         nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
             those whose parameters it borrows, each `rounded`.
         ranks: how many ranks share the unit; `param_nbytes` and `trainable_numel` are those of one part.
@@ -47,6 +49,8 @@ class UnitSize:
     nested_nbytes: int = 0
     ranks: int = 1
     gathered_nbytes: int = 0
+    wide_numel: int = 0
+    wide_itemsize: int = 0
 
     @property
     def computed_nbytes(self) -> int:
@@ -138,8 +142,11 @@ def plan_footprint(
 
 
 def _tile_sizes(units: Sequence[UnitSize], tile_nbytes: int, smallest: int) -> list[int]:
-    itemsize = max((unit.state_itemsize for unit in units), default=8)
-    largest = max(SMALLEST_TILE, tile_nbytes // max(1, itemsize) // SMALLEST_TILE * SMALLEST_TILE)
+    trainable = [unit for unit in units if unit.trainable_numel]
+    state = sum(unit.trainable_numel * unit.state_itemsize + unit.wide_numel * unit.wide_itemsize for unit in trainable)
+    # On the average, rounded up: what most tiles are like, where some parameters have more state than others.
+    itemsize = -(-state // max(1, sum(unit.trainable_numel for unit in trainable))) or 8
+    largest = max(SMALLEST_TILE, tile_nbytes // itemsize // SMALLEST_TILE * SMALLEST_TILE)
     smallest = min(smallest, largest)
     sizes = [largest]
     while sizes[-1] // 2 >= smallest:
@@ -152,7 +159,10 @@ def _grad_tile(unit: UnitSize, tile_numel: int) -> int:
 
 
 def _state_tile(unit: UnitSize, tile_numel: int) -> int:
-    return rounded((min(tile_numel, unit.trainable_numel) + 64) * unit.state_itemsize) if unit.trainable_numel else 0
+    if not unit.trainable_numel:
+        return 0
+    nbytes = (min(tile_numel, unit.trainable_numel) + 64) * unit.state_itemsize
+    return rounded(nbytes + min(tile_numel, unit.wide_numel) * unit.wide_itemsize)
 
 
 def _compute_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool, beside: bool) -> int:

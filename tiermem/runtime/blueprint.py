@@ -7,7 +7,7 @@ touched, and that all ranks draw the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import BudgetError, ConfigError, ResumeError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
-from tiermem.optim.tiles import Segment, UnitState, state_nbytes
+from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
@@ -25,6 +25,7 @@ from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_f
 from tiermem.planner.steps import plan_step
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, find_company
+from tiermem.runtime.moments import quantized_parameters, state_size, unit_state
 from tiermem.runtime.record import check_layout, layout_record
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import plan_layouts
@@ -106,7 +107,8 @@ def draw(
     sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE, ranks=ranks)
     available = available_host_memory() // company.neighbours
     host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype)
+    quantized = quantized_parameters(divided, config.moments)
+    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype, quantized)
     beginning = beginning or Beginning()
     tile_nbytes, tile = (
         config.tile_nbytes or _planned_tile(host_nbytes),
@@ -125,7 +127,7 @@ def draw(
     if beginning.record is not None:
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     shards = shards_of(layouts, company.rank, whole=whole)
-    states = {shard.unit: _unit_state(shard) for shard in shards if shard.layout.trainable}
+    states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
     return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, config.stage)
 
 
@@ -136,37 +138,27 @@ def _planned_tile(host_nbytes: int) -> int:
 def _check(config: Config) -> None:
     if config.device.startswith("cuda"):
         raise ConfigError(f"device={config.device!r}: this version computes on the CPU; use device='cpu'")
-    if config.moments != "float32":
-        raise ConfigError(f"moments={config.moments!r}: this version keeps moments in float32; use moments='float32'")
 
 
-def _unit_state(shard: Shard) -> UnitState:
-    segments = tuple(
-        Segment(piece.slot.parameter, piece.slot.start + piece.begin - shard.begin, piece.length)
-        for piece in shard.owned()
-        if piece.slot.trainable
-    )
-    layout = shard.layout
-    return UnitState(
-        layout.unit, layout.dtype, segments, shard.trainable_numel, layout.tile_numel, param_start=shard.page_begin
-    )
-
-
-def _sizes(divided: ModelUnits, shards: Sequence[Shard], dtype: torch.dtype) -> list[UnitSize]:
+def _sizes(
+    divided: ModelUnits, shards: Sequence[Shard], dtype: torch.dtype, quantized: Container[int]
+) -> list[UnitSize]:
     nested = _nested(divided, [shard.layout for shard in shards])
-    state_itemsize = state_nbytes(dtype, 64) // 64 if any(shard.layout.trainable for shard in shards) else 1
+    states = [state_size(shard.layout, dtype, quantized) for shard in shards]
     return [
         UnitSize(
             name=shard.layout.name,
             param_nbytes=shard.nbytes,
             trainable_numel=shard.layout.part_numel,
             grad_itemsize=dtype.itemsize,
-            state_itemsize=state_itemsize,
+            state_itemsize=state.itemsize,
             nested_nbytes=nested[shard.unit],
             ranks=shard.layout.ranks,
             gathered_nbytes=shard.gathered_nbytes,
+            wide_numel=state.wide_numel,
+            wide_itemsize=state.wide_itemsize,
         )
-        for shard in shards
+        for shard, state in zip(shards, states, strict=True)
     ]
 
 

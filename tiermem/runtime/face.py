@@ -33,6 +33,7 @@ from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.house import House, build
 from tiermem.runtime.record import optimizer_state, plain
 from tiermem.runtime.snapshots import PendingSnapshot
+from tiermem.runtime.vertical import forward_backward
 from tiermem.stats import Statistics
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot
@@ -286,6 +287,27 @@ class Runtime(Closing):
                     house.states.store_master(unit, slot.parameter, own)
                     if values.dtype != torch.float32:
                         house.states.store_moments(unit, slot.parameter, *moments)
+
+    def forward_backward(
+        self, micro_batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Forward and backward of several micro-batches together: each unit is brought once per pass for all of them.
+
+        The gradients are those of a loop that calls `loss(micro_batch).backward()` for one after the other, bit for
+        bit; call `optimizer.step()` afterwards. Parameters cross the wires once per pass however many
+        micro-batches there are; the activations of all of them are in memory at one time (gradient checkpointing keeps
+        them few). Each micro-batch has random numbers of its own, see `vertical.py` beside this file.
+
+        Args:
+            micro_batches: whatever `loss` takes; they must not depend on each other's results.
+            loss: computes the tensor to go backward from, on a thread of its own; divide by the number of micro-batches
+                in it for a mean. Default: micro-batches are keyword arguments of the model, and the loss is
+                `model(**micro_batch).loss` divided by their number.
+
+        Returns the losses, detached. Raises the error of the first micro-batch that fails, after the others have ended;
+        `optimizer.zero_grad()` forgets what they left, as after any backward that fails.
+        """
+        return forward_backward(self._open(), micro_batches, loss)
 
     def settle(self) -> None:
         """Wait until no update is pending. Raises the error of one that failed."""

@@ -7,6 +7,7 @@ active outside go on seeing every other tensor, and that an ordinary saved tenso
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -106,6 +107,13 @@ class _Scope:
         return packed.restore()  # type: ignore[no-any-return]
 
 
+class _Stack(threading.local):
+    """The pushes of this thread, as torch's own stack of hooks is each thread's own."""
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+
+
 class SavedTensorHooks:
     """The hooks of one model. `frames` maps the address of each gathered frame to its unit.
 
@@ -116,7 +124,7 @@ class SavedTensorHooks:
         self._frames = frames
         self._demand = demand
         self._tallies = tuple(Tally() for _ in range(units))
-        self._scopes: list[_Scope] = []
+        self._stack = _Stack()
 
     def enter(self) -> bool:
         """Put the hooks on top, unless they are there; returns whether it pushed (then `leave` must follow).
@@ -129,12 +137,12 @@ class SavedTensorHooks:
             return False
         scope = _Scope(self, outer)
         push_hooks(*scope.pair)
-        self._scopes.append(scope)
+        self._stack.scopes.append(scope)
         return True
 
     def leave(self) -> None:
         """Undo the latest `enter` that pushed. Raises TiermemError if somebody else's hooks lie on top."""
-        scope = self._scopes.pop()
+        scope = self._stack.scopes.pop()
         top = top_hooks()
         if top is None or top[0] is not scope.pair[0]:
             raise TiermemError(

@@ -12,9 +12,9 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from tiermem.errors import TiermemError
 from tiermem.zero3.engine import backward_number, call_at_backward_end
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.handles import SavedTensorHooks
+from tiermem.zero3.hooks import after_hook, before_hook, gradient_hook, may_checkpoint_itself, output_hook
+from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
 from tiermem.zero3.units import ModelUnits
@@ -38,6 +40,13 @@ class _Call:
         self.module = module
         self.units: list[int] = []
         self.pushed = False
+
+
+class _Stack(threading.local):
+    """The module calls in progress on this thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
 
 
 class GatherScheduler:
@@ -62,7 +71,9 @@ class GatherScheduler:
         self._early = early
         self._order = OrderRecorder()
         self._saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
-        self._calls: list[_Call] = []
+        self._stack = _Stack()
+        # Set while several computations go through the model together.
+        self.lockstep: Lockstep | None = None
         # Units gathered for backward, in order of arrival.
         self._backward: dict[int, None] = {}
         # Units with a gradient in this step; True once an update has taken them.
@@ -86,8 +97,8 @@ class GatherScheduler:
 
         Also removes what an interrupt or a failed backward left behind, hence not to be called from inside a forward.
         """
-        while self._calls:
-            self._finish(self._calls.pop())
+        while self._stack.calls:
+            self._finish(self._stack.calls.pop())
         self._watched.clear()
         self._release_backward()
         self._gradients.release()
@@ -135,21 +146,21 @@ class GatherScheduler:
         for point in divided.points:
             module = point.module
             # First in and last out: the hooks of others see gathered parameters.
-            before = _before_hook(self._before_call, point.units)
+            before = before_hook(self._before_call, point.units)
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(_after_hook(self._after_call), always_call=True))
-            if _may_checkpoint_itself(module):
-                self._hooks.append(module.register_forward_hook(_output_hook(self._demand, point.units)))
+            self._hooks.append(module.register_forward_hook(after_hook(self._after_call), always_call=True))
+            if may_checkpoint_itself(module):
+                self._hooks.append(module.register_forward_hook(output_hook(self._demand, point.units)))
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
-                hook = _gradient_hook(self._gradient_arrived, unit, member.number)
+                hook = gradient_hook(self._gradient_arrived, unit, member.number)
                 register = parameters[member.number].register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
         call = _Call(module)
-        outermost = not self._calls
-        self._calls.append(call)  # first of all: the after-hook runs even if what follows raises
+        outermost = not self._stack.calls
+        self._stack.calls.append(call)  # first of all: the after-hook runs even if what follows raises
         if outermost and self._backward and backward_number() < 0:
             self._release_backward()  # left by a backward that failed
         for unit in units:
@@ -160,10 +171,10 @@ class GatherScheduler:
             call.pushed = self._saved.enter()
 
     def _after_call(self, module: nn.Module) -> None:
-        if not any(call.module is module for call in self._calls):
+        if not any(call.module is module for call in self._stack.calls):
             return  # a hook of somebody else raised before the entry was made
         while True:
-            call = self._calls.pop()
+            call = self._stack.calls.pop()
             self._finish(call)
             if call.module is module:
                 return
@@ -188,6 +199,8 @@ class GatherScheduler:
 
     def _bring(self, unit: int, phase: Phase) -> torch.Tensor:
         """Gather a unit for a call or for backward; waits."""
+        if self.lockstep is not None:
+            self.lockstep.turn(unit)
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
             self._listener.unit_needed(unit)
@@ -196,8 +209,11 @@ class GatherScheduler:
             following = self._order.upcoming()
             if following is not None:
                 self._gatherer.start(following)
-            return base
-        return self._gatherer.gather(unit)
+        else:
+            base = self._gatherer.gather(unit)
+        if self.lockstep is not None:
+            self.lockstep.arrived(unit)
+        return base
 
     def _demand(self, unit: int) -> torch.Tensor:
         """Gather a unit because the graph needs its values now."""
@@ -231,7 +247,7 @@ class GatherScheduler:
         self._gatherer.recheck()
         self._gatherer.count_leaks()
         for unit in tuple(self._touched):
-            self._announce(unit)
+            self.announce(unit)
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
         self._watch_backward()
@@ -248,15 +264,19 @@ class GatherScheduler:
         self._order.contribution(parameter)
         if self._order.all_arrived(self._gradients.trainable(unit)):
             self._gradients.release()
-            self._announce(unit)
+            self.announce(unit)
 
-    def _announce(self, unit: int) -> None:
+    def announce(self, unit: int) -> None:
         """Tell the listener that the unit is complete, if it is and nothing can need its present values any more.
 
         As long as a graph holds handles on the unit, a node may still ask for its values, or bring another gradient:
         a second forward, a retained graph, an expert that has not had its turn.
         """
-        if not self._early or self._touched[unit] or not self._order.all_arrived(self._gradients.trainable(unit)):
+        if (
+            not self._early
+            or self._touched.get(unit, True)
+            or not self._order.all_arrived(self._gradients.trainable(unit))
+        ):
             return
         if self._saved.outstanding(unit) or self._gatherer.holds(unit):
             return
@@ -264,60 +284,3 @@ class GatherScheduler:
         self._backward.pop(unit, None)
         if self._gatherer.reshard(unit):
             self._touched[unit] = self._listener.gradients_complete(unit)
-
-
-def _before_hook(call: Callable[[nn.Module, tuple[int, ...]], None], units: tuple[int, ...]) -> Callable[..., None]:
-    def before(module: nn.Module, _: Any, __: Any) -> None:
-        call(module, units)
-
-    return before
-
-
-def _after_hook(call: Callable[[nn.Module], None]) -> Callable[..., None]:
-    def after(module: nn.Module, _: Any, __: Any) -> None:
-        call(module)
-
-    return after
-
-
-def _output_hook(demand: Callable[[int], torch.Tensor], units: tuple[int, ...]) -> Callable[..., None]:
-    """Bring units when backward reaches the outputs of a module.
-
-    Only early, in general. It matters for a module that checkpoints a part of its own forward which reads its own
-    parameters (most Hugging Face layers do so): nothing else is called before that part runs again.
-    """
-
-    def arrived(_: torch.Tensor) -> None:
-        for unit in units:
-            demand(unit)
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-
-    return after
-
-
-def _gradient_hook(call: Callable[[int, int], None], unit: int, number: int) -> Callable[[torch.Tensor], None]:
-    def arrived(_: torch.Tensor) -> None:
-        call(unit, number)
-
-    return arrived
-
-
-def _may_checkpoint_itself(module: nn.Module) -> bool:
-    """Whether the module owns parameters and is not torch's own (those never checkpoint)."""
-    own = next(module.parameters(recurse=False), None) is not None
-    return own and not type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)

@@ -1,0 +1,28 @@
+"""The convergence benchmark runs, quickly, and its result holds both curves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_result_holds_both_curves(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "int8_convergence.py"), "--quick", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (raw,) = tmp_path.glob("int8_convergence_*.json")
+    losses = json.loads(raw.read_text())["losses"]
+    assert [len(losses[name]) for name in ("float32", "int8")] == [6, 6]
+    assert losses["float32"][0] == losses["int8"][0]
+    assert losses["float32"][1:] != losses["int8"][1:]
+    assert all(abs(a - b) < 0.05 for a, b in zip(losses["float32"], losses["int8"], strict=True))
+    text = raw.with_suffix(".md").read_text()
+    for word in ("cores", "torch", "int8_convergence.py --quick", "mean of the last"):
+        assert word in text
+    lines = ET.parse(raw.with_suffix(".svg")).iter("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.get("points").split()) for line in lines] == [6, 6]

@@ -1,0 +1,364 @@
+"""`forward_backward`: the numbers of accumulation, parameters brought once per pass, and no harm from errors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from doubles_models import Block, Stack
+from doubles_scenarios import Branches, Convolutions, Regularised, Twice, Wide
+from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_unit, same, within_budgets
+from torch import nn
+
+import tiermem
+
+UPDATES = ("step", "forward", "backward")
+COUNTS = (3, 4, 4, 2)
+FEWER = (4, 4, 4, 2)  # where units are updated early, more than in the step before are refused
+
+
+def seeds_of(count: int) -> list[int]:
+    return torch.randint(2**63 - 1, (count,)).tolist()
+
+
+def one_after_the_other(model: nn.Module, batches: list, loss: Callable) -> list[torch.Tensor]:
+    """What forward_backward is to equal: plain accumulation with the same random numbers."""
+    seeds = seeds_of(len(batches))
+    state = torch.get_rng_state()
+    found = []
+    for seed, batch in zip(seeds, batches, strict=True):
+        torch.manual_seed(seed)
+        value = loss(model, batch)
+        value.backward()
+        found.append(value.detach())
+    torch.set_rng_state(state)
+    return found
+
+
+def tokens(count: int) -> list[torch.Tensor]:
+    return [torch.randint(0, 40, (2, 5)) for _ in range(count)]
+
+
+def rows(width: int) -> Callable[[int], list[torch.Tensor]]:
+    return lambda count: [torch.randn(8, width) for _ in range(count)]
+
+
+def images(count: int) -> list[torch.Tensor]:
+    return [torch.randn(2, 3, 8, 8) for _ in range(count)]
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def mode(name: str) -> Callable[[], nn.Module]:
+    return lambda: Stack(mode=name)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list]]] = {
+    "tied, and a root with a parameter": (Stack, tokens),
+    "checkpoint": (mode("outer"), tokens),
+    "reentrant checkpoint": (mode("reentrant"), tokens),
+    "checkpoint inside": (mode("inner"), tokens),
+    "dropout and running means": (Regularised, rows(12)),
+    "a layer used twice": (Twice, rows(16)),
+    "several tiles": (Wide, rows(48)),
+    "convolutions": (Convolutions, images),
+}
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    batches: Callable[[int], list],
+    directory,
+    *,
+    update: str,
+    budget: str = "tight",
+    loss: Callable = squares,
+    clip: float | None = None,
+    **settings,
+) -> None:
+    torch.manual_seed(1)
+    plain = make()
+    torch.manual_seed(1)
+    model = make()
+    nbytes = budget_for(model, directory, budget)
+    theirs = PlainAdamW(plain.parameters(), lr=1e-2, max_grad_norm=clip)
+    with tiermem.offload(model, config_for(directory, nbytes, update, **settings)) as runtime:
+        ours = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=clip)
+        for number, count in enumerate(FEWER if update == "backward" else COUNTS):
+            torch.manual_seed(number)
+            given = batches(count)
+            state = torch.get_rng_state()
+            expected = one_after_the_other(plain, given, loss)
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            found = runtime.forward_backward(given, lambda batch: loss(model, batch))
+            assert torch.equal(torch.get_rng_state(), after)
+            assert all(map(same, found, expected)), number
+            assert not any(value.requires_grad for value in found)
+            if update != "backward":
+                for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert same(runtime.gradient(mine), other.grad)
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, mine), other in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert same(runtime.parameter(mine), other[1].detach()), name
+        for (name, mine), other in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+            assert torch.equal(mine, other[1]), name
+        within_budgets(runtime.statistics())
+        assert runtime._house.gatherer.statistics().leaks == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-micro-batch"]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_those_of_accumulation(name, update, tmp_path):
+    compare(*MODELS[name], tmp_path, update=update)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_also_in_the_least_budget(update, tmp_path):
+    compare(*MODELS["tied, and a root with a parameter"], tmp_path, update=update, budget="least")
+
+
+def test_also_with_clipping(tmp_path):
+    compare(*MODELS["dropout and running means"], tmp_path, update="forward", clip=0.1)
+
+
+def hugging_face() -> dict[str, Callable[[], nn.Module]]:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 64, "use_cache": False}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    models = {
+        "Llama": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**common, **small, num_key_value_heads=2, attention_dropout=0.1)
+        ),
+        "GPT-2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**common, n_embd=32, n_layer=3, n_head=4, n_positions=32)
+        ),
+        "Qwen3": lambda: transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**common, **small, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+        ),
+    }
+
+    def checkpointed() -> nn.Module:
+        model = models["Llama"]()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    return {name: lambda make=make: make().train() for name, make in models.items()} | {
+        "Llama with checkpointing": lambda: checkpointed().train()
+    }
+
+
+def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch, labels=batch).loss / 3
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Qwen3", "Llama with checkpointing"])
+def test_unmodified_hugging_face_decoders(name, update, tmp_path):
+    compare(
+        hugging_face()[name],
+        lambda count: [torch.randint(0, 64, (2, 9)) for _ in range(count)],
+        tmp_path,
+        update=update,
+        loss=language_loss,
+    )
+
+
+def test_without_a_loss_micro_batches_are_keyword_arguments(tmp_path):
+    make = hugging_face()["Llama"]
+    torch.manual_seed(0)
+    model = make()
+    with tiermem.offload(model, config_for(tmp_path, "4MiB", "forward")) as runtime:
+        batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (4, 2, 9))]
+        torch.manual_seed(5)
+        found = runtime.forward_backward(batches)
+        gradient = runtime.gradient(model.lm_head.weight)
+        tiermem.AdamW(model.parameters()).zero_grad()
+        torch.manual_seed(5)
+        expected = one_after_the_other(model, batches, lambda trained, batch: trained(**batch).loss / 4)
+        assert all(map(same, found, expected))
+        assert same(gradient, runtime.gradient(model.lm_head.weight))
+        with pytest.raises(tiermem.TiermemError, match="needs `loss=`"):
+            runtime.forward_backward([torch.zeros(2)])
+
+
+class Counted:
+    """A model in pages that are too large to stay, and what crosses the wire in a forward and backward."""
+
+    def __init__(self, directory) -> None:
+        self.model = Wide(width=64, depth=8)
+        nbytes = 4 * largest_unit(self.model, directory)
+        self.runtime = tiermem.offload(self.model, config_for(directory, nbytes, "step", look_ahead=0))
+        self.optimizer = tiermem.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, bring: Callable[[], object]) -> tuple[int, int]:
+        """Bytes read and units gathered before the optimizer's step."""
+        before = self.runtime.statistics().total.bytes_read, self.runtime._house.gatherer.statistics().gathers
+        bring()
+        after = self.runtime.statistics().total.bytes_read, self.runtime._house.gatherer.statistics().gathers
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return after[0] - before[0], after[1] - before[1]
+
+    def vertical(self, count: int) -> tuple[int, int]:
+        batches = [torch.randn(3, 64) for _ in range(count)]
+        return self.step(lambda: self.runtime.forward_backward(batches, lambda batch: squares(self.model, batch)))
+
+    def accumulated(self, count: int) -> tuple[int, int]:
+        batches = [torch.randn(3, 64) for _ in range(count)]
+        return self.step(lambda: [squares(self.model, batch).backward() for batch in batches])
+
+
+def test_parameters_cross_the_wire_once_per_pass(tmp_path):
+    counted = Counted(tmp_path)
+    with counted.runtime:
+        for _ in range(2):
+            counted.vertical(1)
+        one, eight = counted.vertical(1), counted.vertical(8)
+        assert one[1] == eight[1]
+        assert one[0] > 4 * 64 * 128 * 4  # some units' parameters do not stay
+        assert eight[0] <= 1.2 * one[0]
+        for _ in range(2):
+            many = counted.accumulated(8)
+        assert many[1] >= 7 * one[1]
+        assert many[0] >= 5 * one[0]
+
+
+def test_updates_begin_while_backward_goes_on(tmp_path):
+    model = Wide()
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "backward")) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number in range(3):
+            runtime.forward_backward([torch.randn(3, 48) for _ in range(4)], lambda batch: squares(model, batch))
+            runtime.settle()
+            done = runtime._house.updater.statistics().done.units
+            # In the first step nobody knows how many gradients there will be; later they are updated by now.
+            assert done == (3 * (number + 1) if number else 0)
+            optimizer.step()
+            runtime.settle()
+
+
+class Fragile(Block):
+    def forward(self, x):
+        result = super().forward(x)
+        if x.isnan().any():
+            raise ValueError("in the middle of a unit")
+        return result
+
+
+def fragile() -> nn.Module:
+    return nn.Sequential(Block(16), Fragile(16), Block(16))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, tmp_path):
+    torch.manual_seed(0)
+    model, plain = fragile(), fragile()
+    plain.load_state_dict(model.state_dict())
+    nbytes = budget_for(model, tmp_path, "tight", ["Block", "Fragile"])
+    theirs = PlainAdamW(plain.parameters(), lr=1e-2)
+    with tiermem.offload(model, config_for(tmp_path, nbytes, update), units=["Block", "Fragile"]) as runtime:
+        ours = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number in range(4):
+            batches = [torch.randn(4, 16) for _ in range(4)]
+            if number % 2:
+
+                def fails(_):
+                    raise ValueError("in backward")
+
+                def loss(item, in_forward=number == 1):
+                    index, batch = item
+                    if index != failing:
+                        return squares(model, batch)
+                    value = squares(model, batch * float("nan") if in_forward else batch)
+                    value.register_hook(fails)
+                    return value
+
+                with pytest.raises(ValueError, match="in the middle of a unit" if number == 1 else "in backward"):
+                    runtime.forward_backward(list(enumerate(batches)), loss)
+                assert not [t for t in threading.enumerate() if t.name == "tiermem-micro-batch"]
+                assert not any(leased for _, leased in runtime._house.storage.pager.residency().values())
+                ours.zero_grad()
+            runtime.forward_backward(batches, lambda batch: squares(model, batch))
+            for batch in batches:
+                squares(plain, batch).backward()
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same(runtime.parameter(mine), other.detach())
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_micro_batches_that_need_different_units_are_served(update, tmp_path):
+    """Branches are units of their own; gradients may be added up in another order, so that the last bit may differ."""
+    torch.manual_seed(0)
+    model, plain = Branches(), Branches()
+    plain.load_state_dict(model.state_dict())
+    nbytes = budget_for(model, tmp_path, "tight")
+    with tiermem.offload(model, config_for(tmp_path, nbytes, update)) as runtime:
+        ours, theirs = tiermem.AdamW(model.parameters(), lr=1e-3), PlainAdamW(plain.parameters(), lr=1e-3)
+        for branches in ((0, 1, 2, 1), (2, 2, 0, 1), (1, 1, 1, 1)):
+            batches = [(torch.randn(4, 6), branch) for branch in branches]
+            before = runtime._house.gatherer.statistics().gathers
+            runtime.forward_backward(batches, lambda item: model(*item).square().mean())
+            assert runtime._house.gatherer.statistics().gathers - before <= 1 + 2 * len(set(branches)) + 1
+            for item in batches:
+                plain(*item).square().mean().backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.allclose(runtime.parameter(mine), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_and_saved_tensor_hooks_of_the_caller_count(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    packed, seen = [], []
+
+    def loss(batch):
+        out = model(batch)
+        seen.append(out.dtype)
+        return out.float().square().mean()
+
+    def pack(tensor):
+        packed.append(threading.current_thread().name)
+        return tensor
+
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "step")) as runtime:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                runtime.forward_backward([torch.randn(2, 8), torch.randn(2, 8)], loss)
+        assert seen == [torch.bfloat16] * 2
+        assert "tiermem-micro-batch" in packed
+        runtime.forward_backward([torch.randn(2, 8)], loss)
+        assert seen[-1] == torch.float32
+        assert runtime.forward_backward([], loss) == []
+
+
+def test_what_cannot_be_done_is_said(tmp_path):
+    model = Block(8)
+    with tiermem.offload(model, config_for(tmp_path, MIB, "step")) as runtime:
+        batches = [torch.randn(2, 8)]
+        with torch.no_grad(), pytest.raises(tiermem.TiermemError, match="no_grad"):
+            runtime.forward_backward(batches, lambda batch: squares(model, batch))
+        with pytest.raises(tiermem.TiermemError, match="one element"):
+            runtime.forward_backward(batches, model)
+        with pytest.raises(tiermem.TiermemError, match="inside forward_backward"):
+            runtime.forward_backward(batches, lambda batch: runtime.forward_backward([batch], model))
+        optimizer = tiermem.AdamW(model.parameters())
+        with contextlib.suppress(tiermem.TiermemError):
+            optimizer.zero_grad()
+        runtime.forward_backward(batches, lambda batch: squares(model, batch))
+        optimizer.step()
+    with pytest.raises(tiermem.TiermemError, match="closed"):
+        runtime.forward_backward(batches, lambda batch: squares(model, batch))

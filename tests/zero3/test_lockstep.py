@@ -1,0 +1,154 @@
+"""Computations in lockstep: one at a time, each its own way, units brought once where they agree, no thread left."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.zero3.lockstep import Lockstep
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class FakeGatherer:
+    """Counts holds; a unit may be used while it is held by the lockstep."""
+
+    def __init__(self) -> None:
+        self.holds: dict[int, int] = {}
+        self.brought: list[int] = []
+
+    def hold(self, unit: int) -> None:
+        self.holds[unit] = self.holds.get(unit, 0) + 1
+        self.brought.append(unit)
+
+    def unhold(self, unit: int) -> int:
+        self.holds[unit] -= 1
+        return self.holds[unit]
+
+    def reshard(self, unit: int) -> bool:
+        assert not self.holds[unit]
+        return True
+
+
+class Script:
+    """Needs the units of `way`, one after the other; fails before number `failing`."""
+
+    def __init__(self, world: World, number: int, way: list[int], failing: int | None = None) -> None:
+        self.world, self.number, self.way, self.failing = world, number, way, failing
+        self.away = True
+        self.unwound = False
+
+    def run(self) -> None:
+        try:
+            for place, unit in enumerate(self.way):
+                if place == self.failing:
+                    raise ValueError("mine")
+                self.world.lockstep.turn(unit)
+                self.world.lockstep.arrived(unit)
+                self.world.use(self, unit)
+        finally:
+            self.unwound = True
+
+    def resume(self) -> None:
+        assert self.away
+        self.away = False
+
+    def pause(self) -> None:
+        assert not self.away
+        self.away = True
+
+
+class World:
+    def __init__(self) -> None:
+        self.gatherer = FakeGatherer()
+        self.complete: list[int] = []
+        self.lockstep = Lockstep(self.gatherer, self.complete.append)
+        self.used: list[tuple[int, int]] = []
+        self.busy = threading.Lock()
+
+    def use(self, script: Script, unit: int) -> None:
+        assert self.busy.acquire(blocking=False), "two run at once"
+        assert self.gatherer.holds[unit] == 1
+        assert not script.away
+        self.used.append((script.number, unit))
+        self.busy.release()
+
+    def check_rest(self) -> None:
+        assert not any(self.gatherer.holds.values())
+        assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-micro-batch"]
+
+
+WAYS = st.lists(st.integers(0, 3), max_size=8)
+
+
+@given(ways=st.lists(WAYS, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_everybody_goes_their_own_way_whatever_it_is(ways: list[list[int]]) -> None:
+    world = World()
+    scripts = [Script(world, number, way) for number, way in enumerate(ways)]
+    world.lockstep.run(scripts)
+    for number, way in enumerate(ways):
+        assert [unit for who, unit in world.used if who == number] == way
+    assert all(script.away for script in scripts)
+    assert world.complete == world.gatherer.brought
+    world.check_rest()
+
+
+@given(way=WAYS, count=st.integers(1, 6))
+@settings(max_examples=50, deadline=None)
+def test_units_are_brought_once_where_all_agree_and_passed_in_order(way: list[int], count: int) -> None:
+    world = World()
+    world.lockstep.run([Script(world, number, way) for number in range(count)])
+    passes = [unit for unit, _ in itertools.groupby(way)]
+    assert world.gatherer.brought == passes
+    order = [who for who, _ in itertools.groupby(who for who, _ in world.used)]
+    if count > 1:
+        assert order == list(range(count)) * len(passes)
+
+
+def test_those_who_took_different_ways_meet_again() -> None:
+    world = World()
+    ways = [[0, 1, 9, 5], [0, 2, 9, 5], [0, 1, 9, 5], [0, 9, 5]]
+    world.lockstep.run([Script(world, number, way) for number, way in enumerate(ways)])
+    assert world.gatherer.brought.count(1) == 1
+    assert world.gatherer.brought.count(2) == 1
+    assert world.gatherer.brought.count(9) <= 2
+    assert world.gatherer.brought.count(5) <= 2
+
+
+@given(ways=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_an_error_ends_everybody_where_they_are(ways: list[list[int]], who: int, place: int) -> None:
+    world = World()
+    scripts = [Script(world, number, way) for number, way in enumerate(ways)]
+    victim = scripts[who % len(scripts)]
+    victim.failing = place
+    if place >= len(victim.way):
+        world.lockstep.run(scripts)
+    else:
+        with pytest.raises(ValueError, match="mine"):
+            world.lockstep.run(scripts)
+    world.check_rest()
+    started = {number for number, _ in world.used}
+    assert all(script.unwound for script in scripts if script.number in started)
+
+
+def test_an_interrupt_of_the_waiting_thread_ends_everybody() -> None:
+    world = World()
+
+    class Interrupting(Script):
+        def run(self) -> None:
+            self.world.lockstep.turn(1)
+            signal.raise_signal(signal.SIGINT)  # delivered to the main thread, which waits for this one
+            super().run()
+
+    scripts = [Script(world, 0, [1, 2]), Interrupting(world, 1, [1, 2]), Script(world, 2, [1, 2])]
+    with pytest.raises(KeyboardInterrupt):
+        world.lockstep.run(scripts)
+    world.check_rest()
+    assert scripts[0].unwound

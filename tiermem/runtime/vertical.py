@@ -1,0 +1,141 @@
+"""Several micro-batches through the model together: every unit is brought once per pass, however many there are.
+
+Owns what a micro-batch does (forward, loss, backward) and the surroundings it does it in: autocast, saved-tensor hooks
+and random numbers. Does not know units or threads (`zero3/lockstep.py` does). Guarantees the numbers of ordinary
+accumulation of the same micro-batches in the same order, bit for bit, given the same random numbers; and that after an
+error nothing runs on.
+
+Random numbers. In ordinary accumulation micro-batch 1 goes on where micro-batch 0 has stopped. Here they alternate, so
+each gets a generator of its own: micro-batch i is seeded with number i of `torch.randint(2**63 - 1, (count,))`, drawn
+from torch's global generator, which goes on after that. Python's and numpy's generators are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import TiermemError
+from tiermem.runtime.house import House
+from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
+from tiermem.zero3.lockstep import Lockstep
+
+Loss = Callable[[Any], torch.Tensor]
+_AUTOCAST = ("cpu", "cuda")
+
+
+def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | None) -> list[torch.Tensor]:
+    """See `Runtime.forward_backward`."""
+    if not torch.is_grad_enabled():
+        raise TiermemError("forward_backward under torch.no_grad(): there would be nothing to go backward through")
+    scheduler = house.scheduler
+    if scheduler.lockstep is not None:
+        raise TiermemError("forward_backward inside forward_backward: a micro-batch cannot bring micro-batches")
+    scheduler.settle()
+    batches = list(micro_batches)
+    count = len(batches)
+    seeds = torch.randint(2**63 - 1, (count,)).tolist() if count else []
+    kept = _generators()
+    surroundings = Surroundings()
+    measure = loss if loss is not None else _model_loss(house.divided.model, count)
+    passages = [Passage(measure, batch, seed, surroundings) for batch, seed in zip(batches, seeds, strict=True)]
+    scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce)
+    try:
+        scheduler.lockstep.run(passages)
+    finally:
+        scheduler.lockstep = None
+        _restore(kept)
+        scheduler.settle()
+    return [passage.result() for passage in passages]
+
+
+class Surroundings:
+    """What torch keeps for each thread and a micro-batch's thread has to share with the caller's."""
+
+    def __init__(self) -> None:
+        self._hooks = top_hooks()
+        self._cache = torch.is_autocast_cache_enabled()
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST]
+
+    def enter(self, stack: ExitStack) -> None:
+        """Make them this thread's, until the stack is closed."""
+        for kind, dtype, enabled in self._autocast:
+            if enabled:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
+        if self._hooks is not None:
+            push_hooks(*self._hooks)
+            stack.callback(pop_hooks)
+        # Also with an accelerator backward has to run on this thread, where it can wait.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+
+
+class Passage:
+    """One micro-batch: forward, loss, backward."""
+
+    def __init__(self, loss: Loss, micro_batch: Any, seed: int, surroundings: Surroundings) -> None:
+        self._loss = loss
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._surroundings = surroundings
+        self._states: list[torch.Tensor] | None = None
+        self._result: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Go forward and backward."""
+        with ExitStack() as stack:
+            self._surroundings.enter(stack)
+            loss = self._loss(self._micro_batch)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise TiermemError(f"a loss is a tensor of one element, found {found}; return one from `loss`")
+            self._result = loss.detach().clone()
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def resume(self) -> None:
+        """Continue this micro-batch's random numbers."""
+        if self._states is None:
+            torch.manual_seed(self._seed)
+        else:
+            _restore(self._states)
+
+    def pause(self) -> None:
+        """Note where its random numbers are."""
+        self._states = _generators()
+
+    def result(self) -> torch.Tensor:
+        """The loss, detached."""
+        if self._result is None:
+            raise TiermemError("a micro-batch has no loss yet")
+        return self._result
+
+
+def _model_loss(model: nn.Module, count: int) -> Loss:
+    """What Hugging Face models return as `.loss`, divided by the number of micro-batches: the mean over all."""
+
+    def loss(micro_batch: Any) -> torch.Tensor:
+        if not isinstance(micro_batch, Mapping):
+            raise TiermemError(
+                f"a micro-batch of type {type(micro_batch).__name__} needs `loss=`; without it micro-batches are the "
+                "model's keyword arguments, and its output has a .loss"
+            )
+        value: torch.Tensor = model(**micro_batch).loss / count
+        return value
+
+    return loss
+
+
+def _generators() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _restore(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for index, state in enumerate(states[1:]):
+        torch.cuda.set_rng_state(state, index)

@@ -1,0 +1,157 @@
+"""Several computations through one model, unit by unit: all of them pass a unit before any goes on to the next.
+
+Owns the threads, of which one runs at any time, and the hold on the unit that is being passed. Does not know what is
+computed, nor hooks: the gather scheduler says when a computation needs a unit. Guarantees that computations pass a
+unit in their order, that each is served whatever units it needs, that after an error the others end where they are, and
+that no thread is left.
+
+A computation waits when it needs another unit than it needed last. Then the next one runs, up to the same
+place. Once all have passed, the unit is let go of and the next one is brought. Where they need different units (experts
+that are units of their own) those that are furthest behind go first and the others wait, so that all meet again; a
+unit may then be brought more than once.
+
+Threads rather than a rewritten model: forward and backward of an unmodified model can only be interrupted inside
+hooks, and a hook can only wait if its whole stack, autograd's part in it too, waits with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.gather import Gatherer
+
+
+class Computation(Protocol):
+    """What runs in lockstep with others, on a thread of its own. `resume` and `pause` surround each piece of it."""
+
+    def run(self) -> None:
+        """Do all of it; interrupted wherever it needs another unit."""
+
+    def resume(self) -> None:
+        """It goes on: what it left behind in `pause` is to be put back."""
+
+    def pause(self) -> None:
+        """Another one goes on: what the whole process shares (random generators) is to be put away."""
+
+
+class _AbandonedError(TiermemError):
+    """Ends a computation because another one has failed. An Exception, because torch's hooks see no others."""
+
+
+class _Walker:
+    """One computation: its thread, the unit it needs next, and how many it has passed."""
+
+    def __init__(self, computation: Computation) -> None:
+        self.computation = computation
+        self.go = threading.Semaphore(0)
+        self.thread: threading.Thread | None = None
+        self.unit: int | None = None
+        self.wanted: int | None = None
+        self.passed = 0
+        self.ended = False
+        self.error: BaseException | None = None
+
+
+class Lockstep:
+    """One pass of several computations. Made for one `run`.
+
+    `complete(unit)` is told when all have passed a unit and nothing holds it.
+    """
+
+    def __init__(self, gatherer: Gatherer, complete: Callable[[int], None]) -> None:
+        self._gatherer = gatherer
+        self._complete = complete
+        self._walkers: list[_Walker] = []
+        self._back = threading.Semaphore(0)
+        self._running: _Walker | None = None
+        self._held: int | None = None
+        self._abandoned = False
+
+    def run(self, computations: Sequence[Computation]) -> None:
+        """Run all to their ends; waits. Raises the first error, after the others have been abandoned."""
+        self._walkers = [_Walker(computation) for computation in computations]
+        try:
+            while walking := [walker for walker in self._walkers if not walker.ended]:
+                # The first of those that have passed fewest units.
+                wanted = min(walking, key=lambda walker: walker.passed).wanted
+                for walker in walking:
+                    if walker.wanted == wanted:
+                        self._advance(walker)
+                self._let_go()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def turn(self, unit: int) -> None:
+        """A computation needs `unit`: wait until it is its turn. Nothing for other threads."""
+        walker = self._running
+        if walker is None or walker.thread is not threading.current_thread():
+            return
+        if self._abandoned:
+            raise _AbandonedError("another micro-batch has failed")
+        if unit == walker.unit:
+            return
+        walker.wanted = unit
+        walker.computation.pause()
+        self._back.release()
+        walker.go.acquire()
+        if self._abandoned:
+            raise _AbandonedError("another micro-batch has failed")
+        walker.computation.resume()
+        walker.unit = unit
+        walker.passed += 1
+
+    def arrived(self, unit: int) -> None:
+        """`unit` has been gathered: keep it until all have passed."""
+        walker = self._running
+        if walker is not None and walker.unit == unit and self._held is None:
+            self._gatherer.hold(unit)
+            self._held = unit
+
+    def _advance(self, walker: _Walker) -> None:
+        """Let one computation run until it needs another unit or ends. Raises its error."""
+        self._running = walker
+        if walker.thread is None:
+            walker.thread = threading.Thread(target=self._live, args=(walker,), name="tiermem-micro-batch", daemon=True)
+            walker.thread.start()
+        walker.go.release()
+        self._back.acquire()
+        if walker.error is not None:
+            raise walker.error
+
+    def _live(self, walker: _Walker) -> None:
+        walker.go.acquire()
+        try:
+            if not self._abandoned:
+                walker.computation.resume()
+                walker.computation.run()
+                walker.computation.pause()
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            walker.error = error
+        finally:
+            walker.ended = True
+            self._back.release()
+
+    def _let_go(self) -> None:
+        unit, self._held = self._held, None
+        if unit is None or self._gatherer.unhold(unit):
+            return
+        self._gatherer.reshard(unit)
+        self._complete(unit)
+
+    def _abandon(self) -> None:
+        """End every computation where it waits, one after the other: each leaves its module calls by itself."""
+        self._abandoned = True
+        running = self._running
+        for walker in sorted(self._walkers, key=lambda walker: walker is not running):
+            if walker.thread is not None and not walker.ended:
+                self._running = walker
+                walker.go.release()
+                walker.thread.join()
+        self._running = None
+        unit, self._held = self._held, None
+        if unit is not None and not self._gatherer.unhold(unit):
+            self._gatherer.reshard(unit)
