@@ -1,4 +1,4 @@
-"""tiermem, with the fields of `tiermem.Config` given as settings."""
+"""tiermem, with the fields of `tiermem.Config` given as settings; `commit`: make every step durable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def main() -> None:
     job = read_job()
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
-    config = tiermem.Config(**{"param_dtype": "bfloat16", **job.settings}, swap_dirs=[str(job.directory)])
+    settings = {"param_dtype": "bfloat16", **job.settings}
+    commit = settings.pop("commit", False)
+    config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
     stalls, read, written = [], [], []
@@ -26,6 +28,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if commit:
+                runtime.commit()
             last = runtime.statistics().last
             if last is None:
                 raise RuntimeError("the step was not counted")

@@ -228,7 +228,7 @@ class Runtime:
         unit, slot = self._find(parameter)
         house = self._open()
         house.ledger.line_up()
-        if not house.ledger.is_unclaimed(unit, slot.parameter):
+        if not house.ledger.is_readable(unit, slot.parameter):
             return None
         return house.scheduler.gradients.read(slot.parameter)
 
@@ -248,6 +248,7 @@ class Runtime:
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:
+            house.coordinator.settle_early()
             house.snapshots.wait_open()
             self._writing += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []

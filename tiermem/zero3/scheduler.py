@@ -12,7 +12,7 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,7 +43,8 @@ class _Call:
 class GatherScheduler:
     """Hooks a divided model. `parameters` by global number.
 
-    `early`: announce units as complete during backward; then a gradient that comes after that is an error.
+    `order` says what units were used in which order. `early`: announce units as complete during backward; a gradient
+    that comes after that is an error, unless the listener undoes what it did.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class GatherScheduler:
         self._gradients = gradients
         self._listener = listener
         self._early = early
-        self._order = OrderRecorder()
+        self.order = OrderRecorder()
         self._saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         self._calls: list[_Call] = []
         # Units gathered for backward, in order of arrival.
@@ -70,11 +71,6 @@ class GatherScheduler:
         self._watched: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._install(divided, parameters)
-
-    @property
-    def order(self) -> OrderRecorder:
-        """What units were used in which order."""
-        return self._order
 
     @property
     def gradients(self) -> Gradients:
@@ -102,7 +98,7 @@ class GatherScheduler:
                 self._saved.values_changed(unit)
         self._touched.clear()
         self._gradients.reset()
-        self._order.finish()
+        self.order.finish()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step. Raises TiermemError if an update has already begun to use them."""
@@ -113,7 +109,7 @@ class GatherScheduler:
             )
         self._touched.clear()
         self._gradients.drop()
-        self._order.forget_contributions()
+        self.order.forget_contributions()
 
     def forget(self, parameters: Sequence[int], *, updated: bool = False) -> None:
         """Forget these parameters' gradients while the step goes on for others. `updated`: their values change."""
@@ -123,6 +119,12 @@ class GatherScheduler:
             del self._touched[unit]
             if updated:
                 self._saved.values_changed(unit)
+
+    def take_back(self, units: Iterable[int]) -> None:
+        """The updates of these units were undone: more gradients may come, and graphs on the new values are stale."""
+        for unit in units:
+            self._saved.values_changed(unit)
+            self._touched[unit] = False
 
     def close(self) -> None:
         """Remove all hooks and leases. The parameters stay placeholders (see `lend.restore`)."""
@@ -191,9 +193,9 @@ class GatherScheduler:
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
             self._listener.unit_needed(unit)
-            self._order.access(unit, phase)
+            self.order.access(unit, phase)
             base = self._gatherer.gather(unit)
-            following = self._order.upcoming()
+            following = self.order.upcoming()
             if following is not None:
                 self._gatherer.start(following)
             return base
@@ -236,17 +238,19 @@ class GatherScheduler:
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
         self._watch_backward()
         if self._touched.get(unit):
+            self._listener.unit_needed(unit)  # may have the update undone
+        if self._touched.get(unit):
             raise TiermemError(
                 f"a gradient arrived for unit {unit} after its update had begun: this step brought more gradients than "
                 'the one before (more micro-batches, or a second backward). Use update="forward" for such training'
             )
         if unit not in self._touched:
             self._listener.unit_needed(unit)
-            self._order.access(unit, Phase.GRADIENT)
+            self.order.access(unit, Phase.GRADIENT)
             self._touched[unit] = False
         self._gradients.accumulate(parameter)
-        self._order.contribution(parameter)
-        if self._order.all_arrived(self._gradients.trainable(unit)):
+        self.order.contribution(parameter)
+        if self.order.all_arrived(self._gradients.trainable(unit)):
             self._gradients.release()
             self._announce(unit)
 
@@ -256,7 +260,7 @@ class GatherScheduler:
         As long as a graph holds handles on the unit, a node may still ask for its values, or bring another gradient:
         a second forward, a retained graph, an expert that has not had its turn.
         """
-        if not self._early or self._touched[unit] or not self._order.all_arrived(self._gradients.trainable(unit)):
+        if not self._early or self._touched[unit] or not self.order.all_arrived(self._gradients.trainable(unit)):
             return
         if self._saved.outstanding(unit) or self._gatherer.holds(unit):
             return
