@@ -1,7 +1,7 @@
 """tiermem, with the fields of `tiermem.Config` given as settings.
 
-Two settings more: `accumulate`, micro-batches in a step (the batch and shifts of it), and `vertical=yes`: all of them
-go through a unit before the next unit.
+Three settings more: `accumulate`, micro-batches in a step (the batch and shifts of it); `vertical=yes`: all of them go
+through a unit before the next unit; `commit`: make every step durable.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def main() -> None:
     torch.manual_seed(job.seed)
     settings = {"param_dtype": "bfloat16", **job.settings}
     count, vertical = int(settings.pop("accumulate", 1)), settings.pop("vertical", "no") == "yes"
+    commit = settings.pop("commit", False)
     config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
@@ -42,6 +43,8 @@ def main() -> None:
                     losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
+            if commit:
+                runtime.commit()
             last = runtime.statistics().last
             if last is None:
                 raise RuntimeError("the step was not counted")

@@ -12,16 +12,19 @@ mark at a time that makes two slots per key, used in turn: the first write after
 ones to the same again. The slot that a released mark gives up stays with its key as a spare, so that steady state
 never allocates and never fragments; spares are given back when the space runs full.
 
+Undo of some keys. `mark(empty=True)` holds nothing; `protect` adds the current copy of a key to it, before that key is
+written again; `restore(mark, key)` makes that copy current again. `release` ends it either way.
+
 Room needed. Keys that change between two marks need one extent for each copy alive: the current one and one for each
-mark that holds another. One mark, renewed after it was released: twice the bytes of what changes. If the next mark is
-taken, and written under, before the last is released (a commit that runs beside the next step), three times. Keys that
+mark that holds another. One mark, renewed after it was released: twice the bytes of what changes. With another mark
+beside it (a commit that runs beside the next step's writes, a step that may have to be undone) three times. Keys that
 never change need one. `extent_for_write` raises SwapFullError where a copy does not fit; the rest stays as it is.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +33,7 @@ from swap.errors import SwapError, SwapFullError
 from swap.extents import Extent
 from swap.manifest import Entry
 from swap.space import SwapSpace
+from swap.spares import Spares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +46,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """The current copies of all keys at one instant. Made by `Generations.mark`; live until released."""
+    """The current copies of all keys at one instant, or of those protected since. Live until released.
 
-    copies: Mapping[Hashable, Copy]
-    superseded: set[Hashable] = field(
-        default_factory=set
-    )  # keys whose copy here has been current no more; Generations'
+    Made by `Generations.mark`, and changed by nobody else.
+    """
+
+    copies: dict[Hashable, Copy]
+    superseded: set[Hashable] = field(default_factory=set)  # keys whose copy here is current no more
 
     def entries(self, name: Callable[[Any], str] = str) -> list[Entry]:
         """What a manifest needs; `name` turns a key into text. Raises SwapError for a copy without a checksum."""
@@ -85,7 +90,7 @@ class Generations:
         self._writing: dict[Hashable, Extent] = {}
         self._in_place: set[Hashable] = set()  # keys whose current copy is being overwritten
         self._lost: set[Hashable] = set()  # keys whose only copy was spoilt by a write that failed
-        self._spares: dict[Hashable, Extent] = {}
+        self._spares = Spares(space)
         self._marks: list[Mark] = []
 
     def extent_for_write(self, key: Hashable, nbytes: int) -> Extent:
@@ -127,10 +132,6 @@ class Generations:
                 self._lost.add(key)
             self._give_back(key, extent)
 
-    def extent_for_read(self, key: Hashable) -> Extent:
-        """The extent of the current copy. Raises SwapError if there is none."""
-        return self.current(key).extent
-
     def current(self, key: Hashable) -> Copy:
         """The current copy: extent and checksum. Raises SwapError if there is none."""
         with self._lock:
@@ -141,48 +142,69 @@ class Generations:
                 )
             return copy
 
-    def mark(self) -> Mark:
+    def mark(self, *, empty: bool = False) -> Mark:
         """Protect the current copies of all keys until `release`. Costs a copy of a dictionary.
 
-        Raises SwapError while a current copy is being overwritten, or if a failed write has spoilt one that has been
-        neither rewritten nor forgotten.
+        `empty`: of none yet, `protect` adds them. Otherwise it raises SwapError while a current copy is being
+        overwritten, or if a failed write has spoilt one that has been neither rewritten nor forgotten.
         """
         with self._lock:
             unfit = self._in_place or self._lost
-            if unfit:
+            if unfit and not empty:
                 names = ", ".join(repr(key) for key in list(unfit)[:3])
                 state = "being overwritten" if self._in_place else "spoilt by a write that failed"
                 raise SwapError(f"no mark can be made: {len(unfit)} keys are {state}, such as {names}")
-            mark = Mark(self._current.copy())
+            mark = Mark({} if empty else self._current.copy())
             self._marks.append(mark)
             return mark
 
     def release(self, mark: Mark) -> None:
         """Protect these copies no longer; those that are neither current nor held by another mark are given up."""
         with self._lock:
-            self._check_live(mark)
+            _check_live(mark, self._marks)
             self._marks.remove(mark)
             for key in mark.superseded:
                 copy = mark.copies[key]
                 if self._current.get(key) is not copy and not self._holders(key, copy):
                     self._give_back(key, copy.extent)
 
-    def restore(self, mark: Mark) -> None:
-        """Make the marked copies current again, keys and all: undo. The mark stays live.
+    def restore(self, mark: Mark, key: Hashable | None = None) -> None:
+        """Make the marked copies current again, keys and all: undo. With `key`, only that one. The mark stays live.
 
-        Raises SwapError while any write has not ended.
+        Raises SwapError while a write (of that key) has not ended, or if the mark holds no copy of it.
         """
         with self._lock:
-            self._check_live(mark)
-            if self._writing:
-                raise SwapError(
-                    f"{len(self._writing)} writes have not ended, such as that of {next(iter(self._writing))!r}"
-                )
-            before, self._current = self._current, dict(mark.copies)
-            self._lost.clear()
-            for key, copy in before.items():
-                if mark.copies.get(key) is not copy:
-                    self._supersede(key, copy)
+            _check_live(mark, self._marks)
+            writing = self._writing if key is None else {key} & self._writing.keys()
+            if writing:
+                raise SwapError(f"{len(writing)} writes have not ended, such as that of {next(iter(writing))!r}")
+            if key is not None and key not in mark.copies:
+                raise SwapError(f"{key!r} cannot be restored: the mark holds no copy of it")
+            keys = {**self._current, **mark.copies} if key is None else [key]
+            for each in keys:
+                before, kept = self._current.pop(each, None), mark.copies.get(each)
+                if kept is not None:
+                    self._current[each] = kept
+                    for holder in self._holders(each, kept):
+                        holder.superseded.discard(each)
+                self._lost.discard(each)
+                if before is not None and before is not kept:
+                    self._supersede(each, before)
+            if key is None:
+                self._lost.clear()
+
+    def protect(self, mark: Mark, key: Hashable) -> None:
+        """Add the current copy of `key` to an open mark, once. Raises SwapError if there is no whole copy."""
+        with self._lock:
+            _check_live(mark, self._marks)
+            copy = self.current(key)
+            if mark.copies.setdefault(key, copy) is not copy:
+                raise SwapError(f"the mark holds an earlier copy of {key!r}; expected it to be protected once")
+
+    def alive(self) -> int:
+        """The most copies that any one key may have now: the current one, and one in each mark that holds another."""
+        with self._lock:
+            return 1 + sum(bool(mark.superseded) for mark in self._marks)
 
     def forget(self, key: Hashable) -> None:
         """The key is no longer there; marks still hold what they held. Raises SwapError while a write has not ended."""
@@ -191,31 +213,28 @@ class Generations:
                 raise SwapError(f"{key!r} cannot be forgotten: a write of it has not ended")
             copy = self._current.pop(key, None)
             self._lost.discard(key)
-            spare = self._spares.pop(key, None)
-            if spare is not None:
-                self._space.free(spare)
+            self._spares.forget(key)
             if copy is not None:
                 self._supersede(key, copy)
 
-    def spares(self, mark: Mark) -> dict[Hashable, Extent]:
-        """For each marked key that has one, the extent it will have to spare when `mark` is the only one left.
+    def spares(self, mark: Mark) -> list[tuple[Hashable, Extent]]:
+        """The extents that marked keys will have to spare when `mark` is the only one left, each with its key.
 
         Kept with a commit and claimed again when it is adopted, they leave the space as it was: no fragments.
         """
         with self._lock:
-            found: dict[Hashable, Extent] = {key: extent for key, extent in self._spares.items() if key in mark.copies}
+            found = [(key, extent) for key, extent in self._spares.items() if key in mark.copies]
             for older in self._marks:
-                for key in older.superseded if older is not mark else ():
-                    if key in mark.copies and older.copies[key] is not mark.copies[key]:
-                        found[key] = older.copies[key].extent
-            return found
+                given_up = older.superseded & mark.copies.keys() if older is not mark else ()
+                found += [(k, older.copies[k].extent) for k in given_up if older.copies[k] is not mark.copies[k]]
+            return list(dict.fromkeys(found))  # two marks may hold the same copy
 
     def adopt(
         self,
         entries: Iterable[Entry],
         key: Callable[[str], Hashable] = str,
         *,
-        spares: Mapping[str, Extent] | None = None,
+        spares: Iterable[tuple[str, Extent]] = (),
     ) -> Mark:
         """Claim the extents of a commit in a space opened with `keep`, make them current, and return a mark on them.
 
@@ -223,7 +242,7 @@ class Generations:
         Raises SwapError, and claims nothing, if any of the extents is in use, outside the files, or there twice.
         """
         copies: dict[Hashable, Copy] = {}
-        extra: dict[Hashable, Extent] = {}
+        extra: list[tuple[Hashable, Extent]] = []
         with self._lock:
             if self._current or self._writing:
                 raise SwapError("a commit can only be adopted by generations that hold nothing yet")
@@ -234,15 +253,16 @@ class Generations:
                         raise SwapError(f"{own!r} is there twice")
                     self._space.claim(entry.extent)
                     copies[own] = Copy(entry.extent, entry.checksum)
-                for name, extent in (spares or {}).items():
+                for name, extent in spares:
                     self._space.claim(extent)
-                    extra[key(name)] = extent
+                    extra.append((key(name), extent))
             except BaseException:
-                for claimed in (*(copy.extent for copy in copies.values()), *extra.values()):
+                for claimed in (*(copy.extent for copy in copies.values()), *(extent for _, extent in extra)):
                     self._space.free(claimed)
                 raise
             self._current = copies
-            self._spares = extra
+            for own, extent in extra:
+                self._spares.give(own, extent)
             mark = Mark(copies.copy())
             self._marks.append(mark)
             return mark
@@ -250,10 +270,7 @@ class Generations:
     def trim(self) -> int:
         """Give all spares back to the space; return their bytes."""
         with self._lock:
-            spares, self._spares = self._spares, {}
-            for extent in spares.values():
-                self._space.free(extent)
-            return sum(extent.nbytes for extent in spares.values())
+            return self._spares.trim()
 
     def statistics(self) -> GenerationsStatistics:
         """Where the bytes are."""
@@ -272,16 +289,12 @@ class Generations:
                 current=sum(current.values()),
                 marked=sum(marked.values()),
                 writing=sum(extent.nbytes for extent in fresh),
-                spare=sum(extent.nbytes for extent in self._spares.values()),
+                spare=self._spares.nbytes,
             )
 
     def _take(self, key: Hashable, nbytes: int, *, slot: int) -> Extent:
-        spare = self._spares.pop(key, None)
-        if spare is not None:
-            if spare.nbytes == nbytes:
-                return spare
-            self._space.free(spare)
-        while True:
+        spare = self._spares.take(key, nbytes)
+        while spare is None:
             try:
                 return replace(self._space.allocate(nbytes), slot=slot)
             except SwapFullError as error:
@@ -289,6 +302,7 @@ class Generations:
                     raise SwapFullError(
                         f"{error}; {len(self._marks)} marks hold copies: release one, or make room for another copy"
                     ) from error
+        return spare
 
     def _end_write(self, key: Hashable, extent: Extent) -> bool:
         """Take the write off the list; return whether it was in place."""
@@ -312,11 +326,12 @@ class Generations:
         return [mark for mark in self._marks if mark.copies.get(key) is copy]
 
     def _give_back(self, key: Hashable, extent: Extent) -> None:
-        if key in self._current and key not in self._spares:
-            self._spares[key] = extent
+        if key in self._current:
+            self._spares.give(key, extent)
         else:
             self._space.free(extent)
 
-    def _check_live(self, mark: Mark) -> None:
-        if not any(mark is live for live in self._marks):
-            raise SwapError("the mark has been released, or belongs to other generations")
+
+def _check_live(mark: Mark, marks: Iterable[Mark]) -> None:
+    if not any(mark is live for live in marks):
+        raise SwapError("the mark has been released, or belongs to other generations")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -81,7 +81,7 @@ def recover(
     key: Callable[[str], Hashable] = str,
     verify_bytes: bool = True,
     verify_mode: Literal["first", "all"] = "first",
-    spares: Callable[[Manifest], Mapping[str, Extent]] | None = None,
+    spares: Callable[[Manifest], Iterable[tuple[str, Extent]]] | None = None,
     generation: int | None = None,
 ) -> Recovered | None:
     """Go on from the last commit, or that of `generation`, in a space opened with `keep`; None if there is none. Waits.
@@ -104,7 +104,7 @@ def recover(
         raise FormatError(f"expected swap files of {manifest.file_sizes} bytes, found {space.file_sizes}")
     generations = Generations(space)
     try:
-        mark = generations.adopt(manifest.entries, key, spares=spares(manifest) if spares else None)
+        mark = generations.adopt(manifest.entries, key, spares=spares(manifest) if spares else ())
     except (SwapError, ValueError) as error:
         raise FormatError(f"the last commit in {store.directory!r} does not fit its swap files: {error}") from error
     if verify_bytes:

@@ -43,6 +43,32 @@ class SteppedArena:
         self.reserved -= frame.nbytes
 
 
+class SteppedCopies:
+    """What was in the swap of `stepped_chain` when it was protected."""
+
+    def __init__(self, store: dict[Any, Any]) -> None:
+        self.store = store
+        self.kept: dict[Any, Any] = {}
+
+    def protect(self, key: Any) -> None:
+        if key in self.kept:
+            raise RuntimeError("protected twice")
+        self.kept[key] = self.store[key]
+
+    def restore(self, key: Any) -> None:
+        self.store[key] = self.kept.get(key)
+
+    def release(self) -> None:
+        self.kept.clear()
+
+
+class NextEvent:
+    """Awaitable that gives control back once, so that a coroutine of the loop can be driven by hand."""
+
+    def __await__(self) -> Any:
+        yield
+
+
 @dataclass(eq=False)
 class SteppedTransfer:
     """A transfer under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -189,29 +189,87 @@ class FakeBook:
         self.pager = pager
         self.unit_of = {segment.parameter: state for state in units for segment in state.segments}
         self.gradients: dict[int, torch.Tensor] = {}
-        self.taken: set[int] = set()
+        self.lent: set[int] = set()
 
     def set(self, parameter: int, gradient: torch.Tensor) -> None:
         self.gradients[parameter] = gradient.clone()
         write_gradient(self.pager, self.unit_of[parameter], parameter, gradient)
 
     def present(self, unit: int) -> list[int]:
-        return [p for p in self.gradients if self.unit_of[p].unit == unit]
+        return [p for p in self.gradients if self.unit_of[p].unit == unit and p not in self.lent]
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         return [torch.linalg.vector_norm(self.gradients[p]) for p in parameters]
 
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
+        self.lent.difference_update(parameters)
         for parameter in parameters:
             del self.gradients[parameter]
 
-    def begun(self, parameters: Sequence[int]) -> bool:
-        return not self.taken.isdisjoint(parameters)
+    def borrowed(self, unit: int, parameters: Sequence[int], *, kept: bool) -> None:
+        self.lent.update(parameters)
 
-    def abandon(self) -> None:
-        self.gradients.clear()
-        self.taken.clear()
+    def require_free(self, units: Iterable[int]) -> None:
+        pass
+
+    def given_back(self, parameters: Sequence[int]) -> None:
+        self.lent.difference_update(parameters)
 
     def drop(self, parameters: Sequence[int]) -> None:
         for parameter in parameters:
             del self.gradients[parameter]
+
+
+class FakeProtection:
+    """Remembers what protected pages held."""
+
+    def __init__(self, pager: FakePager, *, keep_discarded: bool) -> None:
+        self.pager, self.keep_discarded, self.open = pager, keep_discarded, True
+        self.before: dict[PageKey, torch.Tensor | None] = {}
+        self.discarded: list[PageKey] = []
+
+    def prepare(self, keys: Sequence[PageKey]) -> None:
+        assert not any(key.kind is Kind.GRAD for key in keys)
+
+    async def protect(self, keys: Sequence[PageKey]) -> None:
+        for key in keys if self.open else ():
+            if key not in self.before:
+                self.before[key] = self.pager.bytes[key].clone() if key in self.pager.written else None
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        if self.open and self.keep_discarded:
+            self.discarded.extend(keys)
+        else:
+            self.pager.start_discard(keys)
+
+    def confirm(self) -> None:
+        self.open = False
+        self.pager.start_discard(self.discarded)
+
+    async def revert(self) -> None:
+        self.open = False
+        for key, values in self.before.items():
+            assert not self.pager.holders[key]
+            if values is None:
+                self.pager.written.discard(key)
+            else:
+                self.pager.bytes[key].copy_(values)
+
+
+class FakeUndo:
+    """Undoes updates of a `FakePager`."""
+
+    def __init__(self, pager: FakePager) -> None:
+        self.pager, self.room, self.reverts = pager, True, 0
+
+    def has_room(self) -> bool:
+        return self.room
+
+    def protection(self, *, keep_discarded: bool) -> FakeProtection:
+        return FakeProtection(self.pager, keep_discarded=keep_discarded)
+
+    def revert(self, protection: Any, running: Sequence[Future[None]]) -> None:
+        self.reverts += 1
+        for future in running:
+            future.result(30)
+        self.pager.start_task(protection.revert()).result(30)

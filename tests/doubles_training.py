@@ -98,10 +98,17 @@ def largest_unit(model: nn.Module, directory: Path, units=None, **settings) -> i
 
 
 def budget_for(model: nn.Module, directory: Path, budget: str, units=None, **settings) -> int:
-    """Bytes for "generous", "tight" (twice the largest unit's parameters, but what can work at all) and "least"."""
+    """Bytes for "generous", "tight" (twice the largest unit's parameters, but what can work at all) and "least".
+
+    "beside": the least with which updates run beside the computation.
+    """
     if budget == "generous":
         return 64 * MIB
     least = least_budget(model, directory, units, **settings)
+    if budget == "beside":
+        while draw(model, config_for(directory, least, "step", **settings), units).footprint.serial:
+            least += 4096
+        return least
     return least if budget == "least" else max(least, 2 * largest_unit(model, directory, units, **settings))
 
 

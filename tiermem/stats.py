@@ -52,6 +52,8 @@ class StepStatistics:
     `stall_seconds`: how long the compute thread waited for moves. `cache_hits` and `cache_misses`: leases whose page
     was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages forgotten.
     `held_frames`: frames that could not be reused when released, because somebody still looked at them.
+    `speculated`: steps in which units were updated before `step()`; `confirmed`: those of them that counted;
+    `redone`: those undone and updated again with what `step()` asked for. The rest were undone and dropped.
     """
 
     seconds: float = 0.0
@@ -61,6 +63,9 @@ class StepStatistics:
     evictions: int = 0
     discards: int = 0
     held_frames: int = 0
+    speculated: int = 0
+    confirmed: int = 0
+    redone: int = 0
     edges: tuple[EdgeStatistics, ...] = ()
 
     def edge(self, name: str) -> EdgeStatistics:
@@ -138,7 +143,7 @@ class Statistics:
         rows.append(["cache hits", *(f"{span.cache_hits} ({span.hit_rate:.0%})" for span in spans)])
         rows.extend(
             [name.replace("_", " "), *(str(getattr(span, name)) for span in spans)]
-            for name in ("cache_misses", "evictions", "discards", "held_frames")
+            for name in ("cache_misses", "evictions", "discards", "held_frames", "speculated", "confirmed", "redone")
         )
         tiers = [["tier", "budget", "reserved", "high-water mark"]]
         tiers.extend(
@@ -227,6 +232,9 @@ class Counters:
         evictions: int = 0,
         discards: int = 0,
         held_frames: int = 0,
+        speculated: int = 0,
+        confirmed: int = 0,
+        redone: int = 0,
         stall_seconds: float = 0.0,
     ) -> None:
         """Add to the present span; see `StepStatistics` for what each number means."""
@@ -237,6 +245,9 @@ class Counters:
             evictions=evictions,
             discards=discards,
             held_frames=held_frames,
+            speculated=speculated,
+            confirmed=confirmed,
+            redone=redone,
         )
         with self._lock:
             self._open = self._open.plus(added)

@@ -76,7 +76,7 @@ class Run:
         if written != expected:
             raise SystemExit(f"generation {self.generation}: expected {expected}, found {written}")
         for key, generation in written.items():
-            extent = self.generations.extent_for_read(key)
+            extent = self.generations.current(key).extent
             with swap.AlignedBuffer(extent.nbytes) as buffer:
                 self.space.start_read(extent, buffer.view).wait()
                 if buffer.view != value_of(key, generation):

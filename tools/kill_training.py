@@ -27,7 +27,8 @@ from torch import nn
 
 import tiermem
 
-UPDATES = ("step", "forward", "backward")
+UPDATES = ("step", "forward", "backward", "auto")
+CLIP = 1.2  # the norm of some of the steps is above it, so that "backward" has steps to take back
 LARGEST_PAUSE = 0.6  # seconds a child is left alone after its first word
 
 
@@ -58,7 +59,7 @@ def train(directory: Path, steps: int, update: str, *, commits: bool) -> str:
         device="cpu", host_memory="128KiB", swap_dirs=[directory], param_dtype="bfloat16", update=update
     )
     runtime = tiermem.offload(model, config, resume="auto")
-    optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+    optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=CLIP)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     done = 0
     if runtime.committed is not None:
@@ -72,7 +73,7 @@ def train(directory: Path, steps: int, update: str, *, commits: bool) -> str:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if commits:
+        if commits and (number % 5 or number + 1 == steps):  # after a step without, three copies are needed
             pending = runtime.commit({"step": number + 1, "scheduler": scheduler.state_dict()})
             if last is not None:  # the one before: kills are to come while a commit runs beside a step
                 say(f"committed {last[0]}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from doubles_optim import FakeBook, FakePager, add_unit, read_parameter, write_parameter
+from doubles_optim import FakeBook, FakePager, FakeUndo, add_unit, read_parameter, write_parameter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +17,12 @@ from tiermem.optim.kernels import Workspace
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import make_schedule
 from tiermem.optim.service import UpdateService
+from tiermem.optim.speculation import Speculation
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
 from tiermem.pager.page import Kind, PageKey
 from tiermem.registry import Registry, registry
+from tiermem.stats import Counters
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,7 +52,9 @@ class Harness:
         by_unit = {state.unit: state for state in self.units}
         self.store, self.book = StateStore(self.pager, by_unit), FakeBook(self.pager, self.units)
         self.updater = Updater(self.pager, by_unit, workspace=Workspace(1024))
-        self.service = UpdateCoordinator(self.units, self.updater, self.book, make_schedule(schedule))
+        self.undo, self.counters = FakeUndo(self.pager), Counters()
+        speculation = Speculation(self.updater, self.book, self.undo, self.counters)
+        self.service = UpdateCoordinator(self.units, self.updater, self.book, make_schedule(schedule), speculation)
         generator = torch.Generator().manual_seed(1)
         self.faces: list[torch.nn.Parameter] = []  # what the optimizer is given: placeholders of the right shape
         self.plain: list[torch.nn.Parameter] = []
@@ -140,14 +144,14 @@ def test_same_numbers_for_any_layout(sizes: list[list[int]], tile: int, schedule
     harness.close()
 
 
-@pytest.mark.parametrize("schedule", ["step", "forward"])
+@pytest.mark.parametrize("schedule", ["step", "forward", "backward", "auto"])
 @pytest.mark.parametrize("by_call", [False, True])
 def test_clipping_has_the_bits_of_torch(schedule: str, by_call: bool) -> None:
     harness = Harness(schedule)
     ours = AdamW(harness.faces, lr=0.01, max_grad_norm=None if by_call else 0.5)
     torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
     for step in range(4):
-        harness.backward(step, without=(1,) if step == 2 else ())
+        harness.backward(step, without=(1,) if step == 2 else (), complete=step > 0)
         norm = torch.nn.utils.clip_grad_norm_(harness.plain, 0.5)
         if by_call:
             assert torch.equal(ours.clip_grad_norm_(0.5), norm)
@@ -161,31 +165,80 @@ def test_clipping_has_the_bits_of_torch(schedule: str, by_call: bool) -> None:
 
 
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
-def test_backward_with_clipping_behaves_as_forward_and_says_so_once(harness: Harness) -> None:
-    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=0.5)
+def test_backward_keeps_what_is_not_clipped_and_redoes_the_rest(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=110.0)
     torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
-
-    def train() -> None:
-        for step in range(2):
-            harness.backward(step)
-            torch.nn.utils.clip_grad_norm_(harness.plain, 0.5)
-            ours.step()
-            torchs.step()
-
-    with pytest.warns(UserWarning, match="behaves as 'forward'") as record:
-        train()
-    assert len(record) == 1
+    reverts = []
+    for step in range(8):
+        harness.backward(step)
+        norm = torch.nn.utils.clip_grad_norm_(harness.plain, 110.0 if step % 3 else 10.0)
+        ours.max_grad_norm = 110.0 if step % 3 else 10.0
+        assert ours.steps_of(harness.faces[0]) == step
+        ours.step()
+        torchs.step()
+        assert torch.equal(ours.grad_norm, norm)
+        assert ours.steps_of(harness.faces[0]) == step + 1
+        reverts.append(harness.undo.reverts)
+    assert reverts == [1, 1, 1, 2, 2, 2, 3, 3]
     harness.check_same()
+    assert not any(key.kind is Kind.GRAD for key in harness.pager.written)
+    total = harness.counters.snapshot().total
+    assert (total.speculated, total.confirmed, total.redone) == (8, 5, 3)
 
 
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
-def test_backward_refuses_a_clip_call_and_a_second_backward(harness: Harness) -> None:
+def test_updates_that_have_not_begun_are_withdrawn(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=1e9)
+    harness.pager.gate.clear()
+    harness.backward(0)
+    revert = harness.undo.revert
+
+    reached = []
+
+    def opened(protection: object, running: list) -> None:
+        reached.append(len(running))
+        assert len(running) <= 1  # the one whose kernel the gate holds
+        harness.pager.gate.set()
+        revert(protection, running)
+
+    harness.undo.revert = opened
+    ours.zero_grad()
+    assert harness.updater.statistics().done.units == reached[0]
+    assert harness.updater.statistics().queued == 0
+    harness.check_same()
+    assert ours.steps_of(harness.faces[0]) == 0
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_without_room_backward_waits_for_the_step(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    harness.undo.room = False
+    harness.backward(0)
+    assert harness.updater.statistics().queued == 0
+    ours.step()
+    torchs.step()
+    harness.check_same()
+    harness.undo.room = True
+    harness.backward(1)
+    ours.step()
+    torchs.step()
+    harness.check_same()
+    assert harness.counters.snapshot().total.speculated == 1
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_backward_refuses_a_clip_call_once(harness: Harness) -> None:
+    """Gradients are not kept for nothing; the call says that they are wanted."""
     ours = AdamW(harness.faces)
     harness.backward(0)
-    with pytest.raises(ConfigError, match="'forward' or update='step'"):
+    with pytest.raises(ConfigError, match="too late"):
         ours.clip_grad_norm_(1.0)
-    with pytest.raises(ConfigError, match="accumulate"):
-        harness.backward(1)
+    ours.step()
+    harness.backward(1)
+    assert ours.clip_grad_norm_(1.0) > 1.0
+    ours.step()
+    assert harness.undo.reverts == 1
 
 
 @pytest.mark.parametrize("harness", [("forward",)], indirect=True)
@@ -203,7 +256,7 @@ def test_a_learning_rate_changed_later_does_not_leak_into_queued_updates(harness
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("schedule", ["step", "forward"])
+@pytest.mark.parametrize("schedule", ["step", "forward", "auto"])
 @pytest.mark.parametrize("by_call", [False, True])
 def test_a_norm_that_is_not_finite_skips_the_step(bad: float, schedule: str, by_call: bool) -> None:
     harness = Harness(schedule)
@@ -292,8 +345,9 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
     assert other.steps_of(harness.faces[1]) == 2
     assert not other.state
     other.param_groups[0]["lr"] = 0.5
-    assert other.claim([0])[0].lr == 0.5
-    assert other.claim([0])[0].step == 5
+    assert other.settings([0])[0].lr == 0.5
+    other.count([0])
+    assert other.settings([0])[0].step == 5
     with pytest.raises(ConfigError, match="another optimizer"):
         ours.step()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 from tiermem.errors import ConfigError
@@ -11,12 +9,17 @@ from tiermem.optim.schedules import ForwardSchedule, make_schedule
 
 
 class Diary:
-    def __init__(self, *, clipping: bool = False) -> None:
-        self.clipping = clipping
+    def __init__(self, *, room: bool = True) -> None:
+        self.room = room
         self.entries: list[object] = []
 
     def start(self, unit: int) -> None:
         self.entries.append(unit)
+
+    def start_early(self, unit: int) -> bool:
+        if self.room:
+            self.entries.append(unit)
+        return self.room
 
     def wait_all(self) -> None:
         self.entries.append("wait")
@@ -43,31 +46,36 @@ def test_backward_starts_at_once_and_the_rest_at_the_step() -> None:
     assert a_step("backward", Diary()) == [2, 1, "step", 0]
 
 
-def test_backward_with_clipping_waits_for_the_norm() -> None:
-    with pytest.warns(UserWarning, match="max_grad_norm"):
-        assert a_step("backward", Diary(clipping=True)) == ["step", 0, 1, 2]
+@pytest.mark.parametrize("name", ["backward", "auto"])
+def test_where_nothing_can_be_started_early_the_step_starts_it(name: str) -> None:
+    assert a_step(name, Diary(room=False)) == ["step", 0, 1, 2]
 
 
-def test_the_warning_comes_once() -> None:
-    schedule, diary = make_schedule("backward"), Diary(clipping=True)
-    with pytest.warns(UserWarning, match="max_grad_norm"):
-        schedule.gradients_complete(0, diary)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule.gradients_complete(1, diary)
+@pytest.mark.parametrize("name", ["backward", "auto"])
+def test_what_is_planned_is_what_the_last_step_could_do(name: str) -> None:
+    schedule = make_schedule(name)
+    seen = []
+    for room in (None, False, True, None):  # None: the first step, of which nothing is known
+        if room is not None:
+            schedule.gradients_complete(1, Diary(room=room))
+        schedule.stepped(kept=True)
+        seen.append(schedule.acts_as)
+    assert seen == ["backward", "forward", "backward", "backward"]
 
 
-def test_backward_twice_in_a_step_is_refused_and_fine_in_the_next() -> None:
-    schedule, diary = make_schedule("backward"), Diary()
-    schedule.gradients_complete(0, diary)
-    with pytest.raises(ConfigError, match="accumulate"):
-        schedule.gradients_complete(0, diary)
-    schedule.step([], diary)
-    schedule.gradients_complete(0, diary)
-    assert diary.entries == [0, 0]
+def test_auto_is_backward_until_too_much_has_to_be_taken_back() -> None:
+    schedule, diary = make_schedule("auto"), Diary()
+    for kept in (False, True, False):
+        assert schedule.acts_as == "backward"
+        assert schedule.gradients_complete(1, diary)
+        schedule.stepped(kept=kept)
+    assert schedule.acts_as == "forward"
+    assert not schedule.gradients_complete(1, diary)
+    assert schedule.keeps_gradients
 
 
 def test_names() -> None:
-    assert isinstance(make_schedule("auto"), ForwardSchedule)
+    assert type(make_schedule("auto", worthwhile=False)) is ForwardSchedule
+    assert make_schedule("auto").name == "auto"
     with pytest.raises(ConfigError, match="sideways"):
         make_schedule("sideways")

@@ -6,9 +6,10 @@ happened in between, and the invariants hold after every single event.
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import Any
 
-from doubles_chain import stepped_chain
+from doubles_chain import NextEvent, SteppedCopies, stepped_chain
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.protection import Protection
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Forecast, schedule_of
 from tiermem.pager.service import Appetite, LeaseRequest, Service
@@ -45,9 +47,29 @@ class ServiceMachine(RuleBasedStateMachine):
         self.held: list[LeaseRequest] = []
         self.waiting: list[LeaseRequest] = []
         self.counter = 0
+        self.protection: Protection | None = None
+        self.before: dict[PageKey, int | None] = {}  # what protected pages were
+        self.protecting: dict[PageKey, Coroutine[Any, Any, None]] = {}
+
+    async def next_event(self) -> None:
+        await NextEvent()
+
+    def protect_on(self) -> None:
+        """Let those who protect pages go on; whoever is through has kept what the page was."""
+        for key, coroutine in list(self.protecting.items()):
+            try:
+                coroutine.send(None)
+            except StopIteration:
+                self.before[key] = self.version[key]
+            except OSError:
+                assert self.residency.page(key).error is LOST
+            else:
+                continue
+            del self.protecting[key]
 
     def settle_events(self) -> None:
         self.service.pump()
+        self.protect_on()
         while self.ended:
             self.residency.finish_move(*self.ended.pop(0))
             self.service.pump()
@@ -82,12 +104,13 @@ class ServiceMachine(RuleBasedStateMachine):
 
     @rule(indices=INDICES, lane=st.sampled_from(Lane))
     def write_fresh(self, indices: list[int], lane: Lane) -> None:
-        if not self.doomed(indices):
+        if not self.doomed(indices) and not any(KEYS[index] in self.protecting for index in indices):
             self.ask(indices, Intent.FRESH, lane)
 
     @rule(indices=INDICES, lane=st.sampled_from(Lane), intent=st.sampled_from([Intent.READ, Intent.WRITE]))
     def use(self, indices: list[int], lane: Lane, intent: Intent) -> None:
-        if all(self.version[KEYS[index]] is not None for index in indices) and not self.doomed(indices):
+        written = all(self.version[KEYS[index]] is not None for index in indices) and not self.doomed(indices)
+        if written and (intent is Intent.READ or not any(KEYS[index] in self.protecting for index in indices)):
             self.ask(indices, intent, lane)
 
     @precondition(lambda self: self.waiting and not self.flying)
@@ -131,8 +154,69 @@ class ServiceMachine(RuleBasedStateMachine):
         assert transfer.page.error is LOST or transfer.page.doomed or not transfer.page.is_written
 
     @rule(index=st.integers(0, 5))
+    def protect(self, index: int) -> None:
+        """The update is about to write the page: nobody else writes it, and it is not about to be forgotten."""
+        key, page = KEYS[index], self.pages[index]
+        if page.exclusive or page.doomed or self.asked_for([index]) or key in self.protecting or key in self.before:
+            return
+        if self.protection is None:
+            self.protection = Protection(
+                self.residency,
+                self.service,
+                SteppedCopies(self.chain.edges[Tier.SWAP, Tier.HOST].store),  # type: ignore[attr-defined]
+                lambda _: True,
+                self.next_event,
+                keep_discarded=False,
+            )
+        self.protection.prepare([key])
+        self.protecting[key] = self.protection.protect([key])
+        self.settle_events()
+
+    def is_protected(self, indices: list[int]) -> bool:
+        return any(KEYS[index] in self.before or KEYS[index] in self.protecting for index in indices)
+
+    @precondition(lambda self: self.protection is not None and not self.protecting)
+    @rule()
+    def confirm(self) -> None:
+        self.protection._confirm()
+        self.protection = None
+        self.before.clear()
+
+    @precondition(
+        lambda self: (
+            self.protection is not None
+            and not self.protecting
+            and not any(page.is_leased for page in self.pages if page.key in self.before)
+            and not self.asked_for([KEYS.index(key) for key in self.before])
+        )
+    )
+    @rule(fails=st.booleans())
+    def revert(self, fails: bool) -> None:
+        coroutine = self.protection.revert()
+        while True:
+            try:
+                coroutine.send(None)
+            except StopIteration:
+                break
+            own = next(flying for flying in self.flying if flying.page.key in self.before)
+            self.flying.remove(own)
+            own.finish(LOST if fails else None)
+            self.residency.finish_move(*self.ended.pop(0))
+            self.residency.check_invariants()
+        for key, version in self.before.items():
+            page = self.residency.page(key)
+            self.version[key] = version
+            if page.error is None:
+                assert page.valid == (set() if version is None else {Tier.SWAP})
+                assert not page.frames
+                assert version is None or self.chain.edges[Tier.SWAP, Tier.HOST].store[key] == version
+        self.protection = None
+        self.before.clear()
+        self.settle_events()
+
+    @rule(index=st.integers(0, 5))
     def discard(self, index: int) -> None:
-        if not self.asked_for([index]) and not self.pages[index].is_leased:
+        if not self.asked_for([index]) and not self.pages[index].is_leased and not self.is_protected([index]):
             self.residency.discard(self.pages[index])
             self.version[KEYS[index]] = None
             self.settle_events()
@@ -160,6 +244,9 @@ class ServiceMachine(RuleBasedStateMachine):
         """Nothing hangs: once moves end and leases are given back, every request is granted or refused."""
         if not hasattr(self, "residency"):
             return
+        for coroutine in self.protecting.values():
+            coroutine.close()
+        self.protecting.clear()
         self.come_to_rest()  # with what is held still held
         while self.held or self.waiting:
             while self.held:

@@ -300,13 +300,19 @@ def test_torchs_optimizer_by_mistake_changes_nothing(update, tmp_path):
         assert not torch.equal(runtime.parameter(model.shift), weights["shift"])
 
 
-def test_clip_call_in_backward_is_refused_and_training_goes_on(tmp_path):
+def test_a_clip_call_that_comes_as_a_surprise_is_refused_and_the_next_is_not(tmp_path):
     model = Stack()
     with offload(model, tmp_path, "backward"):
         optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(2):
+            tokens_batch(model).backward()
+            optimizer.step()
         tokens_batch(model).backward()
-        with pytest.raises(tiermem.ConfigError, match="update='forward' or update='step'"):
+        with pytest.raises(tiermem.ConfigError, match="update='auto'"):
             optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        tokens_batch(model).backward()
+        assert optimizer.clip_grad_norm_(1.0).isfinite()
         optimizer.step()
         assert tokens_batch(model).isfinite()
 
@@ -333,10 +339,7 @@ def equal(left, right):
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
-@pytest.mark.filterwarnings("ignore:max_grad_norm needs the norm:UserWarning")
 def test_gradients_that_are_not_finite_skip_the_step(update, bad, max_grad_norm, tmp_path):
-    if update == "backward" and max_grad_norm is None:
-        pytest.skip("updates before the norm is known: see the tests of refusal")
     model = Stack()
     with offload(model, tmp_path, update, budget_for(model, tmp_path, "least")) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), max_grad_norm=max_grad_norm)
@@ -359,74 +362,6 @@ def test_gradients_that_are_not_finite_skip_the_step(update, bad, max_grad_norm,
             optimizer.zero_grad()
         assert optimizer.steps_of(model.shift) == 2
         assert all(values.isfinite().all() for values in weights_of(runtime).values())
-
-
-class Poisoned(torch.autograd.Function):
-    """Passes values on, and turns gradients into NaN."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("nan")
-
-
-class PartlyBad(Wide):
-    """Layers above `bad_below` get finite gradients, those below NaN."""
-
-    bad_below = 0
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            x = layer(Poisoned.apply(x) if number and number == self.bad_below else x)
-        return x
-
-
-@pytest.mark.parametrize("ending", ["step", "zero_grad", "both"])
-@pytest.mark.parametrize("bad_below", [2, 1])
-@pytest.mark.parametrize("budget", ["generous", "least"])
-def test_backward_refuses_a_unit_with_a_bad_gradient_and_training_goes_on(ending, bad_below, budget, tmp_path):
-    torch.manual_seed(0)
-    model = PartlyBad()
-    with offload(model, tmp_path, "backward", budget_for(model, tmp_path, budget)) as runtime:
-        optimizer = tiermem.AdamW(model.parameters())
-        for number in range(6):
-            optimizer.zero_grad()
-            model.bad_below = bad_below if number in (2, 4) else 0
-            before = weights_of(runtime)
-            if not model.bad_below:
-                wide_batch(model).backward()
-                optimizer.step()
-                after = weights_of(runtime)
-                assert not any(torch.equal(before[name], after[name]) for name in before)
-                continue
-            with pytest.raises(tiermem.TiermemError, match="not finite"):
-                wide_batch(model).backward()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if ending != "zero_grad":
-                    optimizer.step()
-                if ending != "step":
-                    optimizer.zero_grad()
-            after = weights_of(runtime)
-            for name in before:
-                below = int(name.split(".")[1]) < bad_below
-                assert below <= torch.equal(before[name], after[name]), name
-        assert all(values.isfinite().all() for values in weights_of(runtime).values())
-
-
-def test_backward_skips_a_whole_bad_step_as_long_as_nothing_was_updated(tmp_path):
-    """The first step knows nothing of completeness, so nothing is updated before `step()`."""
-    model = Stack()
-    with offload(model, tmp_path, "backward") as runtime:
-        optimizer = tiermem.AdamW(model.parameters())
-        before = weights_of(runtime)
-        (tokens_batch(model) * float("nan")).backward()
-        with pytest.warns(UserWarning, match="not finite"):
-            optimizer.step()
-        assert equal(weights_of(runtime), before)
 
 
 # After the end, and in the wrong place.

@@ -57,7 +57,6 @@ def run(scenario: Scenario, directory, update: str, budget: str, **settings) -> 
 
 @pytest.mark.parametrize(("update", "budget"), COMBINATIONS)
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.filterwarnings("ignore:max_grad_norm needs the norm:UserWarning")
 def test_ordinary_life(name, update, budget, tmp_path):
     check(run(ALL[name], tmp_path, update, budget), expected(name))
 

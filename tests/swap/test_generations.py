@@ -154,6 +154,39 @@ class GenerationsMachine(RuleBasedStateMachine):
             self.model = dict(self.frozen[mark])
             self.torn.clear()
 
+    @precondition(lambda self: len(self.frozen) < 4)
+    @rule(target=marks)
+    def mark_nothing(self) -> Any:
+        mark = self.generations.mark(empty=True)
+        self.frozen[mark] = {}
+        return mark
+
+    @rule(mark=marks, key=st.sampled_from("abcde"))
+    def protect(self, mark: Mark | None, key: str) -> None:
+        if mark not in self.frozen or mark is None:
+            return
+        if key not in self.model:
+            with pytest.raises(SwapError, match="no whole copy"):
+                self.generations.protect(mark, key)
+        elif key in self.frozen[mark] and mark.copies[key] is not self.generations.current(key):
+            with pytest.raises(SwapError, match="protected once"):
+                self.generations.protect(mark, key)
+        else:
+            self.generations.protect(mark, key)
+            self.frozen[mark][key] = self.model[key]
+
+    @rule(mark=marks, key=st.sampled_from("abcde"))
+    def restore_one(self, mark: Mark | None, key: str) -> None:
+        if mark not in self.frozen or mark is None:
+            return
+        if key in self.writing or key not in self.frozen[mark]:
+            with pytest.raises(SwapError, match=r"not ended|no copy of it"):
+                self.generations.restore(mark, key)
+        else:
+            self.generations.restore(mark, key)
+            self.model[key] = self.frozen[mark][key]
+            self.torn.discard(key)
+
     @rule()
     def trim(self) -> None:
         self.generations.trim()
@@ -161,11 +194,11 @@ class GenerationsMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_what_was_written(self) -> None:
         for key, value in self.model.items():
-            assert self.space.read(self.generations.extent_for_read(key)) == {value}
+            assert self.space.read(self.generations.current(key).extent) == {value}
             assert self.generations.current(key).checksum == int(value[1:])
         for key in set("abcde") - self.model.keys():
             with pytest.raises(SwapError, match="no whole copy"):
-                self.generations.extent_for_read(key)
+                self.generations.current(key)
         for mark, values in self.frozen.items():
             assert {key: self.space.read(copy.extent) for key, copy in mark.copies.items()} == {
                 key: {value} for key, value in values.items()
@@ -224,9 +257,9 @@ def test_undo_goes_back_and_the_other_slot_is_used_again() -> None:
     write(generations, "new")
     generations.restore(mark)
     assert generations.current("a").checksum == 1
-    assert generations.extent_for_read("a") == first
+    assert generations.current("a").extent == first
     with pytest.raises(SwapError, match="no whole copy of 'new'"):
-        generations.extent_for_read("new")
+        generations.current("new")
     assert write(generations, "a", checksum=3) == second  # redone from the old slot, into the other
 
 
@@ -235,7 +268,7 @@ def test_a_failed_write_in_place_loses_the_key_until_it_is_written_again() -> No
     write(generations, "a")
     generations.failed("a", generations.extent_for_write("a", UNIT))
     with pytest.raises(SwapError, match="no whole copy"):
-        generations.extent_for_read("a")
+        generations.current("a")
     with pytest.raises(SwapError, match=r"1 keys are spoilt.*'a'"):
         generations.mark()
     write(generations, "a")
@@ -262,6 +295,44 @@ def test_spares_are_given_up_when_others_need_the_room() -> None:
     assert generations.statistics().spare == 2 * UNIT
     write(generations, "b", 2 * UNIT)
     assert generations.statistics().spare == 0
+
+
+def test_a_committed_step_and_one_that_may_be_undone_need_three_copies_and_no_new_room() -> None:
+    """Steady state: a mark that stays, and one that comes and goes with each write."""
+    space, generations = make(6)
+    for key in "ab":
+        write(generations, key)
+    committed = generations.mark()
+    assert generations.alive() == 1
+    for _ in range(5):
+        undo = generations.mark(empty=True)
+        for key in "ab":
+            generations.protect(undo, key)
+            write(generations, key)
+        assert generations.alive() <= 3
+        generations.release(undo)
+        assert generations.alive() == 2
+    assert space.allocator.allocated == 6 * UNIT
+    beside = generations.mark()  # a snapshot, say; it holds the same copies
+    renewed = generations.mark()
+    for key in "ab":
+        write(generations, key)
+        generations.restore(renewed, key)
+    spares = generations.spares(renewed)
+    generations.release(beside)
+    assert sorted(key for key, _ in spares) == ["a", "a", "b", "b"]
+    generations.release(committed)
+    assert generations.alive() == 1
+    assert generations.statistics().spare == 4 * UNIT
+    again = Generations(space)
+    for _, extent in spares:
+        space.free(extent)
+    entries = [swap.Entry(str(key), copy.extent, 1) for key, copy in renewed.copies.items()]
+    for entry in entries:
+        space.free(entry.extent)
+    again.adopt(entries, spares=[(str(key), extent) for key, extent in spares])
+    assert again.statistics().spare == 4 * UNIT
+    assert space.allocator.allocated == 6 * UNIT
 
 
 def test_misuse_is_told() -> None:

@@ -67,7 +67,7 @@ class Life:
     def check(self) -> None:
         assert set(self.generations._current) == self.state.keys()
         for key, wanted in self.state.items():
-            extent = self.generations.extent_for_read(key)
+            extent = self.generations.current(key).extent
             with AlignedBuffer(extent.nbytes) as buffer:
                 self.space.start_read(extent, buffer.view).wait()
                 assert buffer.view == wanted

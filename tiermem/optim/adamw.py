@@ -108,27 +108,32 @@ class AdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip this optimizer's gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; return the norm.
 
-        Raises `ConfigError` in the "backward" schedule, which names those that can.
+        Raises `ConfigError` when update="backward" has used gradients up that the norm needs: it keeps them once it has
+        seen a call of this, so call it in every step, or set `max_grad_norm`.
         """
         norm = self._runtime().clip_gradients(self, max_norm)
         self._last = StepResult(norm, self._last.skipped)
         return norm
 
-    def claim(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
-        """For the runtime: settings of these parameters for the step now beginning; counts the step."""
+    def settings(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
+        """For the runtime: settings of these parameters for their next update; counts nothing."""
         settings = {}
         for index in parameters:
             group = self._group_of[index]
-            self._steps[index] = self._steps.get(index, 0) + 1
             settings[index] = Settings(
                 lr=float(group["lr"]),
                 beta1=float(group["betas"][0]),
                 beta2=float(group["betas"][1]),
                 eps=float(group["eps"]),
                 weight_decay=float(group["weight_decay"]),
-                step=self._steps[index],
+                step=self._steps.get(index, 0) + 1,
             )
         return settings
+
+    def count(self, parameters: Iterable[int]) -> None:
+        """For the runtime: these parameters have been updated, or will be, once more."""
+        for index in parameters:
+            self._steps[index] = self._steps.get(index, 0) + 1
 
     def steps_of(self, parameter: torch.Tensor) -> int:
         """How many updates a parameter has had (or has queued)."""

@@ -1,16 +1,14 @@
 """Between optimizers and the queue of updates.
 
-Owns who optimizes which parameter, and clipping coefficients that wait for a step. Does not know pages, modules or
-when to update (the schedule decides). Guarantees that an update carries the settings of the moment it was queued, that
-every gradient is claimed by one update only, that a step with a non-finite norm changes nothing, and that in
-"backward", where the norm comes too late, no unit with a non-finite gradient is updated. Used from the compute thread
-only.
+Owns who optimizes which parameter, clipping coefficients that wait for a step, and the judgement whether what was
+updated early may be kept. Does not know pages, modules or when to update (the schedule decides). Guarantees that an
+update has the bits of one with the settings and the clipping of the moment of `step()`, that every gradient is used by
+one update only, and that a step with a non-finite norm changes nothing. Used from the compute thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import NoReturn
 
 import torch
 
@@ -18,6 +16,7 @@ from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.clip import clip_coefficient, is_finite, total_norm
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import GradientBook, SettingsSource, StepResult, UpdateQueue
+from tiermem.optim.speculation import Speculation
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import SegmentUpdate, UnitUpdate
 
@@ -26,21 +25,28 @@ class UpdateCoordinator:
     """The `UpdateService` of a runtime. `units` come in forward order."""
 
     def __init__(
-        self, units: Sequence[UnitState], queue: UpdateQueue, gradients: GradientBook, schedule: UpdateSchedule
+        self,
+        units: Sequence[UnitState],
+        queue: UpdateQueue,
+        gradients: GradientBook,
+        schedule: UpdateSchedule,
+        speculation: Speculation,
     ) -> None:
         self._units = {state.unit: state for state in units}
         self._queue = queue
         self._gradients = gradients
         self._schedule = schedule
+        self._speculation = speculation
         self._source_of: dict[int, SettingsSource] = {}
         self._scale_of: dict[int, float] = {}
-        # A unit of this step was refused: what is left of the step is dropped by the next step or zero_grad.
-        self._refused = False
+        # Optimizers that clip by calls between backward and step.
+        self._calling: set[SettingsSource] = set()
 
     # What an optimizer asks (UpdateService).
 
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
         """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it."""
+        self.settle_early()
         self._source_of.update(dict.fromkeys(parameters, source))
 
     def optimizers(self) -> list[SettingsSource]:
@@ -55,8 +61,7 @@ class UpdateCoordinator:
         """Update what has a gradient. In the "step" schedule this waits and raises the errors of the updates.
 
         In the others, an error of an earlier step's update is raised here, or by `unit_needed`. A gradient norm that
-        is not finite skips the step; if some of its units are updated already, this raises TiermemError instead, and
-        the next call ends the step.
+        is not finite skips the step. What was updated early is kept if nothing is clipped, else undone and redone.
         """
         if source not in self._source_of.values():
             raise ConfigError("another optimizer was made for the same parameters since; step that one")
@@ -64,41 +69,54 @@ class UpdateCoordinator:
         norm: torch.Tensor | None = None
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
-        parameters = self._present(source)
-        if self._refused or not self._all_finite(parameters):
-            if not self._refused and self._gradients.begun(self._owned(source)):
-                self._refuse("what is left of this step")
+        parameters = self._with_gradient(source)
+        finite = self._all_finite(parameters)
+        clipped = any(self._scale_of.get(parameter, 1.0) != 1.0 for parameter in parameters)
+        early = self._speculation.settings(source)
+        # Where gradients are used up it is too late for other settings.
+        as_used = not self._speculation.keeps_gradients or source.settings(early) == early
+        if early and finite and not clipped and as_used:
+            for parameter in early:
+                self._scale_of.pop(parameter, None)
+            self._speculation.keep(source)
+        elif early:
+            self._speculation.take_back(redone=finite)
+        if parameters:
+            self._schedule.stepped(kept=finite and not clipped and not self._speculation.spoiled)
+        self._speculation.end_step()
+        if not finite:
             self.drop_gradients(source)
             return StepResult(norm, skipped=True)
-        ready = set(parameters)
+        ready = set(self._present(source))
         units = [unit for unit in self._units if not ready.isdisjoint(self._gradients.present(unit))]
         self._schedule.step(units, _StarterFor(self, source))
         return StepResult(norm, skipped=False)
 
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
-        """Remember the coefficient for the next step; return the norm. Raises `ConfigError` in "backward"."""
-        if not self._schedule.honours_clip_call:
+        """Remember the coefficient for the next step; return the norm.
+
+        Raises `ConfigError` if gradients have been used up, which happens in "backward" before the first such call.
+        """
+        self._calling.add(source)
+        if self._speculation.settings(source) and not self._speculation.keeps_gradients:
             raise ConfigError(
-                f"update={self._schedule.name!r} updates units before all gradients are known, so clip_grad_norm_ "
-                "comes too late; choose update='forward' or update='step', or pass max_grad_norm to the optimizer"
+                "clip_grad_norm_ comes too late: update='backward' has used gradients up. From the next step on it "
+                "keeps them: call it in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
             )
         return self._clip(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
-        """Forget the gradients of `source` that no update has claimed, and their clipping.
-
-        After a refusal: of everybody, since the backward that brought them did not run to its end.
-        """
-        if self._refused:
-            self._refused = False
-            self._scale_of.clear()
-            self._schedule.abandon()
-            self._gradients.abandon()
-            return
+        """Forget the gradients of `source` that no update has claimed, and their clipping; undo its early updates."""
+        if self._speculation.settings(source):
+            self._speculation.take_back(redone=False)
+            self._speculation.end_step()
         parameters = self._present(source)
         for parameter in parameters:
             self._scale_of.pop(parameter, None)
         if parameters:
+            for unit in self._units:  # another optimizer's update may still have to read what is forgotten
+                if self._queue.pending(unit) and not set(parameters).isdisjoint(self._gradients.present(unit)):
+                    self._queue.wait(unit)
             self._gradients.drop(parameters)
 
     def wait_updates(self) -> None:
@@ -108,7 +126,13 @@ class UpdateCoordinator:
     # What the gather scheduler reports.
 
     def unit_needed(self, unit: int) -> None:
-        """Wait for a pending update of a unit that is about to be used, ahead of the others. Raises its error."""
+        """Wait for a pending update of a unit that is about to be used, ahead of the others. Raises its error.
+
+        Before the step, where gradients are kept, a unit is used with the values it has had so far: whatever was
+        updated early is undone.
+        """
+        if self._speculation.keeps_gradients and self._speculation.holds(unit):
+            self._speculation.take_back(redone=True)
         if self._queue.pending(unit):
             self._queue.hurry(unit)
             self._queue.wait(unit)
@@ -116,31 +140,59 @@ class UpdateCoordinator:
     def gradients_complete(self, unit: int) -> bool:
         """All gradients of a unit have arrived: "backward" updates it now, with the settings as they are.
 
-        Returns whether an update has begun. Raises TiermemError for a gradient that is not finite, and changes nothing.
+        Returns whether an update has begun.
         """
         return unit in self._units and self._schedule.gradients_complete(unit, _StarterFor(self, None))
 
+    def settle_early(self) -> None:
+        """Before somebody changes parameters, or who optimizes them: undo what was updated early.
+
+        Raises TiermemError where gradients have been used up, so that it could not be done again.
+        """
+        if self._speculation.is_open and not self._speculation.keeps_gradients:
+            raise TiermemError(
+                "parameters are to be changed, or given to another optimizer, between backward and step, but "
+                "update='backward' has used their gradients up; do it after optimizer.step(), or choose update='auto'"
+            )
+        self._speculation.take_back(redone=True)
+
     # Inside.
 
-    def start_unit(self, unit: int, source: SettingsSource | None) -> None:
-        """Queue the update of what has a gradient in a unit and belongs to `source` (None: to anybody)."""
+    def start_unit(self, unit: int, source: SettingsSource) -> None:
+        """Queue the update of what has a gradient in a unit and belongs to `source`."""
         present = self._gradients.present(unit)
-        mine = [p for p in present if p in self._source_of and source in (None, self._source_of[p])]
-        if source is None and not self._all_finite(mine):
-            self._refuse(f"unit {unit}")
-        by_scale: dict[tuple[int, float], list[int]] = {}
+        mine = [p for p in present if self._source_of.get(p) is source]
+        by_scale: dict[float, list[int]] = {}
         for parameter in mine:
-            key = (id(self._source_of[parameter]), self._scale_of.pop(parameter, 1.0))
-            by_scale.setdefault(key, []).append(parameter)
-        state = self._units[unit]
+            by_scale.setdefault(self._scale_of.pop(parameter, 1.0), []).append(parameter)
         left = len(present)
-        for (_, scale), parameters in by_scale.items():
+        for scale, parameters in by_scale.items():
             left -= len(parameters)
-            settings = self._source_of[parameters[0]].claim(parameters)
-            here = [p for p in sorted(parameters) if state.has(p)]  # the rest of the unit is other ranks'
-            segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in here)
+            update = self._update(unit, source, parameters, scale=scale, last=left == 0)
+            source.count(parameters)
             self._gradients.claimed(unit, parameters)
-            self._queue.start(UnitUpdate(unit, segments, grad_scale=scale, discard_gradients=left == 0))
+            self._queue.start(update)
+
+    def start_early(self, unit: int) -> bool:
+        """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.
+
+        Returns False, and changes nothing, where that cannot be: a gradient is not finite, somebody has clipped
+        already, there is no room on disk, or it was tried in this step and taken back.
+        """
+        present = self._gradients.present(unit)
+        mine = [p for p in present if p in self._source_of]
+        if mine and not (self._all_finite(mine) and self._scale_of.keys().isdisjoint(mine)):
+            self._speculation.give_up()
+        if not mine or not self._speculation.begin(keep_gradients=self._keeps_gradients):
+            return False
+        by_source: dict[SettingsSource, list[int]] = {}
+        for parameter in mine:
+            by_source.setdefault(self._source_of[parameter], []).append(parameter)
+        left = len(present)
+        for source, parameters in by_source.items():
+            left -= len(parameters)
+            self._speculation.start(source, self._update(unit, source, parameters, scale=1.0, last=left == 0))
+        return True
 
     @property
     def owned(self) -> Container[int]:
@@ -148,32 +200,36 @@ class UpdateCoordinator:
         return self._source_of.keys()
 
     @property
-    def clipping(self) -> bool:
-        """Whether some optimizer clips as part of its step."""
-        return any(source.max_grad_norm is not None for source in self._source_of.values())
+    def _keeps_gradients(self) -> bool:
+        """Whether a redo must be possible: somebody may clip, or step without the others."""
+        sources = self.optimizers()
+        clipping = any(source.max_grad_norm is not None or source in self._calling for source in sources)
+        return self._schedule.keeps_gradients or clipping or len(sources) > 1
 
-    def _owned(self, source: SettingsSource) -> list[int]:
-        return [p for p, owner in self._source_of.items() if owner is source]
+    def _update(
+        self, unit: int, source: SettingsSource, parameters: Sequence[int], *, scale: float, last: bool
+    ) -> UnitUpdate:
+        state, settings = self._units[unit], source.settings(parameters)
+        here = [p for p in sorted(parameters) if state.has(p)]  # the rest of the unit is other ranks'
+        segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in here)
+        return UnitUpdate(unit, segments, grad_scale=scale, discard_gradients=last)
 
     def _present(self, source: SettingsSource) -> list[int]:
         with_gradient = {p for unit in self._units for p in self._gradients.present(unit)}
-        return [p for p in self._owned(source) if p in with_gradient]
+        return [p for p in self.parameters_of(source) if p in with_gradient]
+
+    def _with_gradient(self, source: SettingsSource) -> list[int]:
+        """Those present and those that an early update has borrowed, in the optimizer's order."""
+        found = {*self._present(source), *self._speculation.settings(source)}
+        return [p for p in self.parameters_of(source) if p in found]
 
     def _all_finite(self, parameters: Sequence[int]) -> bool:
         """Whether the norm over these gradients is finite, and what they are to be multiplied by."""
         scales = (self._scale_of.get(p, 1.0) for p in parameters)
         return all(map(is_finite, scales)) and is_finite(total_norm(self._gradients.norms(parameters)))
 
-    def _refuse(self, what: str) -> NoReturn:
-        self._refused = True
-        raise TiermemError(
-            f"{what} was not updated: a gradient is not finite. With update={self._schedule.name!r} other units may be "
-            "updated already; optimizer.step() or zero_grad() ends this step without the rest. "
-            "update='forward' and update='step' skip such a step as a whole"
-        )
-
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
-        parameters = self._present(source)
+        parameters = self._with_gradient(source)
         norms = self._gradients.norms(parameters)
         total = total_norm([norm * self._scale_of.get(p, 1.0) for p, norm in zip(parameters, norms, strict=True)])
         coefficient = clip_coefficient(total, max_norm)
@@ -185,18 +241,19 @@ class UpdateCoordinator:
 
 
 class _StarterFor:
-    """The schedule's view of the coordinator during one call, for one optimizer or for all."""
+    """The schedule's view of the coordinator during one call; `source`: the optimizer that steps."""
 
     def __init__(self, coordinator: UpdateCoordinator, source: SettingsSource | None) -> None:
         self._coordinator = coordinator
         self._source = source
 
-    @property
-    def clipping(self) -> bool:
-        return self._coordinator.clipping
-
     def start(self, unit: int) -> None:
+        if self._source is None:
+            raise TiermemError(f"unit {unit} cannot be updated for good before a step; this is a bug in tiermem")
         self._coordinator.start_unit(unit, self._source)
+
+    def start_early(self, unit: int) -> bool:
+        return self._coordinator.start_early(unit)
 
     def wait_all(self) -> None:
         self._coordinator.wait_updates()

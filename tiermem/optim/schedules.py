@@ -1,29 +1,29 @@
 """When units are updated.
 
-Owns the three schedules of the update, "step", "forward" and "backward", as strategy objects. Does not know gradients,
-pages or optimizers: a schedule is told what happened and answers by starting units. Guarantees that each unit is
-started once per step, in forward order where the schedule has the choice, so that all schedules give the same bits.
+Owns the schedules of the update, "step", "forward", "backward" and "auto", as strategy objects. Does not know
+gradients, pages or optimizers: a schedule is told what happened and answers by starting units. Guarantees that each
+unit is started once per step, in forward order where the schedule has the choice, so that all schedules give the same
+bits.
 """
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from tiermem.errors import ConfigError
+from tiermem.optim.choice import Choice
 
 
 class Starter(Protocol):
     """What a schedule acts on: gathers the update of a unit from its optimizers and queues it."""
 
-    @property
-    def clipping(self) -> bool:
-        """Whether some optimizer clips by the global norm as part of its step."""
-
     def start(self, unit: int) -> None:
         """Queue the update of a unit with the settings as they are now."""
+
+    def start_early(self, unit: int) -> bool:
+        """Queue the update of a unit though the step may yet be clipped or skipped; whether that was possible."""
 
     def wait_all(self) -> None:
         """Wait for everything queued. Raises the error of an update that failed."""
@@ -33,8 +33,15 @@ class UpdateSchedule(ABC):
     """Decides when the units of a step are updated."""
 
     name: ClassVar[str]
-    honours_clip_call: ClassVar[bool] = True
-    """Whether gradients are still untouched between backward and step, so that `clip_grad_norm_` can scale them."""
+    early: ClassVar[bool] = False
+    """Whether it wants to know, during backward, which units have all their gradients."""
+    keeps_gradients: ClassVar[bool] = False
+    """Whether gradients of units that are updated early are kept until the step, so that nothing has to be refused."""
+
+    @property
+    def acts_as(self) -> str:
+        """The name of the schedule by which the next step will go."""
+        return self.name
 
     @abstractmethod
     def gradients_complete(self, unit: int, starter: Starter) -> bool:
@@ -44,8 +51,8 @@ class UpdateSchedule(ABC):
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """`optimizer.step()` was called; `units` still have gradients, in forward order."""
 
-    def abandon(self) -> None:  # noqa: B027 - most have nothing to forget
-        """The step ends without an update of what is left."""
+    def stepped(self, *, kept: bool) -> None:  # noqa: B027 - most have nothing to learn
+        """A step has ended; `kept`: nothing that was updated early had, or would have had, to be taken back."""
 
 
 class StepSchedule(UpdateSchedule):
@@ -79,59 +86,68 @@ class ForwardSchedule(UpdateSchedule):
             starter.start(unit)
 
 
-class BackwardSchedule(UpdateSchedule):
-    """A unit is updated as soon as its gradients are complete; `step()` queues what is left.
-
-    With clipping as part of the step the norm must be known first: then this behaves as "forward", and warns once.
-    """
+class BackwardSchedule(ForwardSchedule):
+    """A unit is updated as soon as its gradients are complete; `step()` queues what is left, or what was taken back."""
 
     name = "backward"
-    honours_clip_call = False
+    early = True
 
     def __init__(self) -> None:
-        self._started: set[int] = set()
-        self._warned = False
+        self._asked = self._began = self._refused = False
+
+    @property
+    def acts_as(self) -> str:
+        """ "forward" after a step in which nothing could be started early: the next one is likely to be the same."""
+        return "forward" if self._refused else "backward"
 
     def gradients_complete(self, unit: int, starter: Starter) -> bool:
-        """Start the unit. Raises `ConfigError` when it was already updated in this step."""
-        if starter.clipping:
-            self._warn_once()
-            return False
-        if unit in self._started:
-            raise ConfigError(
-                f"unit {unit} received gradients again after update='backward' had already updated it in this step; "
-                "to accumulate several backward passes choose update='forward' or update='step'"
-            )
-        starter.start(unit)
-        self._started.add(unit)
-        return True
+        """Start the unit if that can be done."""
+        began = starter.start_early(unit)
+        self._asked, self._began = True, self._began or began
+        return began
 
-    def step(self, units: Sequence[int], starter: Starter) -> None:
-        """Start what is left and return."""
-        self._started.clear()
-        for unit in units:
-            starter.start(unit)
-
-    def abandon(self) -> None:
-        """Forget what was started."""
-        self._started.clear()
-
-    def _warn_once(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "max_grad_norm needs the norm of all gradients before the first update: update='backward' behaves as "
-                "'forward' here",
-                stacklevel=2,
-            )
+    def stepped(self, *, kept: bool) -> None:  # noqa: ARG002 - part of the interface
+        """Note whether anything was started early, where it was tried."""
+        self._refused = self._asked and not self._began
+        self._asked = self._began = False
 
 
-def make_schedule(name: str) -> UpdateSchedule:
-    """The schedule called `name`; "auto" is "forward". Raises `ConfigError` for an unknown name."""
+class AutoSchedule(BackwardSchedule):
+    """ "backward" as long as that seldom has to be taken back, otherwise "forward"; see `choice.py`."""
+
+    name = "auto"
+    keeps_gradients = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._choice = Choice()
+
+    @property
+    def acts_as(self) -> str:
+        """ "backward" or "forward"."""
+        return super().acts_as if self._choice.early else "forward"
+
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:
+        """Start the unit if it is worth it and can be done."""
+        return self._choice.early and super().gradients_complete(unit, starter)
+
+    def stepped(self, *, kept: bool) -> None:
+        """Learn from it."""
+        super().stepped(kept=kept)
+        self._choice = self._choice.after(kept=kept)
+
+
+def make_schedule(name: str, *, worthwhile: bool = True) -> UpdateSchedule:
+    """The schedule called `name`. Raises `ConfigError` for an unknown name.
+
+    `worthwhile`: whether updating under backward could hide anything at all; otherwise "auto" is "forward".
+    """
     if name == "step":
         return StepSchedule()
-    if name in ("forward", "auto"):
+    if name == "forward" or (name == "auto" and not worthwhile):
         return ForwardSchedule()
     if name == "backward":
         return BackwardSchedule()
+    if name == "auto":
+        return AutoSchedule()
     raise ConfigError(f"update={name!r}: expected 'backward', 'forward', 'step' or 'auto'")

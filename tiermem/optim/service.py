@@ -8,12 +8,13 @@ and no tensor but a gradient norm crosses this line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tiermem.optim.updates import Settings, UnitUpdate
+from tiermem.optim.updates import Protector, Settings, UnitUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,11 @@ class SettingsSource(Protocol):
     def max_grad_norm(self) -> float | None:
         """Clip every step to this norm, or do not clip."""
 
-    def claim(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
-        """Settings of these parameters for the step now beginning; their step counts advance by one."""
+    def settings(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
+        """Settings of these parameters as they are now, for their next update; counts nothing."""
+
+    def count(self, parameters: Iterable[int]) -> None:
+        """These parameters have been updated once more."""
 
     def step_counts(self) -> Mapping[int, int]:
         """How many updates each parameter has had, or has queued."""
@@ -76,14 +80,20 @@ class GradientBook(Protocol):
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         """An update now owns these gradients: they are no longer present, and the next contribution starts anew."""
 
-    def begun(self, parameters: Sequence[int]) -> bool:
-        """Whether a gradient of one of these parameters was claimed since the last step ended."""
+    def borrowed(self, unit: int, parameters: Sequence[int], *, kept: bool) -> None:
+        """An update that may be undone uses these gradients; not present, but not claimed either.
+
+        `kept`: their pages stay as they are meanwhile.
+        """
+
+    def require_free(self, units: Iterable[int]) -> None:
+        """Raise TiermemError if somebody keeps a view of the parameters of these units."""
+
+    def given_back(self, parameters: Sequence[int]) -> None:
+        """The updates that borrowed these gradients are undone: they are present again."""
 
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients, as if backward had not produced them."""
-
-    def abandon(self) -> None:
-        """Forget all gradients that nobody has claimed and end the step, though some may be claimed."""
 
 
 class UpdateQueue(Protocol):
@@ -101,8 +111,24 @@ class UpdateQueue(Protocol):
     def wait_all(self) -> None:
         """Wait for all queued updates. Raises the error of one that failed."""
 
+    def withdraw(self, protection: Protector) -> list[Future[None]]:
+        """Give up the updates under this protection that have not begun; futures without errors of those that have."""
+
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit is queued or running, or has failed."""
 
     def hurry(self, unit: int) -> None:
         """Move the unit's queued updates to the front."""
+
+
+class Undo(Protocol):
+    """How updates are undone; the pager and the space on disk, as the runtime joins them."""
+
+    def has_room(self) -> bool:
+        """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
+
+    def protection(self, *, keep_discarded: bool) -> Protector:
+        """A new protection; with `keep_discarded` gradients stay until it is confirmed."""
+
+    def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
+        """Wait for the updates that are running, then until everything protected is as it was before."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -147,6 +147,9 @@ class UnitStream:
         work = self._plan(state, update)
         if work:
             key = PageKey(update.unit, Kind.PARAM)
+            if update.protection is not None:
+                update.protection.prepare([page for page in self.keys(update) if page.kind is not Kind.GRAD])
+                await update.protection.protect([key])
             param = await self.pager.acquire([key], Intent.WRITE)
             try:
                 begin, nbytes = state.param_start * state.dtype.itemsize, state.numel * state.dtype.itemsize
@@ -157,9 +160,7 @@ class UnitStream:
                 param.fail(error)
                 raise
             param.release()
-        if update.discard_gradients:
-            keys = [PageKey(update.unit, Kind.GRAD, tile) for tile in range(state.tiles)]
-            self.pager.start_discard([key for key in keys if self.pager.is_written(key)])
+        self._discard(update, range(state.tiles))
         self._count(units=1)
 
     def _plan(self, state: UnitState, update: UnitUpdate) -> list[_Work]:
@@ -179,7 +180,7 @@ class UnitStream:
         self, state: UnitState, update: UnitUpdate, flat: torch.Tensor, work: Sequence[_Work]
     ) -> None:
         window = _Window(self._depth)
-        loader = asyncio.ensure_future(self._load_all(state, work, window))
+        loader = asyncio.ensure_future(self._load_all(state, update, work, window))
         try:
             for _ in work:
                 loaded = await window.next()
@@ -189,8 +190,7 @@ class UnitStream:
                     loaded.fail(error)
                     raise
                 loaded.release()
-                if update.discard_gradients:
-                    self.pager.start_discard([PageKey(state.unit, Kind.GRAD, loaded.work.tile)])
+                self._discard(update, [loaded.work.tile])
                 window.leave()
                 self._count(tiles=1, elements=sum(run.length for run in loaded.work.runs), seconds=seconds)
         except BaseException as error:
@@ -200,20 +200,31 @@ class UnitStream:
             window.fail_waiting(error)
             raise
 
-    async def _load_all(self, state: UnitState, work: Sequence[_Work], window: _Window) -> None:
+    def _discard(self, update: UnitUpdate, tiles: Iterable[int]) -> None:
+        """Forget gradient tiles that nobody wants any more."""
+        keys = [PageKey(update.unit, Kind.GRAD, tile) for tile in tiles if update.discard_gradients]
+        written = [key for key in keys if self.pager.is_written(key)]
+        if update.protection is not None:
+            update.protection.discard(written)
+        else:
+            self.pager.start_discard(written)
+
+    async def _load_all(self, state: UnitState, update: UnitUpdate, work: Sequence[_Work], window: _Window) -> None:
         for item in work:
             if not await window.enter():
                 return
             try:
-                window.put(await self._load(state, item))
+                window.put(await self._load(state, update, item))
             except Exception as error:  # noqa: BLE001 - raised by the consumer, `window.next`
                 window.put(error)
                 return
 
-    async def _load(self, state: UnitState, work: _Work) -> _Loaded:
+    async def _load(self, state: UnitState, update: UnitUpdate, work: _Work) -> _Loaded:
         grad = await self.pager.acquire([PageKey(state.unit, Kind.GRAD, work.tile)], Intent.READ)
         try:
             key = PageKey(state.unit, Kind.STATE, work.tile)
+            if update.protection is not None:
+                await update.protection.protect([key])
             fresh = not self.pager.is_written(key)
             held = await self.pager.acquire([key], Intent.FRESH if fresh else Intent.WRITE)
         except BaseException:

@@ -19,7 +19,7 @@ from tiermem.errors import InvariantError, TiermemError
 from tiermem.optim.kernels import Workspace
 from tiermem.optim.stream import StreamStatistics, UnitStream, UpdatePager
 from tiermem.optim.tiles import UnitState
-from tiermem.optim.updates import UnitUpdate
+from tiermem.optim.updates import Protector, UnitUpdate
 
 # How many queued updates behind the running one the pager is told of, for it to read ahead and to keep what they need.
 _ANNOUNCED = 8
@@ -96,6 +96,20 @@ class Updater:
             wanted = [entry for entry in self._queue if entry.update.unit == unit]
             others = [entry for entry in self._queue if entry.update.unit != unit]
             self._queue = deque(wanted + others)
+
+    def withdraw(self, protection: Protector) -> list[Future[None]]:
+        """Give up the updates under this protection that have not begun; return a future for each that has.
+
+        The futures end without an error in any case, as those of `unfinished`.
+        """
+        with self._lock:
+            given_up = [entry for entry in self._queue if entry.update.protection is protection]
+            self._queue = deque(entry for entry in self._queue if entry.update.protection is not protection)
+        for entry in given_up:
+            self._end(entry, None)
+        with self._lock:
+            begun = [entry for entries in self._unfinished.values() for entry in entries]
+        return [entry.future for entry in begun if entry.update.protection is protection]
 
     def wait(self, unit: int) -> None:
         """Wait for the unit's updates. Raises the error of one that failed, every time."""

@@ -6,9 +6,31 @@ request is frozen: what the learning rate was when the update was queued is what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tiermem.optim.tiles import Segment
+from tiermem.pager.page import PageKey
+
+
+class Protector(Protocol):
+    """Keeps the old bytes of pages for as long as an update may have to be undone; `pager.protection` has it."""
+
+    def prepare(self, keys: Sequence[PageKey]) -> None:
+        """Start what `protect` would wait for. On the loop."""
+
+    async def protect(self, keys: Sequence[PageKey]) -> None:
+        """Until the present bytes of these pages are kept; call it before they are changed. On the loop."""
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages once they cannot be needed for a redo. On the loop."""
+
+    def confirm(self) -> None:
+        """The new bytes count. Any thread; does not wait."""
+
+    async def revert(self) -> None:
+        """Until every protected page has its old bytes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +59,12 @@ class UnitUpdate:
 
     `segments` holds only parameters that have a gradient: the others are not touched at all. Gradients are multiplied
     by `grad_scale`, a number that float32 represents exactly (the clipping coefficient), in their own dtype.
-    `discard_gradients` says that nobody else wants the unit's GRAD tiles afterwards.
+    `discard_gradients` says that nobody else wants the unit's GRAD tiles afterwards. With a `protection` what the
+    update changes can be undone until that is confirmed.
     """
 
     unit: int
     segments: tuple[SegmentUpdate, ...]
     grad_scale: float = 1.0
     discard_gradients: bool = True
+    protection: Protector | None = None

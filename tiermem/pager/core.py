@@ -40,7 +40,7 @@ class Core:
         self.residency = Residency(chain, Forecast(), counters, ended=self._move_ended)
         self.loop = LoopThread("tiermem-pager", after=self._pump, failed=self.refuse)
         self._service = Service(self.residency, appetite)
-        self.saving = Saving(self.residency, self._service, self.loop.wake, self._next_event)
+        self.saving = Saving(self.residency, self._service, self.loop.post, self._next_event)
         self._timeline = timeline
         self._kernels = 0
         self._waiting_threads = 0

@@ -76,10 +76,37 @@ class Extents:
             raise InvariantError(f"{key}: expected an extent to read from; this is a bug in tiermem") from error
         return copy.extent, copy.checksum if self._compare else None
 
+    def keep(self) -> KeptCopies:
+        """Copies of durable pages that stay as they are until released; none at first."""
+        return KeptCopies(self.generations)
+
     def plain(self) -> dict[PageKey, Extent]:
         """The extents outside the generations, as they are now."""
         with self._lock:
             return {key: copy.extent for key, copy in self._plain.items()}
+
+
+class KeptCopies:
+    """Copies that a later write does not overwrite (`pager.protection.Copies`). Any thread."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._mark = generations.mark(empty=True)
+
+    def protect(self, key: PageKey) -> None:
+        """The current copy stays as it is, and the next write goes elsewhere. Raises SwapError if there is none."""
+        self._generations.protect(self._mark, key)
+
+    def restore(self, key: PageKey) -> None:
+        """The copy that was protected is current again; without one, the page has no copy."""
+        if key in self._mark.copies:
+            self._generations.restore(self._mark, key)
+        else:
+            self._generations.forget(key)
+
+    def release(self) -> None:
+        """Nothing is kept any more."""
+        self._generations.release(self._mark)
 
 
 def page_name(key: PageKey) -> str:
@@ -93,17 +120,17 @@ def page_key(name: str) -> PageKey:
     return PageKey(int(unit), Kind(kind), int(tile))
 
 
-def to_rows(extents: Mapping[Any, Extent]) -> list[list[Any]]:
+def to_rows(extents: Iterable[tuple[Any, Extent]]) -> list[list[Any]]:
     """Pages and extents as JSON holds them; `from_rows` reads them."""
     return [
         [page_name(key), extent.slot, [[piece.directory, piece.offset, piece.nbytes] for piece in extent.pieces]]
-        for key, extent in extents.items()
+        for key, extent in extents
     ]
 
 
-def from_rows(rows: Iterable[Any]) -> dict[str, Extent]:
-    """What `to_rows` made, by name. Raises ValueError or TypeError for anything else."""
-    return {
-        str(name): Extent(tuple(Piece(int(where), int(offset), int(nbytes)) for where, offset, nbytes in pieces), slot)
-        for name, slot, pieces in rows
-    }
+def from_rows(rows: Iterable[Any]) -> list[tuple[str, Extent]]:
+    """What `to_rows` made, with names. Raises ValueError or TypeError for anything else."""
+    return [
+        (str(name), Extent(tuple(Piece(int(where), int(offset), int(nbytes)) for where, offset, nbytes in each), slot))
+        for name, slot, each in rows
+    ]

@@ -41,6 +41,7 @@ class Pager:
         self._worker = ThreadPoolExecutor(1, "tiermem-update")
         self._core = Core(chain, appetite, counters=counters, timeline=timeline)
         self._loop = self._core.loop
+        self.protection = self._core.saving.protection
 
     # Doors for other threads
 

@@ -2,13 +2,14 @@
 
 Invariants (checked by `check_invariants`, which tests call after every event):
 
-    I1  A page that was written has a valid copy somewhere until it is discarded.
+    I1  A page that was written has a valid copy somewhere until it is discarded, or reverted to before it was written.
     I2  One move at a time, over one edge: its source is valid, its target is not.
     I3  A leased copy, the source of a move and the last valid copy are never dropped.
     I4  An exclusive lease is the only lease and there is no move; once granted, its copy is the only valid one.
     I5  A frame is reserved before its move starts; the reserved bytes of a tier never exceed its capacity.
 
-Transitions: `add`, `allocate`, `hold`, `grant`, `unhold`, `start_move`, `finish_move`, `drop`, `discard`, `fail`.
+Transitions: `add`, `allocate`, `hold`, `grant`, `unhold`, `start_move`, `finish_move`, `drop`, `discard`,
+`revert`, `fail`.
 Owns the pages and their frames. Does not know who waits, threads, or when to do what. Guarantees that each transition
 either keeps the invariants or raises before it changes anything.
 """
@@ -178,6 +179,15 @@ class Residency:
         """Forget the contents; while the page is leased or moving this is only noted and happens afterwards."""
         page.doomed = True
         self._settle(page)
+
+    def revert(self, page: Page, *, existed: bool) -> None:
+        """Go back to the copy that SWAP has kept (`existed`), or to none: every copy in memory is of later bytes."""
+        if page.is_leased or page.move is not None:
+            raise InvariantError(f"{page.key}: reverted while it is leased or moving; this is a bug in tiermem")
+        for tier in list(page.frames):
+            self._free(page, tier)
+        page.valid = {Tier.SWAP} if existed else set()
+        self.census.note(page)
 
     def fail(self, page: Page, error: BaseException) -> None:
         """The contents are garbage: whoever uses the page from now on gets `error` (I7)."""

@@ -1,8 +1,8 @@
 """Having pages written down because somebody wants them in SWAP, not because room is needed.
 
-Owns the two orders: everything there is (`flush`), or some kinds of pages and something to be done at the instant when
-SWAP holds them all (`save`). Does not know who asks. Guarantees that readers go on, and that a failed page is an error.
-On the pager's loop only.
+Owns the orders: everything there is (`flush`), or some kinds of pages and something to be done at the instant when
+SWAP holds them all (`save`), or pages one by one whose bytes may be wanted back (`protection`). Does not know who asks.
+Guarantees that readers go on, and that a failed page is an error. On the pager's loop only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, Page
+from tiermem.pager.protection import Copies, Protection
 from tiermem.pager.residency import Residency
 from tiermem.pager.service import Service
 
@@ -25,14 +26,14 @@ class Saving:
         self,
         residency: Residency,
         service: Service,
-        wake: Callable[[], None],
+        post: Callable[[Callable[[], None]], bool],
         next_event: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         """`next_event()`: until something has happened and all that could be done about it has been started.
 
-        `wake()`: have the service look at everything soon, though nothing has happened.
+        `post(function)`: run a function on the loop, and have the service look at everything behind it.
         """
-        self._wake = wake
+        self._post = post
         self._residency = residency
         self._service = service
         self._next_event = next_event
@@ -40,7 +41,7 @@ class Saving:
     async def flush(self) -> None:
         """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
         self._service.flush(1)
-        self._wake()
+        self._post(lambda: None)
         try:
             await self._next_event()
             while self._service.unsaved():
@@ -61,6 +62,17 @@ class Saving:
                     await self._next_event()
                     self._service.save(page)
         return then()
+
+    def protection(self, copies: Copies, *, keep_discarded: bool) -> Protection:
+        """An open protection of no page yet; see there. Any thread."""
+        return Protection(
+            self._residency,
+            self._service,
+            copies,
+            self._post,
+            self._next_event,
+            keep_discarded=keep_discarded,
+        )
 
     def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
         found = [page for page in self._residency.pages.values() if page.key.kind in kinds and page.valid]

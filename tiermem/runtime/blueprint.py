@@ -50,8 +50,8 @@ class Blueprint:
     shards: tuple[Shard, ...]
     stage: int = 3
 
-    def swap_nbytes(self, *, commits: bool) -> int:
-        """Bytes that all pages take on disk: with `commits` twice those that training changes.
+    def swap_nbytes(self, copies: int) -> int:
+        """Bytes that all pages take on disk, those that training changes in `copies` copies.
 
         What is never trained has one copy, and the largest of it room for another, should somebody write into it.
         """
@@ -59,10 +59,10 @@ class Blueprint:
         total = sum(rounded(nbytes) for _, nbytes in self.pages())
         if self.stage == 1 and self.shards[0].layout.ranks > 1:  # gradients wait whole on every rank for the step
             total += sum(rounded(shard.bucket_nbytes) for shard in self.shards)
-        if not commits:
+        if copies == 1:
             return total
-        changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE)
-        return total + changing - sum(frozen) + max(frozen, default=0)
+        changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE) - sum(frozen)
+        return total + (copies - 1) * changing + max(frozen, default=0)
 
     def pages(self) -> list[tuple[PageKey, int]]:
         """Every page that has a home on disk, with its size in bytes."""

@@ -154,7 +154,8 @@ class Commits:
         self._updates.raise_failed()
         mark = storage.pager.start_save(DURABLE, generations.mark).result()
         try:
-            full = {**record, "spares": to_rows(generations.spares(mark)), "plain": to_rows(storage.extents.plain())}
+            spares, plain = generations.spares(mark), storage.extents.plain().items()
+            full = {**record, "spares": to_rows(spares), "plain": to_rows(plain)}
             storage.store.prepare(generation, mark.entries(page_name), full, space=storage.space)
         except BaseException:
             generations.release(mark)

@@ -246,7 +246,7 @@ class Runtime(Closing):
         unit, slot = self._find(parameter)
         house = self._open()
         house.ledger.line_up()
-        if not house.ledger.is_unclaimed(unit, slot.parameter):
+        if not house.ledger.is_readable(unit, slot.parameter):
             return None
         return house.scheduler.gradients.read(slot.parameter)
 
@@ -266,6 +266,7 @@ class Runtime(Closing):
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:
+            house.coordinator.settle_early()
             house.snapshots.wait_open()
             self._writing += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []

@@ -17,7 +17,6 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
-from tiermem.optim.schedules import make_schedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.updater import Updater
 from tiermem.planner.footprint import Footprint, rounded
@@ -33,6 +32,7 @@ from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Storage, close_all, open_storage
+from tiermem.runtime.undo import choose_schedule, make_speculation, wanted_copies
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.exchange import join
@@ -137,7 +137,7 @@ def build(
         lambda: open_storage(
             config,
             beginning,
-            swap_nbytes=blueprint.swap_nbytes(commits=config.commits),
+            swap_nbytes=blueprint.swap_nbytes(wanted_copies(config, _update(config, company))),
             host_nbytes=blueprint.host_nbytes,
             footprint=blueprint.footprint,
         ),
@@ -170,17 +170,19 @@ def _furnish(
     conductor = Conductor(company.computing, [layout.name for layout in layouts], storage.timeline)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
-    schedule = make_schedule(_update(config, company))
+    schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=beginning.past)
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
-    coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
-    listener, early = _listener(coordinator, queue, blueprint), schedule.name == "backward"
-    watch = ComputeWatch(listener, storage.timeline, [layout.name for layout in layouts])
-    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=early)
+    speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
+    coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule, speculation)
+    watch = ComputeWatch(
+        _listener(coordinator, queue, blueprint), storage.timeline, [layout.name for layout in layouts]
+    )
+    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
     ledger.connect(scheduler)
-    steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, update=schedule.name)
+    steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, schedule=schedule)
     buffers = BufferWatch(blueprint.divided.model)
     if weights is not None:
         weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
@@ -213,7 +215,7 @@ def _furnish(
 
 def _update(config: Config, company: Company) -> str:
     # Which unit is complete is not known at one moment on all ranks: several update behind backward.
-    return "forward" if company.size > 1 and config.update == "backward" else config.update
+    return "forward" if company.size > 1 and config.update in ("backward", "auto") else config.update
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:

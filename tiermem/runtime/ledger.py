@@ -8,12 +8,13 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
 from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import Schedule
@@ -31,6 +32,8 @@ class GradientLedger:
         self._units = units
         self._gatherer = gatherer
         self._claimed: set[int] = set()
+        # Used by updates that may be undone, and whether their pages are kept meanwhile.
+        self._borrowed: dict[int, bool] = {}
         self._scheduler: GatherScheduler | None = None
 
     def connect(self, scheduler: GatherScheduler) -> None:
@@ -50,12 +53,13 @@ class GradientLedger:
         self.scheduler.gradients.line_up()
 
     def present(self, unit: int) -> Sequence[int]:
-        """The parameters of a unit with an unclaimed gradient."""
-        return [number for number in self.scheduler.gradients.numbers(unit) if number not in self._claimed]
+        """The parameters of a unit with a gradient that no update uses."""
+        numbers = self.scheduler.gradients.numbers(unit)
+        return [number for number in numbers if number not in self._claimed and number not in self._borrowed]
 
-    def is_unclaimed(self, unit: int, parameter: int) -> bool:
-        """Whether this parameter of the unit has a gradient that no update has claimed."""
-        return parameter in self.present(unit)
+    def is_readable(self, unit: int, parameter: int) -> bool:
+        """Whether this parameter of the unit has a gradient that no update has used up, or will without being asked."""
+        return self._borrowed.get(parameter, False) or parameter in self.present(unit)
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         """The 2-norm of each parameter's accumulated gradient."""
@@ -64,16 +68,26 @@ class GradientLedger:
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - part of the protocol
         """An update owns these gradients now."""
         self._claimed.update(parameters)
+        for parameter in parameters:
+            self._borrowed.pop(parameter, None)
 
-    def begun(self, parameters: Sequence[int]) -> bool:
-        """Whether an update has claimed a gradient of one of these parameters since the last step ended."""
-        return not self._claimed.isdisjoint(parameters)
+    def borrowed(self, unit: int, parameters: Sequence[int], *, kept: bool) -> None:  # noqa: ARG002 - as above
+        """An update that may be undone uses these gradients; `kept`: their pages stay as they are meanwhile."""
+        self._borrowed.update(dict.fromkeys(parameters, kept))
 
-    def abandon(self) -> None:
-        """Forget all unclaimed gradients and end the step; what updates have claimed is theirs."""
-        self.scheduler.forget(sorted(self.unclaimed()))
-        self.scheduler.finish_step(updated=True)
-        self._claimed.clear()
+    def require_free(self, units: Iterable[int]) -> None:
+        """Raise TiermemError if somebody keeps a view of parameters of these units, which are about to change."""
+        for unit in units:
+            self._gatherer.require_free(unit)
+
+    def given_back(self, parameters: Sequence[int]) -> None:
+        """The updates that borrowed these gradients are undone: they are present, and more may come."""
+        for parameter in parameters:
+            self._borrowed.pop(parameter, None)
+        given = set(parameters)
+        self.scheduler.take_back(
+            [unit for unit in self._units if not given.isdisjoint(self.scheduler.gradients.numbers(unit))]
+        )
 
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients as if backward had not brought them."""
@@ -83,20 +97,18 @@ class GradientLedger:
             self.scheduler.drop_gradients()
             self._claimed.clear()
 
-    def require_free(self) -> None:
-        """Raise TiermemError if somebody keeps a view of parameters that are about to be updated."""
-        for unit in self._units:
-            if self.present(unit):
-                self._gatherer.require_free(unit)
+    def with_gradients(self) -> list[int]:
+        """The units with a gradient that no update uses."""
+        return [unit for unit in self._units if self.present(unit)]
 
     @property
     def is_mid_step(self) -> bool:
-        """Whether some gradients of this step have been claimed by an update and the step is not over."""
-        return bool(self._claimed)
+        """Whether some gradients of this step are used by an update and the step is not over."""
+        return bool(self._claimed or self._borrowed)
 
     def unclaimed(self) -> set[int]:
-        """All parameters with an unclaimed gradient."""
-        return {number for unit in self._units for number in self.present(unit)}
+        """All parameters with a gradient that is not an update's for good."""
+        return {number for unit in self._units for number in self.present(unit)} | self._borrowed.keys()
 
     def close_step(self, owned: Container[int], *, updated: bool) -> bool:
         """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come.
@@ -127,7 +139,7 @@ class Steps:
         counters: Counters,
         *,
         plan: Callable[[Sequence[Access], str], Schedule],
-        update: str,
+        schedule: UpdateSchedule,
     ) -> None:
         self._coordinator = coordinator
         self._ledger = ledger
@@ -135,8 +147,8 @@ class Steps:
         self._pager = pager
         self._counters = counters
         self._plan = plan
-        self._update = update
-        self._planned: tuple[Access, ...] = ()
+        self._schedule = schedule
+        self._planned: tuple[tuple[Access, ...], str] = ((), "")
         self._resumed: dict[int, int] = {}
         self._closed = False
         self.number = 0  # steps done
@@ -161,14 +173,15 @@ class Steps:
         self._check_open()
         scheduler = self._ledger.scheduler
         self._ledger.line_up()
-        self._ledger.require_free()
+        self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source)
         if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
             order = scheduler.order.expected
             self._hurry_in_forward_order(order)
-            if order is not None and order.accesses != self._planned:
-                self._planned = order.accesses
-                self._pager.set_schedule(self._plan(order.accesses, self._update))
+            acts_as = self._schedule.acts_as
+            if order is not None and (order.accesses, acts_as) != self._planned:
+                self._planned = order.accesses, acts_as
+                self._pager.set_schedule(self._plan(order.accesses, acts_as))
             else:
                 self._pager.begin_step()
             self._counters.step()

@@ -8,10 +8,11 @@ twice, and that the errors of the updater reach whoever asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import UpdateQueue
-from tiermem.optim.updates import UnitUpdate
+from tiermem.optim.updates import Protector, UnitUpdate
 
 
 class BackwardThrottle:
@@ -77,6 +78,16 @@ class LazyQueue:
     def hurry(self, unit: int) -> None:
         """Nothing to do: whoever waits for a unit carries it out."""
 
+    def withdraw(self, protection: Protector) -> list[Future[None]]:
+        """Forget the updates under this protection that were kept; futures of those that are under way."""
+        for unit, kept in list(self._kept.items()):
+            left = [update for update in kept if update.protection is not protection]
+            if left:
+                self._kept[unit] = left
+            else:
+                del self._kept[unit]
+        return self._queue.withdraw(protection)
+
     def raise_failed(self) -> None:
         """Raise the error of an update that failed, if one has."""
         self._queue.raise_failed()
@@ -95,6 +106,7 @@ class GatedQueue:
         self.pending = queue.pending
         self.hurry = queue.hurry
         self.raise_failed = queue.raise_failed
+        self.withdraw = queue.withdraw
 
     def start(self, update: UnitUpdate) -> None:
         """Queue the update once no commit is under way; waits for that."""

@@ -135,7 +135,7 @@ def _recover(config: Config, space: SwapSpace, store: CommitStore, generation: i
 def _claim_plain(space: SwapSpace, recovered: Recovered) -> dict[PageKey, Extent]:
     claimed = {}
     try:
-        for name, extent in from_rows(recovered.manifest.user["plain"]).items():
+        for name, extent in from_rows(recovered.manifest.user["plain"]):
             space.claim(extent)
             claimed[page_key(name)] = extent
     except (SwapError, KeyError, TypeError, ValueError) as error:

@@ -105,8 +105,15 @@ class OrderRecorder:
         )
 
     def finish(self) -> StepOrder:
-        """Freeze the present step, make it what is expected of the next, and begin that one."""
-        step = StepOrder(tuple(self._accesses), MappingProxyType(dict(self._contributions)))
+        """Freeze the present step, make it what is expected of the next, and begin that one.
+
+        A step whose gradients were all dropped (it was skipped) says nothing of how many the next one brings: what was
+        expected of it is expected again.
+        """
+        contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
+        if not contributions and self._expected is not None:
+            contributions = self._expected.contributions
+        step = StepOrder(tuple(self._accesses), contributions)
         if self._expected is not None and step != self._expected:
             self._deviations += 1
         self._expected = step

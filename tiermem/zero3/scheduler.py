@@ -13,7 +13,7 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -52,7 +52,8 @@ class _Stack(threading.local):
 class GatherScheduler:
     """Hooks a divided model. `parameters` by global number.
 
-    `early`: announce units as complete during backward; then a gradient that comes after that is an error.
+    `order` says what units were used in which order. `early`: announce units as complete during backward; a gradient
+    that comes after that is an error, unless the listener undoes what it did.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class GatherScheduler:
         self._gradients = gradients
         self._listener = listener
         self._early = early
-        self._order = OrderRecorder()
+        self.order = OrderRecorder()
         self._saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         self._stack = _Stack()
         # Set while several computations go through the model together.
@@ -81,11 +82,6 @@ class GatherScheduler:
         self._watched: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._install(divided, parameters)
-
-    @property
-    def order(self) -> OrderRecorder:
-        """What units were used in which order."""
-        return self._order
 
     @property
     def gradients(self) -> Gradients:
@@ -113,7 +109,7 @@ class GatherScheduler:
                 self._saved.values_changed(unit)
         self._touched.clear()
         self._gradients.reset()
-        self._order.finish()
+        self.order.finish()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step. Raises TiermemError if an update has already begun to use them."""
@@ -124,7 +120,7 @@ class GatherScheduler:
             )
         self._touched.clear()
         self._gradients.drop()
-        self._order.forget_contributions()
+        self.order.forget_contributions()
 
     def forget(self, parameters: Sequence[int], *, updated: bool = False) -> None:
         """Forget these parameters' gradients while the step goes on for others. `updated`: their values change."""
@@ -134,6 +130,12 @@ class GatherScheduler:
             del self._touched[unit]
             if updated:
                 self._saved.values_changed(unit)
+
+    def take_back(self, units: Iterable[int]) -> None:
+        """The updates of these units were undone: more gradients may come, and graphs on the new values are stale."""
+        for unit in units:
+            self._saved.values_changed(unit)
+            self._touched[unit] = False
 
     def close(self) -> None:
         """Remove all hooks and leases. The parameters stay placeholders (see `lend.restore`)."""
@@ -204,9 +206,9 @@ class GatherScheduler:
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
             self._listener.unit_needed(unit)
-            self._order.access(unit, phase)
+            self.order.access(unit, phase)
             base = self._gatherer.gather(unit)
-            following = self._order.upcoming()
+            following = self.order.upcoming()
             if following is not None:
                 self._gatherer.start(following)
         else:
@@ -252,17 +254,19 @@ class GatherScheduler:
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
         self._watch_backward()
         if self._touched.get(unit):
+            self._listener.unit_needed(unit)  # may have the update undone
+        if self._touched.get(unit):
             raise TiermemError(
                 f"a gradient arrived for unit {unit} after its update had begun: this step brought more gradients than "
                 'the one before (more micro-batches, or a second backward). Use update="forward" for such training'
             )
         if unit not in self._touched:
             self._listener.unit_needed(unit)
-            self._order.access(unit, Phase.GRADIENT)
+            self.order.access(unit, Phase.GRADIENT)
             self._touched[unit] = False
         self._gradients.accumulate(parameter)
-        self._order.contribution(parameter)
-        if self._order.all_arrived(self._gradients.trainable(unit)):
+        self.order.contribution(parameter)
+        if self.order.all_arrived(self._gradients.trainable(unit)):
             self._gradients.release()
             self.announce(unit)
 
@@ -275,7 +279,7 @@ class GatherScheduler:
         if (
             not self._early
             or self._touched.get(unit, True)
-            or not self._order.all_arrived(self._gradients.trainable(unit))
+            or not self.order.all_arrived(self._gradients.trainable(unit))
         ):
             return
         if self._saved.outstanding(unit) or self._gatherer.holds(unit):

@@ -1,0 +1,374 @@
+"""Updating under backward has, bit for bit, the numbers of clipping first, whatever the step turns out to be.
+
+Where a step is clipped, skipped, given another learning rate, more gradients or an evaluation before `step()`, what was
+updated early is undone and, unless the step is skipped, done again. Compared with plain PyTorch in float32 and with
+"forward" in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_scenarios import LATE_ONLY, Wide, accumulate, tokens_batch, wide_batch
+from doubles_training import Outcome, PlainAdamW, Script, Trainee, budget_for, check, config_for, offloaded, plain, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tiermem
+from tiermem.optim.choice import Choice
+
+SPECULATING = ["backward", "auto"]
+BUDGETS = ["generous", "beside", "least"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a step was skipped", UserWarning)
+        yield
+
+
+class Skipping(PlainAdamW):
+    """torch's, with a step skipped when its norm is not finite."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if torch.nn.utils.get_total_norm(gradients).isfinite():
+            super().step(closure)
+
+
+def training(
+    batch, scales, *, max_norm: float | None = None, lr_before_step: bool = False, count: int = 1, **settings
+) -> Script:
+    """One step for each scale of the loss; large ones are clipped, NaN is skipped."""
+
+    def script(trainee: Trainee) -> None:
+        make = Skipping if trainee.adamw is PlainAdamW else trainee.adamw
+        optimizer = make(trainee.model.parameters(), lr=1e-2, max_grad_norm=max_norm, **settings)
+        for number, scale in enumerate(scales):
+            for _ in range(count):
+                loss = batch(trainee.model)
+                (loss * scale).backward()
+                trainee.note(loss)
+            if lr_before_step:
+                optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+def run(make, script, directory: Path, update: str, budget: str = "beside", **settings) -> Outcome:
+    return offloaded(make, script, directory, update=update, budget=budget, **settings)
+
+
+NAN = float("nan")
+PATTERNS = {
+    "never": [1e-3] * 5,
+    "sometimes": [1e-3, 1e-3, 100.0, 1e-3, 100.0, 1e-3],
+    "always": [100.0] * 4,
+    "not finite": [1e-3, 1e-3, NAN, 1e-3, float("inf"), NAN, 1e-3],
+    "all of it": [NAN, 1e-3, 100.0, NAN, 1e-3, 100.0, 1e-3],
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("update", SPECULATING)
+def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_path):
+    script = training(tokens_batch, PATTERNS[pattern], max_norm=1.0)
+    found = run(Stack, script, tmp_path, update, budget)
+    check(found, plain(Stack, script))
+    total = found.statistics.total
+    if update == "backward":
+        # A loss that is not finite spoils the first gradient already. Nothing is known in the first step that counts.
+        early = [scale for scale in PATTERNS[pattern] if math.isfinite(scale)][1:]
+        clipped = early.count(100.0)
+        assert (total.speculated, total.confirmed, total.redone) == (len(early), len(early) - clipped, clipped)
+    else:
+        assert bool(total.speculated) == (budget == "beside")  # elsewhere there is nothing to hide, or no room for it
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("pattern", ["sometimes", "all of it"])
+@pytest.mark.parametrize("update", SPECULATING)
+def test_sixteen_bits_have_the_bits_of_forward(update, pattern, dtype, tmp_path):
+    def batch(model: nn.Module) -> torch.Tensor:
+        return model(torch.randn(3, 48).to(getattr(torch, dtype))).float().square().mean()
+
+    script = training(batch, PATTERNS[pattern], max_norm=1.0)
+    outcomes = []
+    for schedule in ("forward", update):
+        (tmp_path / schedule).mkdir()
+        outcomes.append(run(Wide, script, tmp_path / schedule, schedule, param_dtype=dtype))
+    check(outcomes[1], outcomes[0])
+    if update == "backward":
+        assert outcomes[1].statistics.total.redone > 0
+
+
+class Poisoned(torch.autograd.Function):
+    """Passes values on, and multiplies gradients by NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * NAN
+
+
+class PartlyBad(Wide):
+    """Layers above `bad_below` get finite gradients, those below NaN."""
+
+    bad_below = 0
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(Poisoned.apply(x) if number and number == self.bad_below else x)
+        return x
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+@pytest.mark.parametrize("ending", ["step", "zero_grad"])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("update", SPECULATING)
+def test_a_bad_gradient_behind_good_ones_costs_nothing_but_its_step(update, budget, ending, max_norm, tmp_path):
+    """The last layers are updated already when the first one's gradient turns out to be NaN."""
+
+    def script(trainee: Trainee) -> None:
+        make = Skipping if trainee.adamw is PlainAdamW else trainee.adamw
+        optimizer = make(trainee.model.parameters(), lr=1e-2, max_grad_norm=max_norm)
+        for number in range(6):
+            trainee.model.bad_below = 1 if number in (2, 4) else 0
+            loss = wide_batch(trainee.model)
+            loss.backward()
+            trainee.note(loss)
+            if ending == "step" or number not in (2, 4):
+                optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, tiermem.AdamW) and ending == "step":
+            assert optimizer.skipped == 2
+            assert all(optimizer.steps_of(parameter) == 4 for parameter in trainee.model.parameters())
+
+    found = run(PartlyBad, script, tmp_path, update, budget)
+    check(found, plain(PartlyBad, script))
+    if update == "backward":
+        total = found.statistics.total
+        assert (total.speculated, total.confirmed, total.redone) == (5, 3, 0)
+
+
+@pytest.mark.parametrize("name", LATE_ONLY)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_where_gradients_are_kept_nothing_is_refused(name, budget, tmp_path):
+    """Evaluation before the step, clipping calls, gradients read, one more backward: as if nothing were early."""
+    make, script, _ = LATE_ONLY[name]
+
+    def clipping(trainee: Trainee) -> None:
+        ours = trainee.adamw
+        trainee.adamw = lambda parameters, **settings: ours(parameters, max_grad_norm=1e9, **settings)
+        script(trainee)
+
+    found = run(make, clipping, tmp_path, "backward", budget)
+    check(found, plain(make, clipping))
+    assert found.statistics.total.speculated > 0
+
+
+def test_clip_calls_are_served_from_the_second_step_on(tmp_path):
+    make, script, _ = LATE_ONLY["clip_grad_norm_"]
+    found = run(make, script, tmp_path, "backward")
+    check(found, plain(make, script))
+    assert found.statistics.total.redone == 3
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+@pytest.mark.parametrize("update", SPECULATING)
+def test_a_learning_rate_changed_before_the_step(update, max_norm, tmp_path):
+    script = training(tokens_batch, [1.0] * 4, max_norm=max_norm, lr_before_step=True)
+    found = run(Stack, script, tmp_path, update)
+    if update == "auto" or max_norm is not None:
+        check(found, plain(Stack, script))
+    assert found.statistics.total.speculated > 0
+
+
+@pytest.mark.parametrize("update", SPECULATING)
+def test_accumulation_with_clipping(update, tmp_path):
+    script = training(tokens_batch, PATTERNS["all of it"], max_norm=1.0, count=3)
+    check(run(Stack, script, tmp_path, update), plain(Stack, script))
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 2, 1, 3, 1), (3, 1, 1, 4, 4)])
+def test_changing_numbers_of_backwards_are_no_error_in_auto(counts, tmp_path):
+    found = run(Stack, accumulate(counts, gradients=True), tmp_path, "auto")
+    check(found, plain(Stack, accumulate(counts, gradients=True)))
+
+
+def two_optimizers(*, skip_second: bool = False, second_clips: float | None = None) -> Script:
+    """One that clips now and then and one that does not (unless told to), over parts of the same units."""
+
+    def script(trainee: Trainee) -> None:
+        make = Skipping if trainee.adamw is PlainAdamW else trainee.adamw
+        named = list(trainee.model.parameters())
+        first = make(named[::2], lr=1e-2, max_grad_norm=1.0)
+        second = make(named[1::2], lr=2e-2, max_grad_norm=second_clips)
+        for number, scale in enumerate([1e-3, 1e-3, 100.0, 1e-3, NAN, 1e-3, 100.0]):
+            loss = tokens_batch(trainee.model)
+            (loss * scale).backward()
+            trainee.note(loss)
+            first.step()
+            first.zero_grad()
+            if not skip_second or number not in (1, 3, 5):  # the first has kept its share then
+                second.step()
+                second.zero_grad()
+
+    return script
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("skip_second", "second_clips"), [(False, None), (True, None), (False, 1e-5)])
+@pytest.mark.parametrize("update", SPECULATING)
+def test_two_optimizers_that_clip_differently(update, skip_second, second_clips, budget, tmp_path):
+    """Where the second leaves a step out, its gradients go on growing, as in plain PyTorch.
+
+    Where it clips after the first has kept its share, the share is done again with the settings it had.
+    """
+    script = two_optimizers(skip_second=skip_second, second_clips=second_clips)
+    found = run(Stack, script, tmp_path, update, budget)
+    check(found, plain(Stack, script))
+    assert update == "auto" or found.statistics.total.speculated > 0
+
+
+@pytest.mark.parametrize("update", SPECULATING)
+def test_what_is_looked_at_before_the_step_is_what_was(update, tmp_path):
+    torch.manual_seed(0)
+    model = Wide()
+    with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, "beside"), update)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9)
+        for number in range(4):
+            weight = model.layers[number % 3].up.weight
+            before = runtime.parameter(weight), runtime.master(weight)
+            wide_batch(model).backward()
+            assert optimizer.steps_of(weight) == number
+            with pytest.raises(tiermem.TiermemError, match="between backward and step"):
+                runtime.commit()
+            if number % 2:
+                assert runtime.gradient(weight) is not None
+                assert same(runtime.parameter(weight), before[0])
+                assert same(runtime.master(weight), before[1])
+            optimizer.step()
+            assert optimizer.steps_of(weight) == number + 1
+            optimizer.zero_grad()
+            assert not same(runtime.parameter(weight), before[0])
+
+
+def test_writing_before_the_step_is_refused_only_where_gradients_are_gone(tmp_path):
+    for max_norm in (None, 1e9):
+        model = Wide()
+        directory = tmp_path / str(max_norm)
+        directory.mkdir()
+        with tiermem.offload(model, config_for(directory, "96KiB", "backward")) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), max_grad_norm=max_norm)
+            for _ in range(2):
+                wide_batch(model).backward()
+                optimizer.step()
+            wide_batch(model).backward()
+            if max_norm is None:
+                with pytest.raises(tiermem.TiermemError, match="gradients up"), runtime.gathered(model, write=True):
+                    pass
+            else:
+                with runtime.gathered(model.layers[0], write=True):
+                    model.layers[0].up.weight.data.zero_()
+                assert not runtime.parameter(model.layers[0].up.weight).any()
+            optimizer.step()
+            runtime.settle()
+
+
+class Event(NamedTuple):
+    """What happens in one step; the two letters say what each optimizer does: step, drop its gradients, or nothing."""
+
+    scale: float
+    backwards: int
+    evaluated: bool
+    lr: float | None
+    endings: str
+
+
+EVENTS = st.lists(
+    st.builds(
+        Event,
+        scale=st.sampled_from([1e-3, 1e-3, 1e-3, 100.0, NAN]),
+        backwards=st.sampled_from([1, 1, 1, 2]),
+        evaluated=st.sampled_from([False, False, False, True]),
+        lr=st.sampled_from([None, None, None, 3e-3]),
+        endings=st.sampled_from(["ss", "ss", "ss", "sd", "ds", "sn", "ns", "nn"]),
+    ),
+    min_size=3,
+    max_size=8,
+)
+
+
+def life(events: Sequence[Event], clips: tuple[float | None, float | None]) -> Script:
+    def script(trainee: Trainee) -> None:
+        make = Skipping if trainee.adamw is PlainAdamW else trainee.adamw
+        named = list(trainee.model.parameters())
+        optimizers = [make(named[k::2], lr=1e-2, max_grad_norm=clip) for k, clip in enumerate(clips)]
+        for event in events:
+            for _ in range(event.backwards):
+                loss = tokens_batch(trainee.model)
+                (loss * event.scale).backward()
+                trainee.note(loss)
+            if event.evaluated:
+                with torch.no_grad():
+                    trainee.note(tokens_batch(trainee.model))
+            if event.lr is not None:
+                optimizers[0].param_groups[0]["lr"] = event.lr
+            for optimizer, ending in zip(optimizers, event.endings, strict=True):
+                if ending == "s":
+                    optimizer.step()
+                if ending != "n":
+                    optimizer.zero_grad()
+
+    return script
+
+
+@given(
+    events=EVENTS,
+    clips=st.tuples(st.sampled_from([None, 1.0, 1e9]), st.sampled_from([None, 1.0])),
+    update=st.sampled_from(SPECULATING),
+    budget=st.sampled_from(["beside", "least"]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_life_of_two_optimizers(events, clips, update, budget):
+    script = life(events, clips)
+    with tempfile.TemporaryDirectory() as directory:
+        check(run(Stack, script, Path(directory), update, budget), plain(Stack, script))
+
+
+# The choice of "auto".
+
+
+def choices(outcomes: list[bool]) -> list[bool]:
+    choice, early = Choice(), []
+    for kept in outcomes:
+        early.append(choice.early)
+        choice = choice.after(kept=kept)
+    return early
+
+
+def test_auto_turns_away_soon_and_comes_back_when_it_is_calm():
+    assert choices([True] * 50) == [True] * 50
+    assert choices([False] * 5) == [True, True, False, False, False]
+    assert choices([True] * 20 + [False, True] * 2)[-1] is False
+    once_in_ten = ([True] * 9 + [False]) * 5
+    assert all(choices(once_in_ten))
+    back = choices([False] * 2 + [True] * 20)
+    assert back[2:].index(True) == 16

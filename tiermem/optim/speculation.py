@@ -1,0 +1,129 @@
+"""The updates of a step that begin before it is known whether they count.
+
+Owns, for the step under way, which updates began under backward, the protection under which they may be undone, and
+which of their optimizers have stepped since. Does not know norms or schedules: the coordinator judges. Guarantees that
+all of it is either kept, when every optimizer concerned has stepped and kept its share, or taken back, so that
+parameters, moments, step counts and (if they were kept) gradients are those before, bit for bit; and that what an
+optimizer had kept before others made it necessary to take all back is done again, with the settings it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tiermem.optim.service import GradientBook, SettingsSource, Undo, UpdateQueue
+from tiermem.optim.updates import Protector, Settings, UnitUpdate
+from tiermem.stats import Counters
+
+Share = tuple[SettingsSource, UnitUpdate]
+
+
+class Speculation:
+    """Early updates and their undoing. Used from the compute thread only."""
+
+    def __init__(self, queue: UpdateQueue, gradients: GradientBook, undo: Undo, counters: Counters) -> None:
+        self._queue = queue
+        self._gradients = gradients
+        self._undo = undo
+        self._counters = counters
+        self._protection: Protector | None = None
+        self._shares: list[Share] = []
+        self._kept: set[SettingsSource] = set()
+        self._given_up = False
+        self.keeps_gradients = False
+        self.spoiled = False
+        """Whether something was taken back since the last `end_step`."""
+
+    def begin(self, *, keep_gradients: bool) -> bool:
+        """Whether an early update may be started now; may wait for a commit. The first one of a step decides how.
+
+        `keep_gradients`: so that what is taken back can be done again.
+        """
+        if self._given_up:
+            return False
+        if self._protection is None:
+            if not self._undo.has_room():
+                self.give_up()
+                return False
+            self.keeps_gradients = keep_gradients
+            self._protection = self._undo.protection(keep_discarded=keep_gradients)
+        return True
+
+    def start(self, source: SettingsSource, update: UnitUpdate) -> None:
+        """Queue an early update of parameters of `source`; `begin` must have allowed it."""
+        update = replace(update, protection=self._protection)
+        self._shares.append((source, update))
+        self._gradients.borrowed(update.unit, _parameters(update), kept=self.keeps_gradients)
+        self._queue.start(update)
+
+    def give_up(self) -> None:
+        """No early update of this step begins any more."""
+        self._given_up = True
+
+    def end_step(self) -> None:
+        """An optimizer has stepped, or dropped its gradients: what comes next is another step, if all have."""
+        self._given_up, self.spoiled = self.is_open, False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are early updates that could still be taken back."""
+        return bool(self._shares)
+
+    def holds(self, unit: int) -> bool:
+        """Whether a unit has such an update."""
+        return any(update.unit == unit for _, update in self._shares)
+
+    def settings(self, source: SettingsSource) -> Mapping[int, Settings]:
+        """The parameters of `source` that were updated early and not kept yet, with the settings that were used."""
+        return {
+            item.segment.parameter: item.settings
+            for owner, update in self._shares
+            if owner is source and owner not in self._kept
+            for item in update.segments
+        }
+
+    def keep(self, source: SettingsSource) -> None:
+        """The share of `source` counts; once that holds for everybody concerned, nothing can be taken back."""
+        for owner, update in self._shares:
+            if owner is source and owner not in self._kept:
+                self._gradients.claimed(update.unit, _parameters(update))
+                source.count(_parameters(update))
+        self._kept.add(source)
+        if self._protection is not None and all(owner in self._kept for owner, _ in self._shares):
+            self._protection.confirm()
+            self._counters.count(speculated=1, confirmed=1)
+            self._close()
+
+    def take_back(self, *, redone: bool) -> None:
+        """Undo everything; waits. What was kept by its optimizer is queued again, the other gradients are present.
+
+        `redone`: for the statistics, whether the rest is going to be updated in this step again.
+        Raises TiermemError, and changes nothing, if somebody keeps a view of parameters concerned.
+        """
+        if self._protection is None:
+            return
+        self._gradients.require_free({update.unit for _, update in self._shares})
+        self._undo.revert(self._protection, self._queue.withdraw(self._protection))
+        shares, kept = self._shares, self._kept
+        self._close()
+        self.spoiled = True
+        self.give_up()
+        for source, update in shares:
+            if source not in kept:
+                self._gradients.given_back(_parameters(update))
+        wanted = {update.unit for source, update in shares if source not in kept}
+        for source, update in sorted(shares, key=lambda share: share[1].unit):
+            if source in kept:
+                last = update.discard_gradients and update.unit not in wanted
+                self._queue.start(replace(update, protection=None, discard_gradients=last))
+        self._counters.count(speculated=1, redone=redone)
+
+    def _close(self) -> None:
+        self._protection = None
+        self._shares = []
+        self._kept = set()
+
+
+def _parameters(update: UnitUpdate) -> list[int]:
+    return [item.segment.parameter for item in update.segments]

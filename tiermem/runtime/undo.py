@@ -1,0 +1,89 @@
+"""Undoing updates: where the pager, the copies on disk and the commits meet.
+
+Owns the rule for how many copies of what training changes the disk must hold, and the question whether there is room
+for one that may be taken back. Does not know optimizers or norms. Guarantees that an early update is never begun which
+could run out of room for lack of a copy, and that none begins while a commit is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from tiermem.config import Config
+from tiermem.optim.schedules import UpdateSchedule, make_schedule
+from tiermem.optim.service import GradientBook, UpdateQueue
+from tiermem.optim.speculation import Speculation
+from tiermem.optim.updates import Protector
+from tiermem.pager.extents import Extents
+from tiermem.pager.pager import Pager
+from tiermem.planner.footprint import Footprint
+from tiermem.runtime.storage import Storage
+
+
+def wanted_copies(config: Config, update: str) -> int:
+    """How many copies of PARAM and STATE a new space has room for.
+
+    The current one; one more for the commit before, if there are to be commits; and one more for what is updated early
+    and may be taken back, if that is asked for. "auto" asks for none: it updates early only where the others leave
+    room, which is before the first commit and after a commit that was made of the step before.
+    """
+    return 1 + config.commits + (update == "backward")
+
+
+def choose_schedule(update: str, footprint: Footprint, nbytes: int, budget: int) -> UpdateSchedule:
+    """The schedule called `update`, for `nbytes` bytes of pages and a budget of host memory.
+
+    Where all of it fits into memory, or updates are not to run beside the computation, updating under backward hides
+    nothing and only costs writes: there "auto" is "forward".
+    """
+    return make_schedule(update, worthwhile=not footprint.serial and nbytes > budget)
+
+
+class Undo:
+    """The `optim.service.Undo` of a runtime."""
+
+    def __init__(self, pager: Pager, extents: Extents, wait_open: Callable[[], None], *, copies: int) -> None:
+        """`wait_open`: waits until pages may change, for a commit under way, say.
+
+        `copies`: for how many copies of what training changes the disk has room.
+        """
+        self._pager = pager
+        self._extents = extents
+        self._wait_open = wait_open
+        self._copies = copies
+
+    def has_room(self) -> bool:
+        """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
+        if self._copies < 2:
+            return False
+        self._wait_open()
+        return self._extents.generations.alive() < self._copies
+
+    def protection(self, *, keep_discarded: bool) -> Protector:
+        """A new protection; with `keep_discarded` gradients stay until it is confirmed."""
+        return self._pager.protection(self._extents.keep(), keep_discarded=keep_discarded)
+
+    def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
+        """Wait for the updates that are running, then until everything protected is as it was before."""
+        for future in running:
+            self._pager.wait_for(future)
+        self._pager.wait_for(self._pager.start_task(protection.revert()))
+
+
+def make_speculation(
+    storage: Storage,
+    wait_open: Callable[[], None],
+    queue: UpdateQueue,
+    gradients: GradientBook,
+    *,
+    room_for: Callable[[int], int],
+) -> Speculation:
+    """The speculation of a run; `wait_open` as for `Undo`.
+
+    `room_for(copies)`: bytes on disk for that many copies of what training changes.
+    """
+    nbytes = storage.space.statistics().nbytes  # of a run that is resumed: as it was made
+    copies = max(copies for copies in (1, 2, 3) if copies == 1 or room_for(copies) <= nbytes)
+    undo = Undo(storage.pager, storage.extents, wait_open, copies=copies)
+    return Speculation(queue, gradients, undo, storage.counters)
