@@ -62,16 +62,16 @@ def test_many_ranks_of_a_model_given_by_its_size(capsys: pytest.CaptureFixture[s
 
 
 def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["llama-20m", "--machine", "laptop", "--host-memory"]
-    found = answer(capsys, *arguments, "1MiB", code=1)
+    arguments = ["llama-5m", "--machine", "laptop", "--host-memory"]
+    found = answer(capsys, *arguments, "512KiB", code=1)
     assert found["fits"] is False
     assert found["seconds_per_step"] is None
-    enough = (1 << 20) + found["missing_bytes"]["host_memory"]
+    enough = (1 << 19) + found["missing_bytes"]["host_memory"]
     assert answer(capsys, *arguments, f"{enough + 4095}")["fits"] is True
-    assert main.run(["plan", *arguments, "1MiB"]) == 1
+    assert main.run(["plan", *arguments, "512KiB"]) == 1
     captured = capsys.readouterr()
     assert "missing host_memory" in captured.out
-    assert captured.err == f"tiermem: llama-20m does not fit: it needs {enough - (1 << 20)} bytes more of host_memory\n"
+    assert captured.err == f"tiermem: llama-5m does not fit: it needs {enough - (1 << 19)} bytes more of host_memory\n"
 
 
 def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 import swap
-from tiermem.cli import options, snapshot_commands
+from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.errors import TiermemError
 
 INTERRUPTED = 130
@@ -106,6 +106,8 @@ def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -
         raise typer.Exit(1)
 
 
+app.command()(plan_commands.plan)
+app.command()(plan_commands.tune)
 app.add_typer(snapshot_commands.app, name="snapshot")
 
 

@@ -29,8 +29,8 @@ from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.workload import Workload, coarsened
 
 # A step with more units or tiles than this is simulated with fewer and larger ones.
-_FINE = (60, 500)
-_COARSE = (24, 160)
+_FINE = (48, 320)
+_COARSE = (16, 96)
 _SECONDS_PER_DAY = 86_400.0
 
 

@@ -18,7 +18,7 @@ from tiermem.stats import StepStatistics, TierStatistics
 
 # Steps are run until one moves as many bytes as the one before it, but for this share; the last two are what counts.
 _STEADY = 0.01
-_MOST_STEPS = 8
+_MOST_STEPS = 6
 _COUNTED = 2
 
 
