@@ -178,6 +178,15 @@ def test_with_a_device_everything_goes_through_the_host() -> None:
     assert all(tier.high_water <= tier.budget for tier in result.tiers)
 
 
+def test_what_is_sent_down_may_drive_out_the_copy_below_a_victim() -> None:
+    # Found by simulation: room made in HOST for one page's way down evicted, or moved, the lower copy of another that
+    # was about to be dropped from the device as clean.
+    device = Device(memory=5_638_477, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10)
+    settings = PlanSettings(host_memory=28_073_984, tile_nbytes=256 << 10)
+    result = simulate(make_design(workload([300_000] * 16), replace(MACHINE, device=device), settings))
+    assert result.bytes_read > 0
+
+
 def test_the_plan_says_what_is_done_and_why() -> None:
     work = workload([1_000_000] * 5)
     design = make_design(work, MACHINE, PlanSettings(host_memory=20 * MIB))

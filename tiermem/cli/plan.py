@@ -100,8 +100,9 @@ def plan_settings(config: Config, machine: Machine, ranks: int) -> PlanSettings:
     if config.host_nbytes is None and not machine.host.memory:
         raise ConfigError(f"{machine.name} does not say how much memory it has; give --host-memory")
     available = machine.host.memory // per_node
-    described = machine.source.startswith("measured")
-    host = config.host_nbytes or (available if described else resolve_host_memory(config, available))
+    # What was measured has left the share of others out already.
+    measured = machine.source.startswith("measured")
+    host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
     return PlanSettings(
         host_memory=host // 4096 * 4096,
         device_memory=config.device_nbytes,
