@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 import swap
-from tiermem.cli import options, snapshot_commands
+from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.errors import TiermemError
 
@@ -114,6 +114,8 @@ def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -
 
 
 app.command()(bench)
+app.command()(plan_commands.plan)
+app.command()(plan_commands.tune)
 app.add_typer(snapshot_commands.app, name="snapshot")
 
 

@@ -88,3 +88,29 @@ TensorBoard = Annotated[
 Report = Annotated[
     bool, typer.Option("--report", help="Say what the computation waited for, and what would have prevented it.")
 ]
+PlanModel = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="A preset, or a Hugging Face config.json (or its folder).")
+]
+ConfigJson = Annotated[str | None, typer.Option("--config-json", help="The same as MODEL, for a config.json.")]
+Parameters = Annotated[
+    str | None, typer.Option("--parameters", help="A transformer of so many parameters instead, such as 70B.")
+]
+Machine = Annotated[
+    str | None,
+    typer.Option("--machine", help="A profile: a shipped name or a TOML file. Default: this machine, measured once."),
+]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure this machine again instead of what is cached.")]
+PlanRanks = Annotated[int, typer.Option("--ranks", min=1, help="Processes, one for each GPU, over whole nodes.")]
+PlanCommits = Annotated[bool, typer.Option("--commits", help="Have room on disk for commits: two copies of state.")]
+Actions = Annotated[
+    bool, typer.Option("--actions", help="Also say what is fetched, written and evicted when, and why.")
+]
+ZeroTable = Annotated[bool, typer.Option("--zero-table", help="Also the bytes a GPU needs by ZeRO stage and offload.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Write a picture of the step to this PNG (needs matplotlib).")
+]
+MeasuredSteps = Annotated[
+    int, typer.Option("--steps", min=0, help="Measured steps of each candidate; 0: decide by simulation alone.")
+]
+Best = Annotated[int, typer.Option("--best", min=1, help="How many of the best simulated settings are measured.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the choice to this .toml or .json file.")]

@@ -67,8 +67,8 @@ class Room:
                 else:
                     going.append(victim)
                     room += victim.frames[tier].nbytes
-        if room < page.room:
-            return False
+        if room < page.room or any(victim.is_dirty_on(tier) or victim.move is not None for victim in going):
+            return False  # or: what was sent down has driven out the copy below one of these, or sends it down itself
         for victim in going if drop else ():
             residency.drop(victim, tier)
         return True

@@ -21,7 +21,7 @@ from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, planned_tile, rounded
 from tiermem.planner.steps import plan_step
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, find_company
@@ -32,10 +32,6 @@ from tiermem.zero3.materialize import plan_layouts
 from tiermem.zero3.order import Access
 from tiermem.zero3.shards import Shard, shards_of
 from tiermem.zero3.units import ModelUnits, Wanted, find_units
-
-# A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
-# many in hand. Measured with a budget of 512 MiB: 16 MiB moves more than 8 (fewer wake-ups) and than 32 (less ahead).
-_SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,7 @@ class Blueprint:
     footprint: Footprint
     host_nbytes: int
     shards: tuple[Shard, ...]
+    sizes: tuple[UnitSize, ...]
     stage: int = 3
 
     def swap_nbytes(self, copies: int) -> int:
@@ -111,7 +108,7 @@ def draw(
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype, quantized)
     beginning = beginning or Beginning()
     tile_nbytes, tile = (
-        config.tile_nbytes or _planned_tile(host_nbytes),
+        config.tile_nbytes or planned_tile(host_nbytes),
         beginning.tile_numel,
     )
     footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes)
@@ -128,11 +125,7 @@ def draw(
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     shards = shards_of(layouts, company.rank, whole=whole)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
-    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, config.stage)
-
-
-def _planned_tile(host_nbytes: int) -> int:
-    return min(max(host_nbytes // _TILES_IN_BUDGET, _SMALLEST_PLANNED), _LARGEST_PLANNED)
+    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage)
 
 
 def _check(config: Config) -> None:

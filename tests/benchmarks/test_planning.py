@@ -1,0 +1,31 @@
+"""The benchmarks of the planner run, quickly, and say what they counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "rows"),
+    [
+        ("prediction", ("configurations within 10 %", "| measured s | predicted s | error |"), 3),
+        ("cache_by_plan", ("least possible", "| read / LRU |"), 4),
+    ],
+)
+def test_quick(script: str, words: tuple[str, ...], rows: int, tmp_path: Path) -> None:
+    folders = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", *folders]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (markdown,) = (tmp_path / "results").glob(f"{script}_*.md")
+    for word in (*words, "cores", "torch", "date: 20"):
+        assert word in markdown.read_text()
+    assert len(json.loads(markdown.with_suffix(".json").read_text())["rows"]) == rows
+    assert [path.name for path in tmp_path.iterdir()] == ["results"], "nothing else is left"

@@ -1,0 +1,163 @@
+"""`tiermem plan`: the names of the contract, what does not fit, and answers to mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiermem.cli import machines, main
+from tiermem.cli.measure import measure_machine
+from tiermem.cli.modelwork import model_workload, parse_count
+from tiermem.cli.presets import find_model
+from tiermem.errors import ConfigError
+from tiermem.planner.machine import Machine
+
+CONTRACT = {
+    "fits",
+    "device_bytes",
+    "host_bytes",
+    "swap_bytes",
+    "bytes_read_per_step",
+    "bytes_written_per_step",
+    "seconds_per_step",
+    "bottleneck",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main.run(["plan", *arguments, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(found) >= CONTRACT
+    return found
+
+
+def test_a_model_on_a_described_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--zero-table")
+    assert found["fits"] is True
+    assert found["host_bytes"] == 96 << 20
+    assert found["parameters"] > 19_000_000
+    assert found["swap_bytes"] > 12 * found["parameters"]
+    assert 0 < found["bytes_written_per_step"] < found["swap_bytes"]
+    assert found["seconds_per_step"] == pytest.approx(sum(found["phases_seconds"].values()))
+    assert found["bottleneck"] in found["relief_seconds"]
+    assert found["drive_life_days"] > 0
+    assert found["machine"]["source"].startswith("described")
+    assert found["zero_table"][0]["device_bytes"] == 16 * found["parameters"]
+
+
+def test_many_ranks_of_a_model_given_by_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--parameters", "30B", "--machine", "dgx-h100", "--ranks", "16", "--batch", "1")
+    assert found["fits"]
+    assert found["ranks"] == 16
+    assert found["tokens_per_second"] == pytest.approx(16 * 256 / found["seconds_per_step"])
+
+
+def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["llama-5m", "--machine", "laptop", "--host-memory"]
+    found = answer(capsys, *arguments, "512KiB", code=1)
+    assert found["fits"] is False
+    assert found["seconds_per_step"] is None
+    enough = (1 << 19) + found["missing_bytes"]["host_memory"]
+    assert answer(capsys, *arguments, f"{enough + 4095}")["fits"] is True
+    assert main.run(["plan", *arguments, "512KiB"]) == 1
+    captured = capsys.readouterr()
+    assert "missing host_memory" in captured.out
+    assert captured.err == f"tiermem: llama-5m does not fit: it needs {enough - (1 << 19)} bytes more of host_memory\n"
+
+
+def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--parameters", "70B", "--machine", "laptop", "--host-memory", "8GiB", "--commits", code=1)
+    assert found["missing_bytes"]["swap"] == found["swap_bytes"] - 800 * 10**9
+    arguments = ["--parameters", "2B", "--machine", "rtx4090", "--device-memory"]
+    found = answer(capsys, *arguments, "100MiB", code=1)
+    enough = (100 << 20) + found["missing_bytes"]["device_memory"]
+    assert answer(capsys, *arguments, str(enough))["fits"] is True
+
+
+def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "llama-tiny", "--machine", "laptop", "--host-memory", "1MiB", "--actions"]) == 0
+    out = capsys.readouterr().out
+    for words in ("bottleneck", "Twice as much of", "tokens a second", "The plan of a step", "described"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a model or --parameters"),
+        (["llama-tiny", "--parameters", "1B"], "one of the two"),
+        (["--parameters", "lots"], "expected a number of parameters"),
+        (["llama-tiny", "--machine", "rtx409"], "no profile and no file 'rtx409'; profiles: dgx-h100, laptop, rtx4090"),
+        (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
+        (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "need a [link] in the profile"),
+        (["no-such-model", "--machine", "laptop"], "no preset and no file"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_profile_with_a_typo_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(machines.__file__).parents[1] / "planner/profiles/laptop.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("latency", "latnecy"))
+    assert main.run(["plan", "llama-tiny", "--machine", "mine.toml"]) == 1
+    assert "unknown key 'latnecy' in [drive]: did you mean 'latency'?" in capsys.readouterr().err
+    (tmp_path / "broken.toml").write_text("name = ")
+    assert main.run(["plan", "llama-tiny", "--machine", "broken.toml"]) == 1
+    assert "is not TOML" in capsys.readouterr().err
+
+
+def test_this_machine_is_measured_once_and_again_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[object] = []
+
+    def quick(directories: Any) -> Machine:
+        calls.append(directories)
+        return measure_machine(directories, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
+
+    monkeypatch.setattr(machines, "measure_machine", quick)
+    found = answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
+    assert found["machine"]["source"].startswith("measured 20")
+    again = answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
+    assert again["machine"] == found["machine"]
+    assert len(calls) == 1
+    answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--measure")
+    assert len(calls) == 2
+    assert [path for path in tmp_path.iterdir() if path.name != "cache"] == [], "nothing of the probe is left"
+    (damaged,) = (tmp_path / "cache/tiermem").iterdir()
+    damaged.write_text("{")
+    answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
+    assert len(calls) == 3
+
+
+def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "llama-tiny", "--swap-dir", "/no/such/place"]) == 1
+    assert "/no/such/place does not exist" in capsys.readouterr().err
+
+
+def test_counts_of_parameters_as_people_write_them() -> None:
+    assert [parse_count(text) for text in ("125M", "7.5b", "1T", "1000")] == [125 * 10**6, 75 * 10**8, 10**12, 1000]
+    with pytest.raises(ConfigError, match="expected a number of parameters"):
+        parse_count("-3")
+
+
+def test_a_tied_model_is_called_as_it_is_used() -> None:
+    work = model_workload(find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, dtype="bfloat16")
+    units = [access.unit for access in work.order]
+    assert units[0] == 0, "the embedding"
+    assert units.count(0) == 4, "as embedding, as output, in backward, and for its gradient"
+    assert work.order[-1].unit == 0

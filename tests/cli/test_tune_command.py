@@ -1,0 +1,96 @@
+"""`tiermem tune`: simulated, measured, written, and read again by `train --config`."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import tiermem
+from tiermem.cli import main
+from tiermem.cli.machines import load_profile
+from tiermem.cli.tune import run
+from tiermem.planner.workload import transformer
+
+QUICK = ["tune", "--model", "llama-tiny", "--batch", "1", "--seq", "16", "--machine", "laptop", "--update", "forward"]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_json_has_the_choice_the_curve_and_the_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--host-memory", "2MiB", "--steps", "1", "--best", "2", "--output", "tuned.toml", "--json"]
+    assert main.run([*QUICK, *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["settings"]) == {"update", "look_ahead", "tile_size", "queue_depth", "block_size"}
+    assert found["predicted_seconds"] > 0
+    assert found["measured_seconds"] > 0
+    assert found["default_measured_seconds"] >= found["measured_seconds"]
+    assert {point["changed"] for point in found["curve"]} >= {"", "look_ahead", "queue_depth", "block_size"}
+    assert sum(point["measured_seconds"] is not None for point in found["curve"]) in (1, 2, 3)
+    loaded = tiermem.Config.load(tmp_path / "tuned.toml")
+    assert loaded.host_nbytes == 2 << 20
+    written = loaded.to_dict()
+    for name, value in found["settings"].items():
+        # What the choice leaves alone stays what it was, and both mean the same.
+        assert written[name] == value
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned.toml"], "trials leave nothing behind"
+
+
+def test_what_it_writes_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    arguments = ["--host-memory", "2MiB", "--steps", "0", "--output", "tuned.json", "--swap-dir", "swap"]
+    assert main.run([*QUICK, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "by simulation" in " ".join(out.split())
+    train = ["train", "--config", "tuned.json", "--model", "llama-tiny", "--steps", "2", "--batch", "1", "--seq", "16"]
+    assert main.run([*train, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_memory"] == 2 << 20
+
+
+def tuned_by(times: Any, output: Path | None = None) -> Any:
+    config = tiermem.Config(host_memory="24MiB", swap_dirs=["."], update="forward")
+    machine = load_profile("laptop")
+    work = transformer(8_000_000, batch=1, seq=64)
+    console = Console(file=io.StringIO())
+    return run(work, machine, config, measure=times, best=3, output=output, console=console)
+
+
+def test_the_default_stays_unless_something_is_measured_to_be_faster() -> None:
+    asked: list[tiermem.Config] = []
+
+    def same(config: tiermem.Config) -> float:
+        asked.append(config)
+        return 1.0
+
+    report = tuned_by(same)
+    assert report.is_default_best
+    assert asked[0] == report.config == tiermem.Config(host_memory="24MiB", swap_dirs=["."], update="forward")
+
+
+def test_a_measurement_overrules_the_simulation(tmp_path: Path) -> None:
+    asked: list[tiermem.Config] = []
+
+    def third_is_best(config: tiermem.Config) -> float:
+        asked.append(config)
+        return {1: 2.0, 2: 1.9, 3: 1.5}.get(len(asked), 3.0)
+
+    report = tuned_by(third_is_best, tmp_path / "choice.toml")
+    assert len(asked) >= 3
+    assert report.config == asked[2]
+    assert report.measured_seconds == 1.5
+    assert tiermem.Config.load(tmp_path / "choice.toml") == report.config
+
+
+def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*QUICK, "--host-memory", "4KiB"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "needs at least" in captured.err
+    assert captured.err.count("\n") == 1

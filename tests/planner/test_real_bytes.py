@@ -1,0 +1,116 @@
+"""The bytes a simulated step moves beside those of a real one: same model, same budget, same schedule."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tiermem
+from tiermem.cli.modelwork import workload_of
+from tiermem.planner.design import PlanSettings, make_design
+from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.planner.simulate import Simulation, simulate
+
+MIB = 1 << 20
+# As the inline backend: a transfer has ended when it was started.
+INSTANT = Machine(
+    name="test",
+    source="described for a test",
+    host=Host(flops={"bfloat16": 1e12, "float32": 1e12}, update_rate={"bfloat16": 1e9, "float32": 1e9}),
+    drive=Drive(read=1e14, write=1e14, mixed=1e14, latency=0.0),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    update: str
+    dtype: str
+    host: int
+    tied: bool
+    look_ahead: int | str
+
+
+def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation]:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        vocab_size=512,
+        tie_word_embeddings=case.tied,
+        use_cache=False,
+    )
+    config = tiermem.Config(
+        device="cpu",
+        host_memory=case.host,
+        swap_dirs=[directory],
+        param_dtype=case.dtype,  # type: ignore[arg-type]
+        update=case.update,  # type: ignore[arg-type]
+        tile_size="64KiB",
+        look_ahead=case.look_ahead,
+        io_backend="inline",
+        commits=False,
+    )
+    model = LlamaForCausalLM(shape)
+    work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype=case.dtype)
+    moved = []
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(6):
+            tokens = torch.randint(512, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last = runtime.statistics().last
+            assert last is not None
+            moved.append((last.bytes_read, last.bytes_written))
+        order = runtime._house.scheduler.order.expected
+        assert order is not None
+        assert order.accesses == work.step_order, "units are used in the order that was foreseen"
+        footprint = runtime._house.footprint
+    settings = PlanSettings(
+        host_memory=case.host,
+        update=case.update,
+        tile_nbytes=config.tile_nbytes,
+        look_ahead=config.look_ahead_nbytes,
+    )
+    design = make_design(work, INSTANT, settings)
+    assert design.footprint == footprint, "the budget is shared out alike"
+    return moved[3:], simulate(design)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("step", "bfloat16", 2 * MIB, tied=False, look_ahead=0),
+        Case("step", "float32", 4 * MIB, tied=False, look_ahead=0),
+        Case("step", "bfloat16", 4 * MIB, tied=True, look_ahead=0),
+        Case("step", "float32", 2 * MIB, tied=False, look_ahead=0),
+    ],
+    ids=str,
+)
+def test_where_nothing_overlaps_a_step_moves_the_bytes_foreseen(case: Case, tmp_path: Path) -> None:
+    # Nothing is timed here: what is left is who asks first, the computation's thread or the loop.
+    real, foreseen = both(case, tmp_path)
+    assert foreseen.bytes_read == pytest.approx(statistics.median(read for read, _ in real), rel=0.06)
+    assert foreseen.bytes_written == pytest.approx(statistics.median(written for _, written in real), rel=0.06)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_where_updates_lag_it_is_near(update: str, tmp_path: Path) -> None:
+    real, foreseen = both(Case(update, "bfloat16", 4 * MIB, tied=False, look_ahead="auto"), tmp_path)
+    assert foreseen.bytes_read == pytest.approx(statistics.median(read for read, _ in real), rel=0.4)
+    assert foreseen.bytes_written == pytest.approx(statistics.median(written for _, written in real), rel=0.3)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "step"])
+def test_what_fits_moves_nothing_in_either(update: str, tmp_path: Path) -> None:
+    real, foreseen = both(Case(update, "bfloat16", 64 * MIB, tied=False, look_ahead="auto"), tmp_path)
+    assert set(real) == {(0, 0)}
+    assert (foreseen.bytes_read, foreseen.bytes_written) == (0, 0)

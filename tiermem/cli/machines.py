@@ -1,0 +1,78 @@
+"""Which machine a plan is for: this one, measured, or one that a small file describes.
+
+Owns the search for a profile (a shipped name, a TOML file, or this machine) and the cache of measurements. Does not
+measure by itself. Guarantees that a cached measurement says when it was made, that one of other directories, processors
+or numbers of threads is not taken for it, and that a file which cannot be understood is refused, not guessed at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from tiermem.cli.measure import measure_machine
+from tiermem.errors import ConfigError
+from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
+
+
+def profile_names() -> list[str]:
+    """The profiles that come with the package."""
+    folder = resources.files("tiermem.planner") / "profiles"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def load_profile(profile: str) -> Machine:
+    """The machine of a shipped profile's name, or of a TOML file.
+
+    Raises ConfigError for a name that is neither, and for a file that is no profile.
+    """
+    if profile in profile_names():
+        text = (resources.files("tiermem.planner") / "profiles" / f"{profile}.toml").read_text(encoding="utf-8")
+    else:
+        file = Path(profile)
+        if not file.is_file():
+            raise ConfigError(f"no profile and no file {profile!r}; profiles: {', '.join(profile_names())}")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {profile}: {error}") from error
+    try:
+        return machine_from_dict(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{profile} is not TOML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{profile}: {error}") from error
+
+
+def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine:
+    """This machine with swap files in `directories`: the cached measurement, or with `again` a new one."""
+    file = cache_file(directories)
+    if not again and file.exists():
+        try:
+            return machine_from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # damaged, or of an older version: measured anew
+            file.unlink(missing_ok=True)
+    machine = measure_machine(directories)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(machine_to_dict(machine), indent=1) + "\n", encoding="utf-8")
+        partial.replace(file)
+    except OSError:  # a home that cannot be written: the measurement is good all the same
+        return machine
+    return machine
+
+
+def cache_file(directories: Sequence[Path]) -> Path:
+    """Where the measurement of these directories is kept: one file for each drive, core count and thread count."""
+    drives = sorted({directory.stat().st_dev for directory in directories if directory.exists()})
+    key = json.dumps([drives, len(directories), os.cpu_count(), torch.get_num_threads(), torch.__version__])
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "tiermem" / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

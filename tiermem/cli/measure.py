@@ -1,0 +1,254 @@
+"""A few seconds of measuring what this machine gives, as a record the planner understands.
+
+Owns the short measurements: the swap directories through the same engine that training uses, matrix products, the
+update kernel, each beside the other. Does not cache or choose (`machines.py` does). Guarantees that its files are its
+own and gone afterwards, and that what runs beside something else is timed while that something really runs.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
+from tiermem.cli.disk import check_directory, free_bytes
+from tiermem.config import Config, resolve_host_memory
+from tiermem.errors import ConfigError
+from tiermem.memory.machine import available_host_memory
+from tiermem.optim.kernels import Run, Workspace, adamw_tile
+from tiermem.optim.planes import tile_planes
+from tiermem.optim.tiles import Segment, UnitState
+from tiermem.optim.updates import Settings
+from tiermem.planner.machine import Drive, Host, Machine
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# A product of the size of a small model's layers on a few hundred tokens, and a tile as training updates.
+_ROWS, _WIDTH = 512, 1024
+_TILE, _TILES = 1 << 20, 12
+_SECONDS = 0.25
+_DRIVE_SECONDS = 0.7
+_PROBE_BYTES = 256 << 20
+_PIECES = 16
+_LEAST_FREE = 64 << 20
+
+
+def measure_machine(
+    directories: Sequence[Path],
+    *,
+    seconds: float = _SECONDS,
+    drive_seconds: float = _DRIVE_SECONDS,
+    nbytes: int = _PROBE_BYTES,
+) -> Machine:
+    """Measure drives and processors: about `seconds` for each rate, `drive_seconds` for each pattern on the drives.
+
+    Raises ConfigError for a directory that is missing or full, SwapError for one that cannot be used.
+    """
+    drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
+    products, updates, copies = {}, {}, {}
+    for name, dtype in _DTYPES.items():
+        products[name] = 2.0 * _ROWS * _WIDTH * _WIDTH / _time(_product(dtype), seconds)
+        updates[name] = _TILE / _time(_update(dtype), seconds)
+        copies[name] = _TILE * dtype.itemsize / _time(_move_gradient(dtype), seconds)
+    beside_update, beside_compute = _beside(_product(torch.bfloat16), _update(torch.bfloat16), seconds)
+    with _moving(directories[0]):
+        slowed = _time(_product(torch.bfloat16), seconds)
+    alone = 2.0 * _ROWS * _WIDTH * _WIDTH / products["bfloat16"]
+    memory = resolve_host_memory(Config(swap_dirs=[str(directories[0])]), available_host_memory())
+    now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Machine(
+        name=platform.node() or "this machine",
+        source=f"measured {now}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        host=Host(
+            memory=memory,
+            cores=os.cpu_count() or 1,
+            flops=products | {"float16": products["bfloat16"]},
+            update_rate=updates | {"float16": updates["bfloat16"]},
+            copy_rate=min(copies.values()),
+            compute_beside_update=beside_update,
+            update_beside_compute=beside_compute,
+            compute_beside_io=max(0.0, slowed / alone - 1),
+        ),
+        drive=drive,
+    )
+
+
+def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECONDS, nbytes: int = _PROBE_BYTES) -> Drive:
+    """Bandwidths of all directories together, striped as training stripes, and the latency of one small read.
+
+    Each pattern goes over the same `nbytes` again and again for `seconds`. A drive's caches and a virtual drive's
+    credits flatter a short look: measure for longer where that matters.
+    """
+    for directory in directories:
+        check_directory(directory)
+    free = sum(free_bytes(directory) for directory in directories)
+    nbytes = min(nbytes, free // 4)
+    if nbytes < _LEAST_FREE:
+        raise ConfigError(f"measuring the drive needs {4 * _LEAST_FREE} bytes free, {directories[0]} has {free}")
+    with _space(directories, 2 * nbytes) as space, AlignedBuffer(2 * nbytes) as buffer:
+        half = nbytes // _PIECES // 4096 * 4096
+        extents = [space.allocate(half) for _ in range(2 * _PIECES)]
+        views = [buffer.view[index * half : (index + 1) * half] for index in range(2 * _PIECES)]
+        one, other = range(_PIECES), range(_PIECES, 2 * _PIECES)
+        moved = half * _PIECES
+
+        def read(which: range) -> list[Request]:
+            return [space.start_read(extents[index], views[index]) for index in which]
+
+        def write(which: range) -> list[Request]:
+            return [space.start_write(extents[index], views[index]) for index in which]
+
+        _wait(write(one) + write(other))  # the first write of a stretch also pays for the file system's bookkeeping
+        rates = {
+            "write": moved / _mean(lambda: _wait(write(one)), seconds),
+            "read": moved / _mean(lambda: _wait(read(one)), seconds),
+            "mixed": 2 * moved / _mean(lambda: _wait([*read(one), *write(other)]), seconds),
+        }
+        small, place = space.allocate(4096), buffer.view[:4096]
+        _wait([space.start_write(small, place)])
+        latency = min(_once(lambda: _wait([space.start_read(small, place)])) for _ in range(20))
+        for view in views:
+            view.release()
+        place.release()
+    return Drive(read=rates["read"], write=rates["write"], mixed=rates["mixed"], latency=latency, capacity=free)
+
+
+@contextmanager
+def _space(directories: Sequence[Path], nbytes: int) -> Iterator[SwapSpace]:
+    """A swap space of its own in a new folder of each directory, removed afterwards."""
+    made = [Path(tempfile.mkdtemp(prefix="tiermem-measure-", dir=directory)) for directory in directories]
+    try:
+        settings = EngineSettings()
+        with SwapSpace.open(made, name="measure", nbytes=nbytes + (64 << 20), settings=settings) as space:
+            try:
+                yield space
+            finally:
+                space.close(remove=True)
+    finally:
+        for directory in made:
+            for left in directory.iterdir():
+                left.unlink()
+            directory.rmdir()
+
+
+def _wait(requests: Sequence[Request]) -> None:
+    for request in requests:
+        request.wait()
+
+
+def _once(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return max(time.perf_counter() - started, 1e-9)
+
+
+def _mean(work: Callable[[], None], seconds: float) -> float:
+    """Mean seconds of one call, over as many as fit into `seconds`, three at least."""
+    count, taken = 0, 0.0
+    while count < 3 or taken < seconds:
+        taken += _once(work)
+        count += 1
+    return taken / count
+
+
+def _time(work: Callable[[], None], seconds: float) -> float:
+    """Median seconds of one call, over as many as fit into `seconds`, three at least."""
+    work()
+    taken: list[float] = []
+    while len(taken) < 3 or sum(taken) < seconds:
+        taken.append(_once(work))
+    return sorted(taken)[len(taken) // 2]
+
+
+def _beside(one: Callable[[], None], other: Callable[[], None], seconds: float) -> tuple[float, float]:
+    """How much longer each takes while the other runs, in shares of its time alone."""
+    alone = (_time(one, seconds), _time(other, seconds))
+    found: list[float] = []
+    for work, beside, undisturbed in ((one, other, alone[0]), (other, one, alone[1])):
+        with _repeating(beside):
+            found.append(max(0.0, _time(work, seconds) / undisturbed - 1))
+    return found[0], found[1]
+
+
+@contextmanager
+def _repeating(work: Callable[[], None]) -> Iterator[None]:
+    """Do it again and again on another thread meanwhile."""
+    ended, began = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            work()
+            began.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        began.wait(60)
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result()
+
+
+@contextmanager
+def _moving(directory: Path) -> Iterator[None]:
+    """Bytes are read and written meanwhile."""
+    half = 16 << 20
+    with _space([directory], 4 * half) as space, AlignedBuffer(2 * half) as buffer:
+        extents: list[Extent] = [space.allocate(half), space.allocate(half)]
+        views = [buffer.view[:half], buffer.view[half:]]
+        _wait([space.start_write(extents[0], views[0])])
+
+        def move() -> None:
+            _wait([space.start_read(extents[0], views[0]), space.start_write(extents[1], views[1])])
+
+        with _repeating(move):
+            yield
+        for view in views:
+            view.release()
+
+
+def _product(dtype: torch.dtype) -> Callable[[], None]:
+    left, right = torch.randn(_ROWS, _WIDTH).to(dtype), torch.randn(_WIDTH, _WIDTH).to(dtype)
+    result = torch.empty(_ROWS, _WIDTH, dtype=dtype)
+
+    def multiply() -> None:
+        torch.mm(left, right, out=result)
+
+    return multiply
+
+
+def _update(dtype: torch.dtype) -> Callable[[], None]:
+    """Tiles in turn, more than caches hold, as they come from the drive in training."""
+    parameters = [torch.randn(_TILE).to(dtype) for _ in range(_TILES)]
+    gradient = torch.randn(_TILE).to(dtype)
+    state = UnitState(0, dtype, (Segment(0, 0, _TILE),), _TILE, _TILE)
+    planes = [tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0) for _ in range(_TILES)]
+    workspace, turn = Workspace(), itertools.cycle(range(_TILES))
+    runs = [Run(0, _TILE, Settings(lr=1e-6, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=10))]
+
+    def update() -> None:
+        tile = next(turn)
+        adamw_tile(parameters[tile], gradient, planes[tile], runs, workspace)
+
+    return update
+
+
+def _move_gradient(dtype: torch.dtype) -> Callable[[], None]:
+    gradient, page = torch.randn(_TILE).to(dtype), torch.empty(_TILE, dtype=dtype)
+
+    def move() -> None:
+        page.copy_(gradient)
+        torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+    return move

@@ -1,0 +1,293 @@
+"""`tiermem plan`: will it fit, what goes where, how long does a step take, and what would help.
+
+Owns the questions of the command and the form of its answers. Does not simulate (the planner does) and trains nothing.
+Guarantees that every number says whether the machine was measured or described, and that the JSON's names are those of
+the public contract.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tiermem.cli.machines import load_profile, this_machine
+from tiermem.cli.modelwork import model_workload, parse_count
+from tiermem.config import Config, resolve_host_memory
+from tiermem.errors import ConfigError
+from tiermem.memory.sizes import format_bytes
+from tiermem.planner.design import PlanSettings
+from tiermem.planner.machine import Machine
+from tiermem.planner.predict import Prediction, predict
+from tiermem.planner.simulate import StepPlan
+from tiermem.planner.workload import Workload, transformer
+from tiermem.planner.zero_table import ZeroRow, zero_table
+
+_SHOWN_ACTIONS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What to plan: a model (or a number of parameters), its batch, and the machine."""
+
+    model: str | None
+    parameters: str | None
+    machine: str | None
+    measure: bool
+    batch: int
+    seq: int
+    accumulate: int
+    ranks: int
+    commits: bool
+
+
+def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) -> Prediction:
+    """Answer the options under the budgets of `config`. Raises ConfigError for what cannot be planned."""
+    workload = find_workload(options, config)
+    machine = find_machine(options, config)
+    return predict(
+        workload,
+        machine,
+        plan_settings(config, machine, options.ranks),
+        commits=options.commits,
+        with_plan=with_actions,
+    )
+
+
+def find_workload(options: PlanOptions, config: Config) -> Workload:
+    """The step that the options describe."""
+    if (options.model is None) == (options.parameters is None):
+        raise ConfigError("expected a model or --parameters, one of the two; such as llama-8b, or --parameters 70B")
+    dtype = str(config.param_dtype)
+    if options.parameters is not None:
+        return transformer(
+            parse_count(options.parameters),
+            batch=options.batch,
+            seq=options.seq,
+            batches=options.accumulate,
+            dtype=dtype,
+            moments=config.moments,
+        )
+    from tiermem.cli.presets import find_model
+
+    name = options.model or ""
+    return model_workload(
+        find_model(name),
+        name,
+        batch=options.batch,
+        seq=options.seq,
+        batches=options.accumulate,
+        dtype=dtype,
+        moments=config.moments,
+    )
+
+
+def find_machine(options: PlanOptions, config: Config) -> Machine:
+    """The machine that the options name, or this one."""
+    if options.machine is not None:
+        return load_profile(options.machine)
+    return this_machine(config.swap_paths or (Path.cwd(),), again=options.measure)
+
+
+def plan_settings(config: Config, machine: Machine, ranks: int) -> PlanSettings:
+    """The settings of one rank: the configuration's, or what "auto" makes of the machine."""
+    per_node = min(ranks, machine.ranks_per_node)
+    if config.host_nbytes is None and not machine.host.memory:
+        raise ConfigError(f"{machine.name} does not say how much memory it has; give --host-memory")
+    available = machine.host.memory // per_node
+    # What was measured has left the share of others out already.
+    measured = machine.source.startswith("measured")
+    host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
+    return PlanSettings(
+        host_memory=host // 4096 * 4096,
+        device_memory=config.device_nbytes,
+        update="forward" if config.update == "auto" else config.update,
+        tile_nbytes=config.tile_nbytes,
+        look_ahead=config.look_ahead_nbytes,
+        block_size=config.block_nbytes,
+        queue_depth=config.queue_depth,
+        ranks=ranks,
+    )
+
+
+def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict[str, Any]:
+    """The answer as JSON holds it; the first eight names are the public contract."""
+    settings, simulation, design = prediction.settings, prediction.simulation, prediction.design
+    read = simulation.bytes_read if simulation else None
+    written = simulation.bytes_written if simulation else None
+    found: dict[str, Any] = {
+        "fits": prediction.fits,
+        "device_bytes": design.device_budget if design else settings.device_memory,
+        "host_bytes": settings.host_memory,
+        "swap_bytes": prediction.swap_bytes,
+        "bytes_read_per_step": None if read is None else round(read),
+        "bytes_written_per_step": None if written is None else round(written),
+        "seconds_per_step": simulation.seconds if simulation else None,
+        "bottleneck": prediction.bottleneck,
+        "missing_bytes": dict(prediction.missing),
+        "host_bytes_least": prediction.host_least,
+        "model": prediction.workload.name,
+        "parameters": prediction.workload.parameters,
+        "ranks": settings.ranks,
+        "machine": {"name": prediction.machine.name, "source": prediction.machine.source},
+        "coarse": prediction.coarse,
+        "drive_life_days": prediction.drive_days,
+    }
+    if simulation is not None and design is not None:
+        budgets = {"HOST": settings.host_memory, "DEVICE": design.device_budget or 0}
+        found |= {
+            "tokens_per_second": prediction.tokens_per_second,
+            "phases_seconds": dict(simulation.phases),
+            "stall_seconds": dict(simulation.stalls),
+            "compute_seconds": simulation.computing,
+            "update_seconds": simulation.updating,
+            "edges_bytes": dict(simulation.edges),
+            "high_water_bytes": {tier.name: min(tier.high_water, budgets[tier.name]) for tier in simulation.tiers},
+            "relief_seconds": {relief.resource: relief.seconds for relief in prediction.relief},
+            "update": settings.update,
+            "tile_numel": design.footprint.tile_numel,
+            "look_ahead_bytes": design.footprint.look_ahead,
+        }
+    if simulation is not None and simulation.plan is not None:
+        found |= _plan_object(simulation.plan)
+    if zero is not None:
+        found["zero_table"] = [_zero_object(row) for row in zero]
+    return found
+
+
+def _plan_object(steps: StepPlan) -> dict[str, Any]:
+    actions = [
+        {
+            "seconds": action.seconds,
+            "verb": action.verb,
+            "page": str(action.page),
+            "bytes": action.nbytes,
+            "edge": action.edge,
+            "reason": action.reason,
+        }
+        for action in steps.actions
+    ]
+    return {"kept_bytes": dict(steps.kept), "actions": actions}
+
+
+def _zero_object(row: ZeroRow) -> dict[str, Any]:
+    return {
+        "stage": row.stage,
+        "offload": row.offload,
+        "device_bytes": round(row.device),
+        "host_bytes": round(row.host),
+        "nvme_bytes": round(row.nvme),
+    }
+
+
+def to_json(prediction: Prediction, zero: list[ZeroRow] | None = None) -> str:
+    """The answer as one JSON object."""
+    return json.dumps(to_object(prediction, zero))
+
+
+def to_table(prediction: Prediction, zero: list[ZeroRow] | None = None) -> RenderableType:
+    """The answer for a terminal."""
+    parts: list[RenderableType] = [_summary(prediction)]
+    if prediction.simulation is not None:
+        parts.append(_relief(prediction))
+        if prediction.simulation.plan is not None:
+            parts.append(_actions(prediction))
+    if zero is not None:
+        parts.append(_zero(zero, prediction))
+    return Group(*parts)
+
+
+def missing_sentence(prediction: Prediction) -> str:
+    """What lacks, in one line."""
+    lacks = ", ".join(f"{nbytes} bytes more of {tier}" for tier, nbytes in prediction.missing.items())
+    return f"{prediction.workload.name} does not fit: it needs {lacks}"
+
+
+def zero_rows(prediction: Prediction) -> list[ZeroRow]:
+    """The classical table for the plan's model and ranks."""
+    return zero_table(
+        prediction.workload.parameters,
+        prediction.settings.ranks,
+        gpus_per_node=max(1, prediction.machine.ranks_per_node),
+    )
+
+
+def _summary(prediction: Prediction) -> Table:
+    workload, settings, machine = prediction.workload, prediction.settings, prediction.machine
+    table = Table(title=f"{workload.name} on {machine.name}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("machine", machine.source)
+    table.add_row("parameters", f"{workload.parameters:,} in {len(workload.units)} units, {workload.dtype}")
+    ranks = f", {settings.ranks} ranks; bytes below are one rank's" if settings.ranks > 1 else ""
+    table.add_row("batch", f"{workload.tokens:,} tokens, {workload.batches} a step{ranks}")
+    least = format_bytes(prediction.host_least)
+    table.add_row("host memory", f"{format_bytes(settings.host_memory)} (at least {least})")
+    table.add_row("disk", format_bytes(prediction.swap_bytes))
+    simulation = prediction.simulation
+    if simulation is None:
+        for name, nbytes in prediction.missing.items():
+            table.add_row(f"[red]missing {name}[/red]", f"{format_bytes(nbytes)} ({nbytes} bytes)")
+        return table
+    for tier in simulation.tiers:
+        budget = settings.host_memory if tier.name == "HOST" else tier.budget
+        most = format_bytes(min(tier.high_water, budget))
+        table.add_row(f"most of {tier.name}", f"{most} of {format_bytes(budget)}")
+    table.add_row("seconds a step (simulated)", f"{simulation.seconds:.3g}" + _parts(dict(simulation.phases)))
+    table.add_row("of it waiting", f"{simulation.stall_seconds:.3g}" + _parts(dict(simulation.stalls)))
+    table.add_row("tokens a second", f"{prediction.tokens_per_second:,.0f}")
+    for edge, moved in simulation.edges.items():
+        table.add_row(edge, f"{format_bytes(round(moved))} a step")
+    table.add_row("bottleneck", prediction.bottleneck or "")
+    if prediction.drive_days is not None:
+        table.add_row("drive life at this rate", f"{prediction.drive_days:,.0f} days of the maker's endurance")
+    if prediction.coarse:
+        table.add_row("simulated as", "fewer and larger units and tiles than there are")
+    return table
+
+
+def _parts(seconds: dict[str, float]) -> str:
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value > 0)
+    return f" ({parts})" if parts else ""
+
+
+def _relief(prediction: Prediction) -> Table:
+    simulation = prediction.simulation
+    table = Table(title="Twice as much of", title_justify="left")
+    table.add_column("resource")
+    table.add_column("seconds a step", justify="right")
+    table.add_column("faster by", justify="right")
+    now = simulation.seconds if simulation else 0.0
+    for relief in prediction.relief:
+        table.add_row(relief.resource, f"{relief.seconds:.3g}", f"{100 * (1 - relief.seconds / now):.0f} %")
+    return table
+
+
+def _actions(prediction: Prediction) -> Table:
+    actions = prediction.simulation.plan.actions if prediction.simulation and prediction.simulation.plan else ()
+    title = f"The plan of a step: {min(len(actions), _SHOWN_ACTIONS)} of {len(actions)} actions (--json has all)"
+    table = Table("ms", "does", "page", "bytes", "where", "why", title=title, title_justify="left")
+    began = actions[0].seconds if actions else 0.0
+    for action in actions[:_SHOWN_ACTIONS]:
+        milliseconds = f"{1000 * (action.seconds - began):.1f}"
+        table.add_row(
+            milliseconds, action.verb, str(action.page), format_bytes(action.nbytes), action.edge, action.reason
+        )
+    return table
+
+
+def _zero(rows: list[ZeroRow], prediction: Prediction) -> RenderableType:
+    title = f"Model state by ZeRO stage, {prediction.settings.ranks} GPUs, decimal GB"
+    table = Table(
+        "stage", "offloaded", "a GPU", "a node's memory", "a node's drives", title=title, title_justify="left"
+    )
+    for row in rows:
+        cells = [f"{nbytes / 1e9:,.2f}" for nbytes in (row.device, row.host, row.nvme)]
+        table.add_row(str(row.stage), row.offload, *cells)
+    note = Text("2 bytes a parameter for weights, 2 for gradients, 12 for fp32 master and moments; no activations.")
+    return Group(table, note)

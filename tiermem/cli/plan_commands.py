@@ -1,0 +1,126 @@
+"""The commands `tiermem plan` and `tiermem tune`.
+
+Owns their names and options. Does not do their work (`plan.py`, `tune.py`), and imports torch only when a command runs.
+Guarantees one JSON object on stdout with `--json`, and exit code 1 for a plan that does not fit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from tiermem.cli import options
+
+
+def plan(
+    model: options.PlanModel = None,
+    config_json: options.ConfigJson = None,
+    parameters: options.Parameters = None,
+    machine: options.Machine = None,
+    measure: options.Measure = False,
+    batch: options.Batch = 4,
+    seq: options.Seq = 256,
+    accumulate: options.Accumulate = 1,
+    ranks: options.PlanRanks = 1,
+    host_memory: options.HostMemory = None,
+    device_memory: options.DeviceMemory = None,
+    swap_dir: options.SwapDir = None,
+    update: options.Update = None,
+    param_dtype: options.ParamDtype = None,
+    moments: options.Moments = None,
+    config: options.ConfigFile = None,
+    commits: options.PlanCommits = False,
+    actions: options.Actions = False,
+    zero_table: options.ZeroTable = False,
+    plot: options.Plot = None,
+    json: options.Json = False,
+) -> None:
+    """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
+    from tiermem.cli import main
+
+    main.quiet_libraries()
+    from tiermem.cli import plan as planning
+    from tiermem.cli.train import load_config, make_config
+
+    what = planning.PlanOptions(
+        model=model or config_json,
+        parameters=parameters,
+        machine=machine,
+        measure=measure,
+        batch=batch,
+        seq=seq,
+        accumulate=accumulate,
+        ranks=ranks,
+        commits=commits,
+    )
+    base = load_config(config)
+    overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
+    overrides |= {"update": update, "param_dtype": param_dtype}
+    directories = swap_dir or (list(base.swap_paths) if base else [Path.cwd()])
+    found = planning.plan(what, make_config(base, directories, overrides), with_actions=actions)
+    zero = planning.zero_rows(found) if zero_table else None
+    if json:
+        main.print_object(planning.to_json(found, zero))
+    else:
+        Console().print(planning.to_table(found, zero))
+    if plot is not None:
+        from tiermem.cli.plan_plot import plot_plan
+
+        plot_plan(found, plot)
+    if not found.fits:
+        raise typer.Exit(main.fail(planning.missing_sentence(found), 1))
+
+
+def tune(
+    model: options.Model = "llama-20m",
+    batch: options.Batch = 4,
+    seq: options.Seq = 256,
+    accumulate: options.Accumulate = 1,
+    seed: options.Seed = 0,
+    text: options.Text = None,
+    tokenizer: options.TokenizerFile = None,
+    host_memory: options.HostMemory = None,
+    swap_dir: options.SwapDir = None,
+    update: options.Update = None,
+    param_dtype: options.ParamDtype = None,
+    config: options.ConfigFile = None,
+    gradient_checkpointing: options.GradientCheckpointing = False,
+    machine: options.Machine = None,
+    measure: options.Measure = False,
+    steps: options.MeasuredSteps = 5,
+    best: options.Best = 3,
+    output: options.Output = None,
+    json: options.Json = False,
+) -> None:
+    """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
+    from tiermem.cli import main
+
+    main.quiet_libraries()
+    from tiermem.cli import tune_steps
+    from tiermem.cli.disk import swap_directories
+    from tiermem.cli.train import TrainOptions, load_config, make_config
+
+    what = TrainOptions(
+        model=model,
+        steps=max(1, steps),
+        batch=batch,
+        seq=seq,
+        accumulate=accumulate,
+        seed=seed,
+        texts=tuple(text or ()),
+        tokenizer=tokenizer,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    base = load_config(config)
+    asked = swap_dir or (base.swap_paths if base else ())
+    overrides = {"host_memory": host_memory, "update": update, "param_dtype": param_dtype}
+    with swap_directories(asked, keep=False) as directories:
+        settings = make_config(base, directories, overrides)
+        choice = tune_steps.Choice(machine=machine, again=measure, steps=steps, best=best, output=output)
+        report = tune_steps.tune_training(what, settings, choice, Console(stderr=True))
+    if json:
+        main.print_object(report.to_json())
+    else:
+        Console().print(report.to_table())

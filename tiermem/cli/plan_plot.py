@@ -1,0 +1,61 @@
+"""The picture of a plan: where the seconds of a step go, and what would make it shorter.
+
+Owns the drawing and nothing else. Does not simulate. Guarantees that without matplotlib it says what to install.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tiermem.errors import ConfigError
+from tiermem.planner.predict import Prediction
+
+_BLUE, _GREEN, _RED, _GREY = "#3b6ea8", "#5a9e6f", "#b5533c", "#9a9a9a"
+
+
+def plot_plan(prediction: Prediction, path: Path) -> None:
+    """Write a PNG. Raises ConfigError if matplotlib is missing, or the plan does not fit and so has no step to draw."""
+    simulation = prediction.simulation
+    if simulation is None:
+        raise ConfigError("a plan that does not fit has no step to draw; leave --plot out")
+    plt = import_pyplot()
+    figure, (step, relief) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    bars = {
+        "step": (simulation.seconds, _GREY),
+        "computation runs": (simulation.computing, _GREEN),
+        "update kernel runs": (simulation.updating, _GREEN),
+        "drive reads": (simulation.reading, _BLUE),
+        "drive writes": (simulation.writing, _BLUE),
+    }
+    bars |= {f"waits: {cause}": (seconds, _RED) for cause, seconds in simulation.stalls.items()}
+    _bars(step, bars)
+    step.set_title(f"{prediction.workload.name}: seconds of a step (simulated)", fontsize=10)
+    doubled = {f"2 x {item.resource}": (item.seconds, _BLUE) for item in prediction.relief}
+    _bars(relief, {"as it is": (simulation.seconds, _GREY), **doubled})
+    relief.set_title("seconds of a step with twice as much of one thing", fontsize=10)
+    figure.suptitle(f"{prediction.machine.name} ({prediction.machine.source})", fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def import_pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files. Raises ConfigError if it is not installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'tiermem[plots]'") from error
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _bars(axes: Any, bars: dict[str, tuple[float, str]]) -> None:
+    names = list(bars)[::-1]
+    axes.barh(names, [bars[name][0] for name in names], color=[bars[name][1] for name in names])
+    for place, name in enumerate(names):
+        axes.text(bars[name][0], place, f" {bars[name][0]:.3g}", va="center", fontsize=8)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)

@@ -1,0 +1,75 @@
+"""The measured half of `tiermem tune`: real steps of the user's own model under each candidate.
+
+Owns the way from the options of `tiermem train` to a measurement. Does not choose. Guarantees that each candidate
+trains from the same weights on the same batches, in a folder of its own that is removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tiermem.cli.machines import load_profile, this_machine
+from tiermem.cli.modelwork import model_workload
+from tiermem.cli.presets import find_model
+from tiermem.cli.train import Training, TrainOptions, open_text
+from tiermem.cli.tune import TuneReport, median_step, run
+from tiermem.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How to choose: for which machine, measured again or not, by how many steps of how many candidates."""
+
+    machine: str | None
+    again: bool
+    steps: int
+    best: int
+    output: Path | None
+
+
+def tune_training(options: TrainOptions, config: Config, choice: Choice, console: Console) -> TuneReport:
+    """Tune for the training that `options` and `config` describe. Raises ConfigError for what cannot work."""
+    source = open_text(options)
+    model = find_model(options.model, vocabulary=source.vocabulary)
+    workload = model_workload(
+        model,
+        options.model,
+        batch=options.batch,
+        seq=options.seq,
+        batches=options.accumulate,
+        dtype=str(config.param_dtype),
+        moments=config.moments,
+    )
+    machine = load_profile(choice.machine) if choice.machine else this_machine(config.swap_paths, again=choice.again)
+
+    def seconds(candidate: Config, steps: int) -> list[float]:
+        with ExitStack() as folders:
+            directories = [
+                folders.enter_context(tempfile.TemporaryDirectory(prefix="tiermem-tune-", dir=directory))
+                for directory in candidate.swap_paths
+            ]
+            mine = dataclasses.replace(candidate, swap_dirs=directories, commits=False)
+            training = Training(options, mine, model_config=model, source=source)
+            try:
+                return [training.step(number).seconds for number in range(steps)]
+            finally:
+                training.close()
+
+    def measure(candidate: Config) -> float:
+        return median_step(candidate, seconds, choice.steps)
+
+    return run(
+        workload,
+        machine,
+        config,
+        measure=measure if choice.steps else None,
+        best=choice.best,
+        output=choice.output,
+        console=console,
+    )

@@ -1,0 +1,243 @@
+"""The two who use pages: the computation and the update, as simulated processes.
+
+Owns the course of a training step as `zero3.scheduler`, `optim.stream`, `optim.updater` and `runtime.queues` carry it
+out: who leases what, in which order, and who waits for whom. Does not decide what is fetched or evicted. Guarantees
+that every lease is given back and that each unit is updated once a step, in every update schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Generator
+
+from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.planner.clock import Gate, Signal
+from tiermem.planner.world import World
+from tiermem.zero3.order import Access, Phase
+
+Steps = Generator[Signal, None, None]
+
+# As `optim.updater` announces: queued updates behind the running one that the pager is told of.
+_ANNOUNCED = 8
+# The first gradient of a unit arrives after about a third of its backward; its pages are held from then on.
+_BEFORE_GRADIENT = 1 / 3
+
+
+class UpdateActor:
+    """Updates units, one after the other, tile by tile."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._queue: deque[int] = deque()
+        self._pending: dict[int, Signal] = {}
+        self._kept: dict[int, None] = {}
+        self._running = False
+
+    def request(self, unit: int) -> None:
+        """A unit is to be updated; where nothing fits beside the computation, once somebody waits for it."""
+        self._pending[unit] = Signal()
+        if self._world.design.footprint.serial:
+            self._kept[unit] = None
+        else:
+            self._start(unit)
+
+    def pending(self, unit: int) -> bool:
+        """Whether its update is still to end."""
+        return unit in self._pending
+
+    def hurry(self, unit: int) -> None:
+        """Let it be the next."""
+        if unit in self._queue:
+            self._queue.remove(unit)
+            self._queue.appendleft(unit)
+
+    def wait(self, unit: int) -> Steps:
+        """Until the unit's update has ended."""
+        if unit not in self._pending:
+            return
+        self.hurry(unit)
+        if unit in self._kept:
+            del self._kept[unit]
+            self._start(unit)
+        signal, world = self._pending[unit], self._world
+        if not signal.fired:
+            world.waiting = "update"
+            yield signal
+            world.waiting = None
+
+    def wait_all(self) -> Steps:
+        """Until no update is left."""
+        for unit in list(self._pending):
+            yield from self.wait(unit)
+
+    def keys(self, unit: int) -> list[PageKey]:
+        """The pages an update touches, in order."""
+        tiles = range(self._world.design.tiles(unit))
+        both = [PageKey(unit, kind, tile) for tile in tiles for kind in (Kind.GRAD, Kind.STATE)]
+        return [PageKey(unit, Kind.PARAM), *both]
+
+    def _start(self, unit: int) -> None:
+        self._queue.append(unit)
+        if self._running:
+            self._world.announce(lambda forecast: forecast.extend_agenda(self.keys(unit)))
+        else:
+            self._running = True
+            self._world.clock.start(self._run())
+
+    def _run(self) -> Steps:
+        while self._queue:
+            unit = self._queue.popleft()
+            coming = [unit, *itertools.islice(self._queue, _ANNOUNCED)]
+            groups = [self.keys(announced) for announced in coming]
+            self._world.announce(lambda forecast, groups=groups: forecast.set_agenda(groups))  # type: ignore[misc]
+            yield from self._update(unit)
+            self._world.clock.fire(self._pending.pop(unit))
+        self._running = False
+
+    def _update(self, unit: int) -> Steps:
+        world, design = self._world, self._world.design
+        param = [PageKey(unit, Kind.PARAM)]
+        yield from world.lease(param, Intent.WRITE, Lane.UPDATE)
+        gate = Gate(world.clock, design.footprint.depth)
+        loaded = [Signal() for _ in range(design.tiles(unit))]
+        world.clock.start(self._load(unit, gate, loaded))
+        for tile, signal in enumerate(loaded):
+            yield signal
+            seconds = design.tile_numel(unit, tile) * design.update_seconds
+            yield from world.update(PageKey(unit, Kind.STATE, tile), seconds)
+            grad, state = [PageKey(unit, Kind.GRAD, tile)], [PageKey(unit, Kind.STATE, tile)]
+            world.release(grad, Lane.UPDATE)
+            world.release(state, Lane.UPDATE)
+            world.residency.discard(world.residency.page(grad[0]))
+            gate.leave()
+        world.release(param, Lane.UPDATE)
+
+    def _load(self, unit: int, gate: Gate, loaded: list[Signal]) -> Steps:
+        world = self._world
+        for tile, signal in enumerate(loaded):
+            yield gate.enter()
+            yield from world.lease([PageKey(unit, Kind.GRAD, tile)], Intent.READ, Lane.UPDATE)
+            yield from world.lease([PageKey(unit, Kind.STATE, tile)], Intent.WRITE, Lane.UPDATE)
+            world.clock.fire(signal)
+
+
+class ComputeActor:
+    """Forward, backward and step, over and over."""
+
+    def __init__(self, world: World, update: UpdateActor) -> None:
+        self._world = world
+        self._update = update
+        self._backward: int | None = None  # the unit that backward holds
+        self._tiles: list[PageKey] = []  # gradient tiles held
+        self._received: set[int] = set()
+        self._started: set[int] = set()
+        self._lagging: dict[int, None] = {}
+        self.phases: dict[str, float] = {}
+
+    def step(self) -> Steps:
+        """One whole step."""
+        design, world = self._world.design, self._world
+        self._received.clear()
+        self._started.clear()
+        for batch in range(design.workload.batches):
+            last = batch == design.workload.batches - 1
+            for position, access in enumerate(design.workload.order):
+                began = world.clock.now
+                yield from self._access(access, last=last)
+                if access.phase is Phase.BACKWARD and not self._has_gradient(position):
+                    yield from self._compute(self._share(access.unit, 1 - _BEFORE_GRADIENT))
+                self._note("forward" if access.phase is Phase.FORWARD else "backward", began)
+            self._release_backward()
+        began = world.clock.now
+        yield from self._end()
+        self._note("step", began)
+
+    def _has_gradient(self, position: int) -> bool:
+        """Whether the unit's gradient comes next in the order."""
+        order = self._world.design.workload.order
+        following = order[position + 1] if position + 1 < len(order) else None
+        return following is not None and following == Access(order[position].unit, Phase.GRADIENT)
+
+    def _access(self, access: Access, *, last: bool) -> Steps:
+        world, unit = self._world, access.unit
+        times = world.design.times[unit]
+        param = [PageKey(unit, Kind.PARAM)]
+        if access.phase is Phase.GRADIENT:
+            yield from self._gradient(unit, last=last)
+            return
+        if access.phase is Phase.BACKWARD:
+            self._release_backward()
+        yield from self._update.wait(unit)
+        yield from world.lease(param, Intent.READ, Lane.COMPUTE)
+        yield from self._compute(world.design.lease_seconds)
+        if access.phase is Phase.FORWARD:
+            yield from self._compute(max(times.forward, times.gather))
+            world.release(param, Lane.COMPUTE)
+            return
+        self._backward = unit
+        yield from self._compute(self._share(unit, _BEFORE_GRADIENT))
+
+    def _gradient(self, unit: int, *, last: bool) -> Steps:
+        world, design = self._world, self._world.design
+        tiles = [PageKey(unit, Kind.GRAD, tile) for tile in range(design.tiles(unit))]
+        intent = Intent.WRITE if unit in self._received else Intent.FRESH
+        self._received.add(unit)
+        yield from self._update.wait(unit)
+        rest = self._share(unit, 1 - _BEFORE_GRADIENT) if self._backward == unit else 0.0
+        cost = rest + design.times[unit].gradient
+        if design.footprint.hold_tiles and tiles:
+            yield from world.lease(tiles, intent, Lane.COMPUTE)
+            yield from self._compute(cost + design.lease_seconds)
+            world.release(tiles, Lane.COMPUTE)
+        else:
+            for tile in tiles:
+                yield from world.lease([tile], intent, Lane.COMPUTE)
+                yield from self._compute(cost / len(tiles) + design.lease_seconds)
+                world.release([tile], Lane.COMPUTE)
+        if last and design.settings.update == "backward" and tiles:
+            if self._backward == unit:
+                self._release_backward()
+            yield from self._request_early(unit)
+
+    def _request_early(self, unit: int) -> Steps:
+        """As `runtime.queues.BackwardThrottle`: hold backward up while updates lag by more than memory holds."""
+        design = self._world.design
+        self._started.add(unit)
+        self._update.request(unit)
+        self._lagging[unit] = None
+        self._lagging = {lagging: None for lagging in self._lagging if self._update.pending(lagging)}
+        while sum(design.lag_nbytes(lagging) for lagging in self._lagging) > design.footprint.lag:
+            oldest = next(iter(self._lagging))
+            yield from self._update.wait(oldest)
+            del self._lagging[oldest]
+
+    def _end(self) -> Steps:
+        """`optimizer.step()`: what is left is updated, in the order of forward."""
+        world, design = self._world, self._world.design
+        yield from self._compute(design.step_seconds)
+        left = [unit for unit in sorted(self._received) if unit not in self._started and design.tiles(unit)]
+        for unit in left:
+            self._update.request(unit)
+        if design.settings.update == "step":
+            yield from self._update.wait_all()
+        used = [access.unit for access in design.workload.order if access.phase is Phase.FORWARD]
+        for unit in reversed(dict.fromkeys(used)):
+            if self._update.pending(unit):
+                self._update.hurry(unit)
+        world.begin_step()
+
+    def _share(self, unit: int, share: float) -> float:
+        times = self._world.design.times[unit]
+        return share * max(times.backward, times.gather)
+
+    def _compute(self, seconds: float) -> Steps:
+        yield from self._world.compute(seconds)
+
+    def _release_backward(self) -> None:
+        if self._backward is not None:
+            self._world.release([PageKey(self._backward, Kind.PARAM)], Lane.COMPUTE)
+            self._backward = None
+
+    def _note(self, phase: str, began: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + self._world.clock.now - began

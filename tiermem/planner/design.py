@@ -1,0 +1,277 @@
+"""From a step, a machine and budgets to what will be simulated: pages, footprint, schedule and speeds of one rank.
+
+Owns the arithmetic between what a user asks for and what one rank has. Does not simulate and does no I/O. Guarantees
+that pages, tiles and the schedule are those the runtime would make (the same functions make them), and that what does
+not fit is a BudgetError that names what is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tiermem.errors import BudgetError, ConfigError
+from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.schedule import Schedule
+from tiermem.pager.tiling import tile_count
+from tiermem.planner.footprint import (
+    SMALLEST_TILE,
+    Footprint,
+    UnitSize,
+    least_budget,
+    plan_footprint,
+    planned_tile,
+    rounded,
+)
+from tiermem.planner.lines import DriveSpeed
+from tiermem.planner.machine import Machine
+from tiermem.planner.steps import plan_step
+from tiermem.planner.workload import BACKWARD_SHARE, Workload
+
+_PLANE_ALIGNMENT = 64
+_BLOCK_ELEMENTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
+
+    `host_memory` and `device_memory` are those of one rank. `commits`: whether each step is committed.
+    """
+
+    host_memory: int
+    device_memory: int | None = None
+    update: str = "forward"
+    tile_nbytes: int | None = None
+    look_ahead: int | None = None
+    block_size: int = 8 << 20
+    queue_depth: int = 8
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Seconds of one unit: forward and backward of one batch, moving its gradients into pages, gathering it."""
+
+    forward: float
+    backward: float
+    gradient: float
+    gather: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """Everything the simulation needs of one rank.
+
+    Attributes:
+        workload: the rank's share.
+        footprint: how its host budget is shared out.
+        schedule: the accesses of a step, as the pager gets them.
+        times: of each unit.
+        update_seconds: of one element, alone.
+        drive: its share of the drives.
+        wires: (bytes a second to the device, to the host), None without a device.
+        slower: see `lines.Cores`.
+        lease_seconds, step_seconds: of the compute thread, for each lease and each step.
+    """
+
+    workload: Workload
+    settings: PlanSettings
+    footprint: Footprint
+    schedule: Schedule
+    times: tuple[UnitTimes, ...]
+    update_seconds: float
+    drive: DriveSpeed
+    wires: tuple[float, float] | None
+    slower: tuple[float, float, float]
+    lease_seconds: float
+    step_seconds: float
+    device_budget: int | None
+
+    def tiles(self, unit: int) -> int:
+        """How many tiles a unit's trainable elements make."""
+        return tile_count(self.workload.units[unit].trainable, self.footprint.tile_numel)
+
+    def tile_numel(self, unit: int, tile: int) -> int:
+        """Elements of one tile."""
+        size = self.footprint.tile_numel
+        return min(size, self.workload.units[unit].trainable - tile * size)
+
+    def pages(self) -> list[tuple[PageKey, int]]:
+        """Every page with its size in bytes, as `runtime.house.Blueprint.pages` lists them."""
+        itemsize, found = self.workload.itemsize, []
+        for number, unit in enumerate(self.workload.units):
+            found.append((PageKey(number, Kind.PARAM), max(1, unit.numel * itemsize)))
+            for tile in range(self.tiles(number)):
+                numel = self.tile_numel(number, tile)
+                found.append((PageKey(number, Kind.GRAD, tile), numel * itemsize))
+                found.append((PageKey(number, Kind.STATE, tile), state_nbytes(self.workload, numel)))
+        return found
+
+    def lag_nbytes(self, unit: int) -> int:
+        """Bytes a unit keeps in memory from its gradient to the end of its update."""
+        work = self.workload.units[unit]
+        return rounded(work.numel * self.workload.itemsize) + work.trainable * self.workload.itemsize
+
+
+def state_nbytes(workload: Workload, numel: int) -> int:
+    """Bytes of a STATE tile of `numel` elements: each plane begins at a multiple of 64 bytes."""
+    planes = {"bfloat16": [2 * numel], "float16": [4 * numel], "float32": []}[workload.dtype]
+    if workload.moments == "int8":  # as if all were in blocks: what is kept in float32 (embeddings) is not known here
+        scales = -(-numel // _BLOCK_ELEMENTS) * 4
+        planes += [numel, numel, scales, scales] + ([numel // 8] if workload.dtype == "bfloat16" else [])
+    else:
+        planes += [4 * numel, 4 * numel]
+    return sum(-(-nbytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT for nbytes in planes)
+
+
+def unit_sizes(workload: Workload) -> list[UnitSize]:
+    """The units as the budget sees them."""
+    return [
+        UnitSize(
+            name=unit.name,
+            param_nbytes=max(1, unit.numel * workload.itemsize),
+            trainable_numel=unit.trainable,
+            grad_itemsize=workload.itemsize,
+            state_itemsize=workload.state_itemsize,
+            nested_nbytes=unit.nested_nbytes,
+        )
+        for unit in workload.units
+    ]
+
+
+def make_design(workload: Workload, machine: Machine, settings: PlanSettings) -> Design:
+    """What one rank does and has.
+
+    Raises BudgetError where a tier cannot hold what it must at one time, ConfigError for ranks that do not fill nodes.
+    """
+    _, per_node = divided(settings.ranks, machine)
+    share = workload.sharded(settings.ranks)
+    host = settings.host_memory
+    footprint = plan_footprint(unit_sizes(share), host, settings.tile_nbytes or planned_tile(host), settings.look_ahead)
+    budget = _device_budget(workload, machine, settings)
+    tiles = {number: tile_count(unit.trainable, footprint.tile_numel) for number, unit in enumerate(share.units)}
+    drive = machine.drive
+    drives = drive.count / per_node
+    contended = machine.device is None
+    beside = (machine.host.compute_beside_update, machine.host.update_beside_compute, machine.host.compute_beside_io)
+    return Design(
+        workload=share,
+        settings=settings,
+        footprint=footprint,
+        schedule=plan_step(share.step_order, tiles, settings.update),
+        times=_times(workload, share, machine, settings),
+        update_seconds=per_node / machine.update_rate(workload.dtype),
+        drive=DriveSpeed(
+            read=drive.read * drives,
+            write=drive.write * drives,
+            mixed=drive.mixed * drives,
+            latency=drive.latency,
+            depth=max(1, round(settings.queue_depth * max(1.0, drives))),
+            block=settings.block_size,
+        ),
+        wires=(machine.device.to_device, machine.device.to_host) if machine.device else None,
+        slower=beside if contended else (0.0, 0.0, 0.0),
+        lease_seconds=machine.host.lease_seconds,
+        step_seconds=machine.host.step_seconds,
+        device_budget=budget,
+    )
+
+
+def retiled(design: Design, factor: int) -> Design:
+    """The same design with tiles `factor` times as large, and as many bytes more as those take in hand.
+
+    For quick simulation of budgets so tight that tiles are tiny: what is held and cached besides stays as it is, and
+    the drive sees requests of the real size, no more of them at once than the real tiles allow.
+    """
+    footprint, share = design.footprint, design.workload
+    most = max(unit.trainable for unit in share.units)
+    tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
+    itemsize = share.itemsize + share.state_itemsize
+    grown = rounded((tile - footprint.tile_numel) * itemsize)
+    larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
+    tiles = {number: tile_count(unit.trainable, tile) for number, unit in enumerate(share.units)}
+    small = footprint.tile_numel * share.state_itemsize < design.drive.block
+    block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
+    depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
+    return replace(
+        design,
+        settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
+        footprint=larger,
+        schedule=plan_step(share.step_order, tiles, design.settings.update),
+        drive=replace(design.drive, block=block, depth=depth),
+    )
+
+
+def divided(ranks: int, machine: Machine) -> tuple[int, int]:
+    """(nodes, ranks on each) for so many ranks. Raises ConfigError if nodes would differ."""
+    per_node = min(ranks, machine.ranks_per_node)
+    if ranks % per_node:
+        raise ConfigError(f"expected a multiple of the node's {per_node} ranks, found {ranks}")
+    if ranks > 1 and machine.link is None:
+        raise ConfigError(f"{machine.name}: {ranks} ranks need a [link] in the profile: its rate in bytes a second")
+    return ranks // per_node, per_node
+
+
+def device_memory(machine: Machine, settings: PlanSettings) -> int:
+    """Bytes of device memory that one rank may use; zero without a device."""
+    return 0 if machine.device is None else settings.device_memory or machine.device.memory
+
+
+def least_device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:
+    """The smallest device budget of one rank that works, bytes; zero without a device."""
+    if machine.device is None:
+        return 0
+    share = workload.sharded(settings.ranks)
+    # The unit that is used, the one that comes next, and gradients on their way out.
+    held = max(
+        2 * rounded(unit.numel * share.itemsize) + rounded(unit.trainable * share.itemsize) for unit in share.units
+    )
+    return gathered_nbytes(workload, settings) + held
+
+
+def gathered_nbytes(workload: Workload, settings: PlanSettings) -> int:
+    """Bytes of device memory outside pages: a gathered unit, the one gathered ahead of it, and a whole gradient.
+
+    Alone a rank computes in its pages.
+    """
+    largest = max(unit.numel for unit in workload.units)
+    return 3 * largest * workload.itemsize if settings.ranks > 1 else 0
+
+
+def _device_budget(workload: Workload, machine: Machine, settings: PlanSettings) -> int | None:
+    """Bytes of device memory for pages. Raises BudgetError if they do not hold what is used at one time."""
+    if machine.device is None:
+        return None
+    asked, least = device_memory(machine, settings), least_device_memory(workload, machine, settings)
+    if asked < least:
+        raise BudgetError(
+            f"device_memory is {asked} bytes, but the largest unit needs {least} bytes, {least - asked} more; "
+            f"set device_memory to {least} bytes or more, or pass smaller units"
+        )
+    return asked - gathered_nbytes(workload, settings)
+
+
+def _times(whole: Workload, share: Workload, machine: Machine, settings: PlanSettings) -> tuple[UnitTimes, ...]:
+    rate = machine.flops(whole.dtype) if any(unit.seconds is None for unit in whole.units) else 1.0
+    times = []
+    for unit, own in zip(whole.units, share.units, strict=True):
+        forward, backward = unit.seconds or (unit.flops / rate, unit.flops * BACKWARD_SHARE / rate)
+        gather = 0.0
+        if settings.ranks > 1 and machine.link is not None:
+            gather = machine.link.latency + (unit.numel - own.numel) * whole.itemsize / machine.link.rate
+        gradient = unit.trainable * whole.itemsize / machine.host.copy_rate if machine.device is None else 0.0
+        times.append(UnitTimes(forward, backward, gradient, gather))
+    return tuple(times)
+
+
+def least_host_memory(workload: Workload, ranks: int) -> int:
+    """The smallest host budget of one rank that works, bytes."""
+    return least_budget(unit_sizes(workload.sharded(ranks)))
+
+
+def swap_nbytes(design: Design, *, commits: bool) -> int:
+    """Bytes that one rank's pages take on disk; with `commits` two copies of parameters and states."""
+    total = sum(rounded(nbytes) for _, nbytes in design.pages())
+    if not commits:
+        return total
+    return total + sum(rounded(nbytes) for key, nbytes in design.pages() if key.kind is not Kind.GRAD)

@@ -1,0 +1,225 @@
+"""Will it fit, how fast will it be, what holds it up, and what would help most.
+
+Owns the answer to those questions as a value, made by simulating a step and then the same step with each resource
+doubled. Does not measure, print or draw. Guarantees that a number is either simulated, or arithmetic on the record of
+the machine; and that what does not fit is named with the bytes that are missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tiermem.errors import CapacityError
+from tiermem.planner.design import (
+    Design,
+    PlanSettings,
+    device_memory,
+    divided,
+    gathered_nbytes,
+    least_device_memory,
+    least_host_memory,
+    make_design,
+    retiled,
+    swap_nbytes,
+)
+from tiermem.planner.machine import Machine
+from tiermem.planner.simulate import Simulation, simulate
+from tiermem.planner.workload import Workload, coarsened
+
+# A step with more units or tiles than this is simulated with fewer and larger ones.
+_FINE = (48, 320)
+_COARSE = (16, 96)
+_SECONDS_PER_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """A resource doubled: what it is, and the seconds of a step then."""
+
+    resource: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a step will be like. Bytes are of one rank, seconds of a step.
+
+    Attributes:
+        missing: what lacks, for each tier that is too small: bytes.
+        coarse: whether fewer and larger units or tiles stood for the real ones.
+        host_least: the smallest host budget that works.
+        swap_bytes: disk bytes of one rank; with `commits` two copies of parameters and states.
+        simulation: None where it does not fit.
+        relief: what doubling each resource would bring, best first.
+        drive_days: days until what the makers allow to be written is written; None: not known, or nothing is written.
+    """
+
+    workload: Workload
+    machine: Machine
+    settings: PlanSettings
+    missing: Mapping[str, int]
+    coarse: bool
+    host_least: int
+    swap_bytes: int
+    design: Design | None = None
+    simulation: Simulation | None = None
+    relief: tuple[Relief, ...] = ()
+    drive_days: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier is large enough."""
+        return not self.missing
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        if self.simulation is None:
+            return 0.0
+        tokens = self.workload.tokens * self.workload.batches * self.settings.ranks
+        return tokens / self.simulation.seconds
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The resource of which twice as much would help most; None where it does not fit."""
+        return self.relief[0].resource if self.relief else None
+
+
+def predict(
+    workload: Workload, machine: Machine, settings: PlanSettings, *, commits: bool = False, with_plan: bool = False
+) -> Prediction:
+    """Simulate the step of `workload` (of one rank's batch) on `machine`.
+
+    Args:
+        workload: the step.
+        machine: one node.
+        settings: budgets of one rank and how to update.
+        commits: whether disk is needed for two copies.
+        with_plan: also write down what a step does.
+
+    Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.
+    """
+    _, per_node = divided(settings.ranks, machine)
+    least = least_host_memory(workload, settings.ranks)
+    missing: dict[str, int] = {}
+    if settings.host_memory < least:
+        missing["host_memory"] = least - settings.host_memory
+        return _without(workload, machine, settings, missing, least)
+    lacking = least_device_memory(workload, machine, settings) - device_memory(machine, settings)
+    if lacking > 0:
+        missing["device_memory"] = lacking
+        return _without(workload, machine, settings, missing, least)
+    design = make_design(workload, machine, settings)
+    swap = swap_nbytes(design, commits=commits)
+    room = machine.drive.capacity * machine.drive.count
+    if room and swap * per_node > room:
+        missing["swap"] = swap * per_node - room
+        return dataclasses.replace(_without(workload, machine, settings, missing, least), swap_bytes=swap)
+    quick, coarse = quick_design(workload, machine, settings)
+    simulation = simulate(quick, with_plan=with_plan)
+    return Prediction(
+        workload=workload,
+        machine=machine,
+        settings=settings,
+        missing={},
+        coarse=coarse,
+        host_least=least,
+        swap_bytes=swap,
+        design=design,
+        simulation=simulation,
+        relief=_relief(workload, machine, settings, simulation.seconds),
+        drive_days=_drive_days(machine, simulation.bytes_written / simulation.seconds * per_node),
+    )
+
+
+def quick_design(
+    workload: Workload, machine: Machine, settings: PlanSettings, *, most: tuple[int, int] = _FINE
+) -> tuple[Design, bool]:
+    """A design of about `most` (units, tiles), and whether it is coarser than the exact one."""
+    exact = make_design(workload, machine, settings)
+    most_units, most_tiles = most
+    tiles = sum(exact.tiles(unit) for unit in range(len(exact.workload.units)))
+    design, coarse = exact, False
+    joined = coarsened(workload, most_units)
+    if joined is not workload:
+        try:
+            design, coarse = make_design(joined, machine, _as_roomy(joined, settings, exact)), True
+        except CapacityError:  # joined units are larger: the budget may hold only the real ones
+            design = exact
+    tiles = sum(design.tiles(unit) for unit in range(len(design.workload.units)))
+    if tiles > most_tiles:
+        design, coarse = retiled(design, -(-tiles // most_tiles)), True
+    return design, coarse
+
+
+def _as_roomy(joined: Workload, settings: PlanSettings, exact: Design) -> PlanSettings:
+    """The settings with which joined units leave as many bytes of device memory for pages as the real ones."""
+    if exact.device_budget is None:
+        return settings
+    return replace(settings, device_memory=exact.device_budget + gathered_nbytes(joined, settings))
+
+
+def seconds_of_step(workload: Workload, machine: Machine, settings: PlanSettings) -> float:
+    """Simulated seconds of a step, coarsely. Raises CapacityError where it does not fit."""
+    return simulate(quick_design(workload, machine, settings, most=_COARSE)[0]).seconds
+
+
+def _relief(workload: Workload, machine: Machine, settings: PlanSettings, seconds: float) -> tuple[Relief, ...]:
+    """What doubling brings, as a share of the coarse step's seconds, applied to the fine one's."""
+    now = seconds_of_step(workload, machine, settings)
+    found = [
+        Relief(resource, seconds * seconds_of_step(workload, more, budgets) / now)
+        for resource, (more, budgets) in _doubled(machine, settings).items()
+    ]
+    return tuple(sorted(found, key=lambda relief: relief.seconds))
+
+
+def _doubled(machine: Machine, settings: PlanSettings) -> dict[str, tuple[Machine, PlanSettings]]:
+    """Each resource with the machine and settings that have twice of it."""
+    host, drive = machine.host, machine.drive
+    faster = replace(drive, read=2 * drive.read, write=2 * drive.write, mixed=2 * drive.mixed)
+    updates = {dtype: 2 * rate for dtype, rate in host.update_rate.items()}
+    found = {
+        "drive": (replace(machine, drive=faster), settings),
+        "host memory": (machine, replace(settings, host_memory=2 * settings.host_memory)),
+        "update": (replace(machine, host=replace(host, update_rate=updates)), settings),
+    }
+    device = machine.device
+    if device is None:
+        products = {dtype: 2 * rate for dtype, rate in host.flops.items()}
+        found["compute"] = (replace(machine, host=replace(host, flops=products)), settings)
+        return found
+    products = {dtype: 2 * rate for dtype, rate in device.flops.items()}
+    found["compute"] = (replace(machine, device=replace(device, flops=products)), settings)
+    wires = replace(device, to_device=2 * device.to_device, to_host=2 * device.to_host)
+    found["device wires"] = (replace(machine, device=wires), settings)
+    memory = 2 * (settings.device_memory or device.memory)
+    found["device memory"] = (machine, replace(settings, device_memory=memory))
+    if settings.ranks > 1 and machine.link is not None:
+        found["link"] = (replace(machine, link=replace(machine.link, rate=2 * machine.link.rate)), settings)
+    return found
+
+
+def _without(
+    workload: Workload, machine: Machine, settings: PlanSettings, missing: Mapping[str, int], least: int
+) -> Prediction:
+    share = workload.sharded(settings.ranks)
+    swap = sum(unit.numel * share.itemsize + unit.trainable * share.state_itemsize for unit in share.units)
+    return Prediction(
+        workload=workload,
+        machine=machine,
+        settings=settings,
+        missing=missing,
+        coarse=False,
+        host_least=least,
+        swap_bytes=swap,
+    )
+
+
+def _drive_days(machine: Machine, written_per_second: float) -> float | None:
+    drive = machine.drive
+    if not drive.endurance or written_per_second <= 0:
+        return None
+    return drive.endurance * drive.count / written_per_second / _SECONDS_PER_DAY

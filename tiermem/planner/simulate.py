@@ -1,0 +1,174 @@
+"""A training step in simulated time: seconds, stalls by cause, bytes over each edge, high-water marks.
+
+Owns the run of a few simulated steps and the record of the steady ones. Does not know files, torch or threads.
+Guarantees that the same design gives the same record, and that a step which cannot go on is a CapacityError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+
+from tiermem.errors import CapacityError
+from tiermem.planner.actors import ComputeActor, UpdateActor
+from tiermem.planner.clock import Signal
+from tiermem.planner.design import Design
+from tiermem.planner.world import Action, World
+from tiermem.stats import StepStatistics, TierStatistics
+
+# Steps are run until one moves as many bytes as the one before it, but for this share; the last two are what counts.
+_STEADY = 0.01
+_MOST_STEPS = 6
+_COUNTED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one steady step does, in order, and what it keeps in memory over its end."""
+
+    actions: tuple[Action, ...]
+    kept: Mapping[str, int]
+
+    def of(self, verb: str) -> list[Action]:
+        """The actions of one verb."""
+        return [action for action in self.actions if action.verb == verb]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """Means over the steady steps.
+
+    Attributes:
+        seconds: of a step.
+        phases: seconds of "forward", "backward" and "step".
+        stalls: seconds in which the computation waited, by cause: "read", "write" (for room), "copy", "update kernel".
+        computing, updating: seconds in which the computation, the update kernel ran.
+        reading, writing: seconds in which the drives read, wrote.
+        edges: bytes over each edge.
+        tiers: budget, bytes at the end, and high-water mark of each memory tier.
+        events: leases, moves, hits: the counters of the last step.
+        plan: what the last step did; None if nobody asked.
+    """
+
+    seconds: float
+    phases: Mapping[str, float]
+    stalls: Mapping[str, float]
+    computing: float
+    updating: float
+    reading: float
+    writing: float
+    edges: Mapping[str, float]
+    tiers: tuple[TierStatistics, ...]
+    events: StepStatistics
+    plan: StepPlan | None = None
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes from the drives in a step."""
+        return self.edges.get("swap->host", 0.0)
+
+    @property
+    def bytes_written(self) -> float:
+        """Bytes to the drives in a step."""
+        return self.edges.get("host->swap", 0.0)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds of a step in which the computation waited."""
+        return sum(self.stalls.values())
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Running sums at the end of a step."""
+
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    stalls: dict[str, float] = field(default_factory=dict)
+    busy: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+
+
+def simulate(design: Design, *, with_plan: bool = False) -> Simulation:
+    """Run the design's step until it is steady.
+
+    Args:
+        design: what to run.
+        with_plan: also run one step more, and write down what it does and why.
+
+    Raises CapacityError where a lease never gets its room.
+    """
+    world = World(design)
+    compute = ComputeActor(world, UpdateActor(world))
+    steps: list[StepStatistics] = []
+    totals = [_totals(world, compute)]
+    while len(steps) < _MOST_STEPS and not _is_steady(steps):
+        _run_step(world, compute)
+        steps.append(world.counters.step())
+        totals.append(_totals(world, compute))
+    actions: list[Action] = []
+    if with_plan:
+        world.listen(actions.append)
+        _run_step(world, compute)
+    world.residency.check_invariants()
+    before, after = totals[-1 - _COUNTED], totals[-1]
+    steady = steps[-_COUNTED:]
+    names = dict.fromkeys(edge.name for step in steady for edge in step.edges)
+    computing, updating, reading, writing = (
+        (late - early) / _COUNTED for late, early in zip(after.busy, before.busy, strict=True)
+    )
+    return Simulation(
+        seconds=(after.seconds - before.seconds) / _COUNTED,
+        phases=_difference(after.phases, before.phases, _COUNTED),
+        stalls=_difference(after.stalls, before.stalls, _COUNTED),
+        computing=computing,
+        updating=updating,
+        reading=reading,
+        writing=writing,
+        edges={name: sum(step.edge(name).nbytes for step in steady) / _COUNTED for name in names},
+        tiers=tuple(
+            TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
+            for tier, arena in sorted(world.residency.chain.arenas.items())
+        ),
+        events=steps[-1],
+        plan=StepPlan(tuple(actions), _kept(world)) if with_plan else None,
+    )
+
+
+def _is_steady(steps: list[StepStatistics]) -> bool:
+    if len(steps) <= _COUNTED:
+        return False
+    last, before = ([edge.nbytes for edge in step.edges] for step in (steps[-1], steps[-2]))
+    moved = [sum(nbytes) for nbytes in (last, before)]
+    return abs(moved[0] - moved[1]) <= _STEADY * max(moved)
+
+
+def _run_step(world: World, compute: ComputeActor) -> None:
+    ended = Signal()
+
+    def process() -> Generator[Signal, None, None]:
+        yield from compute.step()
+        world.clock.fire(ended)
+
+    world.clock.start(process())
+    if not world.clock.run_until(ended):
+        waiting = [page.key for request in world.service.waiting for page in request.lacking]
+        raise CapacityError(f"the simulated step stands still; waited for: {', '.join(map(str, waiting[:8]))}")
+
+
+def _totals(world: World, compute: ComputeActor) -> _Totals:
+    busy = (*world.cores.busy, *world.drive.busy)
+    return _Totals(world.clock.now, dict(compute.phases), dict(world.stalls), busy)
+
+
+def _difference(late: Mapping[str, float], early: Mapping[str, float], count: int) -> dict[str, float]:
+    return {name: (value - early.get(name, 0.0)) / count for name, value in late.items()}
+
+
+def _kept(world: World) -> dict[str, int]:
+    """Bytes of each kind in each memory tier at the end of the step."""
+    kept: dict[str, int] = {}
+    for page in world.residency.pages.values():
+        for tier in page.valid & set(page.frames):
+            name = f"{page.key.kind.value} in {tier.name.lower()}"
+            kept[name] = kept.get(name, 0) + page.nbytes
+    return kept

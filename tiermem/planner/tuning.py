@@ -1,0 +1,116 @@
+"""Which settings make a step shortest, by simulation.
+
+Owns the search: from the default, one knob after the other, over and over until no change of one knob helps. Does not
+measure and writes no file. Guarantees that the default is among what was tried, that nothing is preferred to it for
+less than a hundredth, and that the choice is never slower, by the model, than anything that was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from tiermem.errors import CapacityError
+from tiermem.planner.design import PlanSettings
+from tiermem.planner.machine import Machine
+from tiermem.planner.predict import seconds_of_step
+from tiermem.planner.workload import Workload
+
+WORTH_WHILE = 0.01
+_ROUNDS = 3
+_MIB = 1 << 20
+KNOBS = ("update", "look_ahead", "tile_nbytes", "queue_depth", "block_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Settings that were tried: which knob was changed (empty: the default), and the simulated seconds of a step."""
+
+    knob: str
+    settings: PlanSettings
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was tried, in order, and what to use."""
+
+    trials: tuple[Trial, ...]
+    chosen: Trial
+
+    @property
+    def default(self) -> Trial:
+        """The settings that were there to begin with."""
+        return self.trials[0]
+
+    @property
+    def is_default_best(self) -> bool:
+        """Whether nothing tried is faster by more than a hundredth."""
+        return self.chosen is self.default
+
+    def best(self, count: int) -> list[Trial]:
+        """The fastest trials with different settings, the chosen one first."""
+        found: dict[PlanSettings, Trial] = {self.chosen.settings: self.chosen}
+        for trial in sorted(self.trials, key=lambda trial: trial.seconds):
+            found.setdefault(trial.settings, trial)
+        return list(found.values())[:count]
+
+
+Seconds = Callable[[PlanSettings], float]
+
+
+def tune(workload: Workload, machine: Machine, settings: PlanSettings, *, updates: Iterable[str] = ()) -> Tuning:
+    """Search around `settings` by simulation. `updates`: update schedules to choose from besides the present one.
+
+    Raises CapacityError if the settings to begin with do not fit.
+    """
+    return search(settings, lambda tried: seconds_of_step(workload, machine, tried), updates=updates)
+
+
+def search(settings: PlanSettings, seconds: Seconds, *, updates: Iterable[str] = ()) -> Tuning:
+    """The search itself; `seconds` is asked once for each settings, and raises CapacityError for what does not fit."""
+    default = Trial("", settings, seconds(settings))
+    trials = [default]
+    known: dict[PlanSettings, float | None] = {settings: default.seconds}
+    best = default
+    for _ in range(_ROUNDS):
+        before = best
+        for knob in KNOBS:
+            for tried in _neighbours(best.settings, knob, updates):
+                if tried not in known:
+                    known[tried] = _ask(seconds, tried)
+                    taken = known[tried]
+                    if taken is not None:
+                        trials.append(Trial(knob, tried, taken))
+            best = min([best, *trials], key=lambda trial: trial.seconds)
+        if best is before:
+            break
+    worth_while = best.seconds < default.seconds * (1 - WORTH_WHILE)
+    return Tuning(tuple(trials), best if worth_while else default)
+
+
+def _ask(seconds: Seconds, settings: PlanSettings) -> float | None:
+    try:
+        return seconds(settings)
+    except CapacityError:
+        return None
+
+
+def _neighbours(settings: PlanSettings, knob: str, updates: Iterable[str]) -> list[PlanSettings]:
+    """What a knob can be set to. Look-ahead is also the split of the budget: what is not read ahead is kept."""
+    host = settings.host_memory
+    if knob == "update":
+        return [replace(settings, update=update) for update in updates]
+    if knob == "look_ahead":
+        shares = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+        return [replace(settings, look_ahead=_whole(host * share)) for share in shares]
+    if knob == "tile_nbytes":
+        sizes = [size * _MIB for size in (1, 2, 4, 8, 16, 32, 64) if size * _MIB * 4 <= host]
+        return [replace(settings, tile_nbytes=size) for size in sizes]
+    if knob == "queue_depth":
+        return [replace(settings, queue_depth=depth) for depth in (1, 2, 4, 8, 16, 32)]
+    return [replace(settings, block_size=size * _MIB) for size in (1, 2, 4, 8, 16)]
+
+
+def _whole(nbytes: float) -> int:
+    return max(4096, int(nbytes) // 4096 * 4096)

@@ -1,0 +1,211 @@
+"""What a step has to do: units, the order they are used in, and how long each computes.
+
+Owns the record of a training step as numbers, and the shape of a transformer that has a given number of parameters.
+Does not know modules, machines or budgets. Guarantees that an order uses known units only, and that sharding over
+ranks leaves no element without a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tiermem.errors import ConfigError
+from tiermem.zero3.order import Access, Phase
+
+# Bytes of one element, of a parameter and of its optimizer state, by dtype: two fp32 moments, and for bfloat16 a 16-bit
+# remainder, for float16 a master in fp32 (see optim/README.md).
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_STATE_BYTES = {"bfloat16": 10, "float16": 12, "float32": 8}
+# Two codes, a 64th for each scale, an eighth for bfloat16's mark, instead of two float32; rounded up to whole bytes.
+_INT8_SAVES = 5
+# Backward computes two products for each one of forward.
+BACKWARD_SHARE = 2.0
+_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """One unit as the planner sees it.
+
+    Attributes:
+        name: for messages.
+        numel: elements of its parameters.
+        trainable: those of them that are trained.
+        flops: operations of one forward call for one batch.
+        nested_nbytes: parameter bytes of the units leased while this one is computed.
+        seconds: (forward, backward) of one batch where they were measured; None: from `flops`.
+    """
+
+    name: str
+    numel: int
+    trainable: int
+    flops: float
+    nested_nbytes: int = 0
+    seconds: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A training step.
+
+    Attributes:
+        name: the model.
+        units: all units.
+        order: how one batch uses them; a unit's GRADIENT stands where its first gradient arrives.
+        tokens: of one batch.
+        batches: whose gradients are added up for one step.
+        dtype: of parameters and gradients.
+        moments: "float32" or "int8".
+    """
+
+    name: str
+    units: tuple[UnitWork, ...]
+    order: tuple[Access, ...]
+    tokens: int
+    batches: int = 1
+    dtype: str = "bfloat16"
+    moments: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES or self.moments not in ("float32", "int8"):
+            raise ConfigError(f"expected a dtype of {', '.join(ITEM_BYTES)}, found {self.dtype!r}, {self.moments!r}")
+        if any(not 0 <= access.unit < len(self.units) for access in self.order):
+            raise ConfigError(f"the order of {self.name} uses a unit that is not among its {len(self.units)}")
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all units."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter, and of a gradient."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of optimizer state for one parameter."""
+        return state_itemsize(self.dtype, self.moments)
+
+    @property
+    def step_order(self) -> tuple[Access, ...]:
+        """The accesses of a whole step: a unit's gradient pages are first touched by the first batch."""
+        later = tuple(access for access in self.order if access.phase is not Phase.GRADIENT)
+        return self.order + later * (self.batches - 1)
+
+    def sharded(self, ranks: int) -> Workload:
+        """The step as one of `ranks` sees its pages: each unit's elements divided, its computation whole."""
+        if ranks == 1:
+            return self
+        units = [
+            replace(
+                unit,
+                numel=-(-unit.numel // ranks),
+                trainable=-(-unit.trainable // ranks),
+                nested_nbytes=-(-unit.nested_nbytes // ranks),
+            )
+            for unit in self.units
+        ]
+        return replace(self, units=tuple(units))
+
+
+def state_itemsize(dtype: str, moments: str) -> int:
+    """Bytes of optimizer state for one parameter of `dtype`."""
+    return _STATE_BYTES[dtype] - (_INT8_SAVES if moments == "int8" else 0)
+
+
+def order_of(calls: Sequence[tuple[int, bool]]) -> tuple[Access, ...]:
+    """The order of one batch that makes these calls, and goes back the same way.
+
+    Each call is a unit and whether backward needs the unit's values there: an embedding's look-up does not. Autograd
+    adds up what the calls of a unit contribute, so its gradient arrives where backward meets it last.
+    """
+    return tuple(_order(calls))
+
+
+def _order(calls: Sequence[tuple[int, bool]]) -> Iterator[Access]:
+    yield from (Access(unit, Phase.FORWARD) for unit, _ in calls)
+    first = {unit: position for position, (unit, _) in reversed(list(enumerate(calls)))}
+    for position in reversed(range(len(calls))):
+        unit, values_needed = calls[position]
+        if values_needed:
+            yield Access(unit, Phase.BACKWARD)
+        if first[unit] == position:
+            yield Access(unit, Phase.GRADIENT)
+
+
+def unit_flops(numel: int, tokens: int, *, seq: int = 0, width: int = 0) -> float:
+    """Operations of one forward call: two for each weight and token, and attention's 4 seq width for each token.
+
+    After Kaplan et al., "Scaling laws for neural language models" (2020), table 1, with the causal half not left out:
+    plain kernels compute it.
+    """
+    return 2.0 * numel * tokens + 4.0 * seq * width * tokens
+
+
+def transformer(
+    parameters: int, *, batch: int, seq: int, batches: int = 1, dtype: str = "bfloat16", moments: str = "float32"
+) -> Workload:
+    """The step of a transformer of `parameters` parameters: 12 width^2 a layer, untied embeddings of 32,000 tokens.
+
+    Width is about 128 times depth, as in published models. Raises ConfigError for fewer than 100,000 parameters.
+    """
+    if parameters < 100_000:
+        raise ConfigError(f"expected a model of 100,000 parameters or more, found {parameters}")
+    width = 64
+    while 12 * (2 * width) ** 2 * max(2, 2 * width // 128) <= parameters:
+        width *= 2
+    while 12 * (width * 5 // 4) ** 2 * max(2, width * 5 // 4 // 128) <= parameters:
+        width = width * 5 // 4 // 64 * 64 + (64 if width < 256 else 0)
+    vocabulary = min(_VOCABULARY, parameters // (8 * width))
+    rest = parameters - 2 * vocabulary * width
+    layers = max(1, round(rest / (12 * width * width)))
+    tokens = batch * seq
+    units = [UnitWork("embedding", vocabulary * width, vocabulary * width, 0.0)]
+    for layer in range(layers):
+        numel = rest * (layer + 1) // layers - rest * layer // layers
+        units.append(UnitWork(f"layer {layer}", numel, numel, unit_flops(numel, tokens, seq=seq, width=width)))
+    head = vocabulary * width
+    units.append(UnitWork("head", head, head, unit_flops(head, tokens)))
+    order = order_of([(unit, unit > 0) for unit in range(len(units))])
+    return Workload(f"{parameters / 1e9:.3g} B parameters", tuple(units), order, tokens, batches, dtype, moments)
+
+
+def coarsened(workload: Workload, most: int) -> Workload:
+    """The same step with runs of equal neighbours joined, so that there are about `most` units; for quick simulation.
+
+    Only units that follow each other once in the order and are equal but for their names are joined, so the largest
+    unit grows by the number joined. The workload itself where it is small enough.
+    """
+    count = -(-len(workload.units) // most)
+    forward = [access.unit for access in workload.order if access.phase is Phase.FORWARD]
+    if count < 2 or len(forward) != len(set(forward)) or len(forward) != len(workload.units):
+        return workload
+    groups: list[list[int]] = []
+    for unit in forward:
+        alike = groups and _alike(workload.units[groups[-1][0]], workload.units[unit])
+        if alike and len(groups[-1]) < count:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    needed = {access.unit for access in workload.order if access.phase is Phase.BACKWARD}
+    units = tuple(_joined([workload.units[unit] for unit in group]) for group in groups)
+    order = order_of([(number, group[0] in needed) for number, group in enumerate(groups)])
+    return replace(workload, units=units, order=order)
+
+
+def _alike(one: UnitWork, other: UnitWork) -> bool:
+    return abs(one.numel - other.numel) <= 1 and (one.trainable == one.numel) == (other.trainable == other.numel)
+
+
+def _joined(units: Sequence[UnitWork]) -> UnitWork:
+    measured = [unit.seconds for unit in units if unit.seconds is not None]
+    return UnitWork(
+        units[0].name,
+        sum(unit.numel for unit in units),
+        sum(unit.trainable for unit in units),
+        sum(unit.flops for unit in units),
+        units[0].nested_nbytes,
+        (sum(pair[0] for pair in measured), sum(pair[1] for pair in measured)) if len(measured) == len(units) else None,
+    )

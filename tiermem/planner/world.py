@@ -1,0 +1,262 @@
+"""The pager's own decisions, on simulated memory and under simulated time.
+
+Owns the stand-ins for arenas and edges, and the residency that writes down what it is told to do. Does not decide
+anything: `Service`, `Residency`, `Forecast` and `policy` are the pager's own, so that a simulated step and a real one
+cannot be of different minds. Guarantees that every move ends, after the time its line takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from tiermem.errors import CapacityError
+from tiermem.memory.tiers import Tier
+from tiermem.pager.edges import Chain, Done
+from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
+from tiermem.pager.residency import Residency
+from tiermem.pager.schedule import Forecast
+from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.planner.clock import Clock, Signal
+from tiermem.planner.design import Design
+from tiermem.planner.footprint import rounded
+from tiermem.planner.lines import Cores, DriveModel, Transfer, Wire
+from tiermem.stats import Counters
+
+_WRITE_BACK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing the plan does.
+
+    Attributes:
+        seconds: when, since the simulation began.
+        verb: "fetch", "write" (down), "evict" or "update".
+        page: the page's name.
+        nbytes: its bytes.
+        edge: which way it goes, such as "swap->host"; the tier for what does not move.
+        reason: why now.
+    """
+
+    seconds: float
+    verb: str
+    page: PageKey
+    nbytes: int
+    edge: str
+    reason: str
+
+
+class _Frame:
+    """Bytes of a simulated arena."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class SimulatedArena:
+    """Counts bytes; without fragmentation, as the real one."""
+
+    def __init__(self, tier: Tier, capacity: int) -> None:
+        self.tier = tier
+        self.capacity = capacity
+        self.reserved = 0
+        self.high_water = 0
+
+    def allocate(self, nbytes: int) -> Any:
+        """A frame, or None if there is no room."""
+        room = rounded(nbytes)
+        if self.reserved + room > self.capacity:
+            return None
+        self.reserved += room
+        self.high_water = max(self.high_water, self.reserved)
+        return _Frame(room)
+
+    def free(self, frame: Any) -> None:
+        """Give a frame back."""
+        self.reserved -= frame.nbytes
+
+
+class _Edge:
+    """An edge whose transfers take the time of their line."""
+
+    def __init__(self, start: Callable[[int, int, Callable[[], None]], Transfer]) -> None:
+        self._start = start
+
+    def start(self, page: Page, priority: int, done: Done) -> Transfer:
+        """See `pager.edges.Edge`."""
+        return self._start(page.nbytes, int(priority), lambda: done(None))
+
+
+class RecordingResidency(Residency):
+    """A residency that tells a listener what is done and why."""
+
+    def __init__(self, chain: Chain, forecast: Forecast, counters: Counters, *, ended: Any) -> None:
+        super().__init__(chain, forecast, counters, ended=ended)
+        self.listener: Callable[[str, Page, str, str], None] | None = None
+        self._dropped: list[tuple[Page, Tier]] = []
+
+    def start_move(self, page: Page, target: Tier, priority: Any) -> None:
+        """See `Residency`."""
+        if self.listener is not None:
+            edge = f"{page.nearest_valid(target).name.lower()}->{target.name.lower()}"
+            if int(priority) == _WRITE_BACK:
+                self.listener("write", page, edge, "its room will be wanted; used last: " + self._use(page))
+            else:
+                why = "demanded now" if int(priority) == 0 else "read ahead; used " + self._use(page)
+                self.listener("fetch", page, edge, why)
+        super().start_move(page, target, priority)
+
+    def drop(self, page: Page, tier: Tier) -> None:
+        """See `Residency`."""
+        if self.listener is not None:
+            self.listener("evict", page, tier.name.lower(), "of all that may go it is used last: " + self._use(page))
+        super().drop(page, tier)
+
+    def _use(self, page: Page) -> str:
+        use = self.forecast.next_use(page.key, 0)
+        return f"at access {use}" if use < 1 << 40 else "at no recorded access"
+
+
+class World:
+    """Simulated tiers under a clock, with the pager's decisions."""
+
+    def __init__(self, design: Design, *, listener: Callable[[Action], None] | None = None) -> None:
+        self.design = design
+        self.drive = DriveModel(design.drive)
+        self.up, self.down = (Wire(rate) for rate in design.wires or (1.0, 1.0))
+        self.cores = Cores(design.slower, lambda: self.drive.reading or self.drive.writing)
+        self.clock = Clock(
+            [self.cores, self.drive, self.up, self.down],
+            settle=self._settle,
+            passing=self._passing,
+            stuck=lambda: self.service.resolve_standstill(),  # noqa: PLW0108 - the service is made after the clock
+        )
+        self.counters = Counters(clock=lambda: self.clock.now)
+        self.forecast = Forecast()
+        self.residency = RecordingResidency(self._chain(), self.forecast, self.counters, ended=self._ended)
+        self.service = Service(self.residency, self._appetite())
+        self.waiting: LeaseRequest | str | None = None  # what the computation waits for
+        self.stalls: dict[str, float] = {}
+        for key, nbytes in design.pages():
+            self.residency.add(key, nbytes, saved=key.kind.value != "grad")
+        self.forecast.set_schedule(design.schedule)
+        self.residency.reclassify()
+        if listener is not None:
+            self.listen(listener)
+
+    def listen(self, listener: Callable[[Action], None]) -> None:
+        """Tell `listener` everything that is done from now on."""
+
+        def told(verb: str, page: Page, edge: str, reason: str) -> None:
+            listener(Action(self.clock.now, verb, page.key, page.nbytes, edge, reason))
+
+        self.residency.listener = told
+
+    def lease(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Generator[Signal, None, None]:
+        """Wait for a lease. Raises CapacityError."""
+        tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
+        signal, errors = Signal(), list[BaseException]()
+
+        def finished(error: BaseException | None) -> None:
+            if error is not None:
+                errors.append(error)
+            self.clock.fire(signal)
+
+        request = LeaseRequest([self.residency.page(key) for key in keys], intent, lane, tier, finished)
+        self.service.submit(request)
+        if lane is Lane.COMPUTE:
+            self.waiting = request
+        yield signal
+        if lane is Lane.COMPUTE:
+            self.waiting = None
+        if errors:
+            raise CapacityError(f"the simulated run ends here: {errors[0]}")
+
+    def release(self, keys: list[PageKey], lane: Lane) -> None:
+        """Give a lease back."""
+        tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
+        self.service.release([self.residency.page(key) for key in keys], tier)
+
+    def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
+        """As `pager.core.Core.announce`, in an order that does not depend on hashes."""
+        for key in sorted(change(self.forecast), key=lambda key: (key.unit, key.kind.value, key.tile)):
+            page = self.residency.pages[key]
+            if page.frames:
+                self.residency.census.note(page)
+
+    def begin_step(self) -> None:
+        """As `pager.core.Core.begin_step`, and close the step's counters."""
+        if not self.forecast.begin_step():
+            self.residency.reclassify()
+
+    def compute(self, seconds: float) -> Generator[Signal, None, None]:
+        """Compute for so long, were nothing in the way."""
+        if seconds > 0:
+            signal = Signal()
+            self.cores.compute(seconds, lambda: self.clock.fire(signal))
+            yield signal
+
+    def update(self, key: PageKey, seconds: float) -> Generator[Signal, None, None]:
+        """Run an update kernel on a STATE tile for so long, were nothing in the way."""
+        signal = Signal()
+        if self.residency.listener is not None:
+            why = "its gradient is complete, and its turn has come"
+            self.residency.listener("update", self.residency.page(key), "host", why)
+        self.cores.update(seconds, lambda: self.clock.fire(signal))
+        yield signal
+
+    def _chain(self) -> Chain:
+        arenas: dict[Tier, Any] = {Tier.HOST: SimulatedArena(Tier.HOST, self.design.settings.host_memory)}
+        drive = self.drive
+        edges: dict[tuple[Tier, Tier], Any] = {
+            (Tier.SWAP, Tier.HOST): _Edge(
+                lambda nbytes, priority, done: drive.start(rounded(nbytes), write=False, priority=priority, done=done)
+            ),
+            (Tier.HOST, Tier.SWAP): _Edge(
+                lambda nbytes, priority, done: drive.start(rounded(nbytes), write=True, priority=priority, done=done)
+            ),
+        }
+        if self.design.device_budget is not None:
+            arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device_budget)
+            edges[Tier.HOST, Tier.DEVICE] = _Edge(
+                lambda nbytes, priority, done: self.up.start(nbytes, priority=priority, done=done)
+            )
+            edges[Tier.DEVICE, Tier.HOST] = _Edge(
+                lambda nbytes, priority, done: self.down.start(nbytes, priority=priority, done=done)
+            )
+        return Chain(arenas=arenas, edges=edges, alignment=rounded(1))
+
+    def _appetite(self) -> dict[Tier, Appetite]:
+        footprint = self.design.footprint
+        appetite = {Tier.HOST: Appetite(look_ahead=footprint.look_ahead, reserve=footprint.reserve)}
+        if self.design.device_budget is not None:
+            appetite[Tier.DEVICE] = Appetite(look_ahead=self.design.device_budget // 2, reserve=0)
+        return appetite
+
+    def _ended(self, page: Page, move: Move, error: BaseException | None) -> None:
+        self.residency.finish_move(page, move, error)
+
+    def _settle(self) -> None:
+        self.service.pump()
+
+    def _passing(self, seconds: float) -> None:
+        """Say what this stretch of time is spent on, as far as the computation is concerned."""
+        if self.waiting is None:
+            return
+        if self.cores.updating and self.waiting == "update":
+            cause = "update kernel"
+        elif isinstance(self.waiting, LeaseRequest) and self.waiting.short is not None and self.drive.writing:
+            cause = "write"
+        elif self.drive.reading:
+            cause = "read"
+        elif self.drive.writing:
+            cause = "write"
+        elif self.up.busy or self.down.busy:
+            cause = "copy"
+        else:
+            cause = "update kernel"
+        self.stalls[cause] = self.stalls.get(cause, 0.0) + seconds
