@@ -1,7 +1,7 @@
 """Bytes per rank for each ZeRO stage and number of ranks, measured, beside ZeRO's own arithmetic.
 
-Trains a small Llama for two steps on processes of this machine (gloo) and counts the bytes of each rank's pages by kind;
-what is in transit between ranks lies in the budget of host memory, besides. Writes a table and the raw numbers.
+Trains a small Llama for two steps on processes of this machine (gloo) and counts the bytes of each rank's pages by
+kind; what is in transit between ranks lies in the budget of host memory, besides. Writes a table and the raw numbers.
 """
 
 from __future__ import annotations
