@@ -52,6 +52,13 @@ class Pager:
         """
         self._loop.call(lambda: self._core.residency.add(key, nbytes, saved=saved))
 
+    def remove_page(self, key: PageKey) -> bool:
+        """Make a page unknown again; its contents are lost. Waits for the loop.
+
+        False, and nothing is done, while it is leased or moves. Raises InvariantError if there is none.
+        """
+        return self._loop.call(lambda: self._core.residency.remove(self._core.residency.page(key)))
+
     def start_lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> PendingLease:
         """Ask for a lease on pages; computation leases on the top tier, the update in HOST.
 

@@ -14,7 +14,12 @@ from tiermem.pager.schedule import Schedule, schedule_of
 from tiermem.zero3.order import Access, Phase
 
 
-def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str) -> Schedule:
+def plan_step(
+    accesses: Sequence[Access],
+    tiles: Mapping[int, int],
+    update: str,
+    touches: Sequence[tuple[int, PageKey]] = (),
+) -> Schedule:
     """The schedule of a step like the recorded one.
 
     Args:
@@ -22,6 +27,7 @@ def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str)
         tiles: how many tiles each unit has; units without any are never updated.
         update: "backward" (after a unit's last gradient), "forward" (before its first forward) or "step" (at the end,
             in forward order).
+        touches: pages of activations, each with the number of accesses that came before it.
     """
     received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
     updated = [unit for unit in received if tiles.get(unit, 0)]
@@ -39,13 +45,19 @@ def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str)
         else:
             after.setdefault(last[unit] if update == "backward" else len(accesses) - 1, []).append(unit)
 
+    touched: dict[int, list[PageKey]] = {}
+    for position, key in touches:
+        touched.setdefault(position, []).append(key)
+
     def walk() -> Iterator[tuple[Lane, PageKey]]:
         for index, access in enumerate(accesses):
+            yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
             for unit in before.get(index, ()):
                 yield from _update(unit, tiles[unit])
             yield from _compute(access, tiles.get(access.unit, 0))
             for unit in after.get(index, ()):
                 yield from _update(unit, tiles[unit])
+        yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
 
     return schedule_of(walk())
 

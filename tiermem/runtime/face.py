@@ -23,6 +23,7 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.registry import registry
+from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.beginning import find_beginning
 from tiermem.runtime.capture import start_commit, start_snapshot
 from tiermem.runtime.commits import PendingCommit
@@ -30,6 +31,7 @@ from tiermem.runtime.house import House, build, draw
 from tiermem.runtime.record import optimizer_state, plain
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.stats import Statistics
+from tiermem.zero3.activations import ActivationStore
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
@@ -92,6 +94,7 @@ class Runtime:
     def __init__(self, house: House) -> None:
         self._house = house
         self._closed = False
+        self._activations: ActivationStore | None = None
         self._writing = 0  # how many `gathered(write=True)` are open
         self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
         self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
@@ -246,6 +249,24 @@ class Runtime:
                     house.states.store_master(unit, slot.parameter, values)
                     if values.dtype != torch.float32:
                         house.states.store_moments(unit, slot.parameter, *moments)
+
+    @contextmanager
+    def offload_activations(self, threshold: int | str = "1MiB") -> Iterator[None]:
+        """Keep what autograd saves for backward in pages: HOST as far as the budget goes, the rest in SWAP.
+
+        Put it around the forward; backward may be inside or outside. With torch.utils.checkpoint it keeps the inputs of
+        the checkpointed parts, without it all activations. `threshold`: bytes (or text, "1MiB") below which a saved
+        tensor stays where it is. The numbers do not change. Room on disk is taken as it is needed and given back by
+        `close`. One thread at a time; tensors that are not on the CPU are left alone.
+
+        Raises BudgetError, naming the least that works, if the budget leaves no room to pass tensors through; inside,
+        forward and backward raise swap.SwapFullError where the disk is full, or an I/O error.
+        """
+        house = self._open()
+        if self._activations is None:
+            self._activations = make_store(house)
+        with paging(house, self._activations, threshold):
+            yield
 
     def settle(self) -> None:
         """Wait until no update is pending. Raises the error of one that failed."""

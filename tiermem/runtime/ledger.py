@@ -15,6 +15,7 @@ import torch
 from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
+from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.planner.steps import plan_step
 from tiermem.stats import Counters
@@ -131,7 +132,7 @@ class Steps:
         self._counters = counters
         self._tiles = tiles
         self._update = update
-        self._planned: tuple[Access, ...] = ()
+        self._planned: tuple[tuple[Access, ...], tuple[tuple[int, PageKey], ...]] = ((), ())
         self._resumed: dict[int, int] = {}
         self._closed = False
         self.number = 0  # steps done
@@ -161,9 +162,9 @@ class Steps:
         if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
             order = scheduler.order.expected
             self._hurry_in_forward_order(order)
-            if order is not None and order.accesses != self._planned:
-                self._planned = order.accesses
-                self._pager.set_schedule(plan_step(order.accesses, self._tiles, self._update))
+            if order is not None and (order.accesses, order.touches) != self._planned:
+                self._planned = order.accesses, order.touches
+                self._pager.set_schedule(plan_step(order.accesses, self._tiles, self._update, order.touches))
             else:
                 self._pager.begin_step()
             self._counters.step()

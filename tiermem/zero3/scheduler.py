@@ -92,6 +92,11 @@ class GatherScheduler:
         return self._order
 
     @property
+    def saved(self) -> SavedTensorHooks:
+        """The hooks that keep handles in the graph."""
+        return self._saved
+
+    @property
     def gradients(self) -> GradientStore:
         """Which parameters have gradients in this step, and their norms."""
         return self._gradients
