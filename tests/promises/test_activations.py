@@ -123,7 +123,7 @@ def test_from_the_second_step_on_backward_finds_what_was_read_ahead(tmp_path: Pa
             misses.append(runtime.statistics().last.cache_misses)
     keys = {access.key for access in runtime._house.storage.pager._core.residency.forecast._schedule.accesses}
     assert any(key.kind is Kind.ACTIVATION for key in keys), "the order of pages of activations is planned"
-    assert misses[0] > 0
+    assert min(misses[1:]) < misses[0], misses
 
 
 def test_views_of_one_storage_are_kept_once(tmp_path: Path) -> None:
