@@ -43,7 +43,7 @@ class ShelfLease:
 
 
 class Shelf:
-    """A pager that is always there; `stuck` pages cannot be removed, `failing` ones not be leased."""
+    """A pager that is always there; `stuck` pages cannot be replaced, `failing` ones not be leased."""
 
     def __init__(self) -> None:
         self.pages: dict[PageKey, torch.Tensor] = {}
@@ -52,15 +52,12 @@ class Shelf:
         self.failing: set[PageKey] = set()
         self.leased = 0
 
-    def add_page(self, key: PageKey, nbytes: int) -> None:
-        assert key not in self.pages
-        self.pages[key] = torch.full((nbytes,), 255, dtype=torch.uint8)
-
-    def remove_page(self, key: PageKey) -> bool:
+    def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
+        assert replace
         if key in self.stuck:
             return False
         self.failing.discard(key)
-        del self.pages[key]
+        self.pages[key] = torch.full((nbytes,), 255, dtype=torch.uint8)
         return True
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> ShelfLease:
@@ -71,7 +68,7 @@ class Shelf:
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
         for key in keys:
-            assert key in self.pages, "a page is removed while it may still be discarded"
+            assert key in self.pages
         self.full.difference_update(keys)
 
 

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class TrainOptions:
     texts: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
     resume: bool = False
     keep: bool = False
     commit_every: int = 0
@@ -106,7 +108,8 @@ class Training:
             tokens = batch(
                 self.source, seed=options.seed, number=micro_batch, rows=options.batch, length=options.seq
             ).to(device)
-            loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
+            with self.runtime.offload_activations() if options.offload_activations else nullcontext():
+                loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
             loss.backward()
             loss_sum += float(loss.detach())
         self.optimizer.step()

@@ -35,7 +35,7 @@ from tiermem.zero3.layout import view_bytes
 # A view of less than this part of its storage is left alone: the rest of the storage is most likely somebody's who
 # keeps it anyway (a batch is a slice of the data set), and would be copied for nothing.
 _LEAST_PART = 8
-_NO_PAGE, _FAILED = 0, -1
+_UNKNOWN = -1  # the size of a page that has to be made anew
 
 
 class ClosingLease(Lease, AbstractContextManager["ClosingLease"], Protocol):
@@ -57,12 +57,8 @@ class PendingLease(Protocol):
 class PageRoom(Protocol):
     """The part of the pager used here."""
 
-    def add_page(self, key: PageKey, nbytes: int) -> None:
-        """Announce a page."""
-        ...
-
-    def remove_page(self, key: PageKey) -> bool:
-        """Make a page unknown; False while it is in use."""
+    def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
+        """Announce a page, with `replace` in the place of the one of that name; False while that one is in use."""
         ...
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
@@ -194,9 +190,8 @@ class ActivationStore:
             return self._pager.start_lease([key], Intent.FRESH).wait()
         except Exception:
             # The page may have failed to be written down when nobody wanted it any more: try with a new one.
-            if not self._pager.remove_page(key):
+            if not self._pager.add_page(key, nbytes, replace=True):
                 raise
-            self._pager.add_page(key, nbytes)
             return self._pager.start_lease([key], Intent.FRESH).wait()
 
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -219,24 +214,20 @@ class ActivationStore:
                 heapq.heappush(self._free, number)
 
     def _fit(self, number: int, sizes: list[int]) -> bool:
-        """Give the number's pages these sizes; False if one of its old pages is still on its way to be forgotten."""
+        """Give the number's first pages these sizes; False if an old page is still on its way to be forgotten."""
         known = self._sizes[number]
-        known.extend([_NO_PAGE] * (len(sizes) - len(known)))
-        for tile, before in enumerate(known):
-            wanted = sizes[tile] if tile < len(sizes) else _NO_PAGE
-            if before == wanted:
+        for tile, wanted in enumerate(sizes):
+            if tile < len(known) and known[tile] == wanted:
                 continue
-            if before != _NO_PAGE and not self._pager.remove_page(_key(number, tile)):
+            known[tile : tile + 1] = [_UNKNOWN]
+            if not self._pager.add_page(_key(number, tile), wanted, replace=True):
                 return False
-            known[tile] = _NO_PAGE
-            if wanted != _NO_PAGE:
-                self._pager.add_page(_key(number, tile), wanted)
-                known[tile] = wanted
+            known[tile] = wanted
         return True
 
     def _distrust(self, number: int) -> None:
         """A page of the number has failed, for good as the pager sees it: make all anew before they are used again."""
-        self._sizes[number] = [_NO_PAGE if size == _NO_PAGE else _FAILED for size in self._sizes[number]]
+        self._sizes[number] = [_UNKNOWN] * len(self._sizes[number])
 
     def _bury(self) -> None:
         while self._dead:

@@ -56,7 +56,7 @@ class _Call:
 
 
 class GatherScheduler:
-    """Hooks a divided model. `parameters` by global number.
+    """Hooks a divided model. `parameters` by global number. `saved`: what keeps handles in the graph.
 
     `early`: announce units as complete during backward; then a gradient that comes after that is an error.
     """
@@ -76,7 +76,7 @@ class GatherScheduler:
         self._listener = listener
         self._early = early
         self._order = OrderRecorder()
-        self._saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
+        self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         self._calls: list[_Call] = []
         # Units gathered for backward, in order of arrival.
         self._backward: dict[int, None] = {}
@@ -90,11 +90,6 @@ class GatherScheduler:
     def order(self) -> OrderRecorder:
         """What units were used in which order."""
         return self._order
-
-    @property
-    def saved(self) -> SavedTensorHooks:
-        """The hooks that keep handles in the graph."""
-        return self._saved
 
     @property
     def gradients(self) -> GradientStore:
@@ -118,7 +113,7 @@ class GatherScheduler:
         self.settle()
         for unit in self._touched:
             if updated:
-                self._saved.values_changed(unit)
+                self.saved.values_changed(unit)
         self._touched.clear()
         self._gradients.reset()
         self._order.finish()
@@ -141,7 +136,7 @@ class GatherScheduler:
         for unit in [unit for unit in self._touched if not self._gradients.numbers(unit)]:
             del self._touched[unit]
             if updated:
-                self._saved.values_changed(unit)
+                self.saved.values_changed(unit)
 
     def close(self) -> None:
         """Remove all hooks and leases. The parameters stay placeholders (see `lend.restore`)."""
@@ -176,7 +171,7 @@ class GatherScheduler:
             self._gatherer.hold(unit)
             call.units.append(unit)
         if torch.is_grad_enabled():
-            call.pushed = self._saved.enter()
+            call.pushed = self.saved.enter()
 
     def _after_call(self, module: nn.Module) -> None:
         if not any(call.module is module for call in self._calls):
@@ -192,7 +187,7 @@ class GatherScheduler:
             for unit in call.units:
                 last.callback(self._let_go, unit)
             if call.pushed:
-                last.callback(self._saved.leave)
+                last.callback(self.saved.leave)
 
     def _let_go(self, unit: int) -> None:
         if self._gatherer.unhold(unit) or unit in self._backward:
@@ -272,7 +267,7 @@ class GatherScheduler:
         """
         if not self._early or self._touched[unit] or not self._order.all_arrived(self._gradients.trainable(unit)):
             return
-        if self._saved.outstanding(unit) or self._gatherer.holds(unit):
+        if self.saved.outstanding(unit) or self._gatherer.holds(unit):
             return
         self._gradients.release()
         self._backward.pop(unit, None)
