@@ -89,6 +89,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_plain_gradients()
         result = self._runtime().step(self)
         self._last = StepResult(result.grad_norm if result.grad_norm is not None else self.grad_norm, result.skipped)
         if result.skipped:
@@ -163,6 +164,15 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[self._index_of[parameter]] = group
+
+    def _refuse_plain_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a .grad, which would be ignored: gradients of "
+                    "an offloaded model are pages. Either it was frozen when it was offloaded (set requires_grad "
+                    "before tiermem.offload), or .grad was assigned (change gradients with parameter.register_hook)"
+                )
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

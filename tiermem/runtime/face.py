@@ -7,6 +7,7 @@ Guarantees that a closed runtime says so, and that closing twice is harmless.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.registry import registry
+from tiermem.runtime.abandoned import abandon
 from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.beginning import find_beginning
 from tiermem.runtime.capture import start_commit, start_snapshot
@@ -32,6 +34,7 @@ from tiermem.runtime.record import optimizer_state, plain
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.stats import Statistics
 from tiermem.zero3.activations import ActivationStore
+from tiermem.zero3.guards import ModelGuards, refuse_placeholders
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
@@ -85,6 +88,8 @@ def offload(
         source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
     elif weights is not None and beginning.manifest is None:
         source = open_weights(weights, model, partial=init is not None)
+    if beginning.manifest is None and source is None:
+        refuse_placeholders(model)
     return Runtime(build(draw(model, config, units, beginning), config, beginning, init=init, weights=source))
 
 
@@ -95,6 +100,9 @@ class Runtime:
         self._house = house
         self._closed = False
         self._activations: ActivationStore | None = None
+        self._guards = ModelGuards(house.divided, house.gatherer)
+        self._abandoned = weakref.finalize(self, abandon, house, self._guards, os.getpid())
+        self._pid = os.getpid()
         self._writing = 0  # how many `gathered(write=True)` are open
         self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
         self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
@@ -280,9 +288,10 @@ class Runtime:
             remove: delete the swap files and what is committed in them; False: keep them. Default: they are kept if
                 something is committed, and deleted otherwise.
 
-        Raises the error of an update or a commit that failed; everything is closed nevertheless.
+        Raises the error of an update or a commit that failed; everything is closed nevertheless. A runtime that is
+        dropped without this is closed by Python, late and with a ResourceWarning.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # in a forked child there is nothing to end
             return
         house = self._open()
         try:
@@ -292,6 +301,8 @@ class Runtime:
                 restore(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
         finally:
             self._closed = True
+            self._abandoned.detach()
+            self._guards.close()
             house.close(remove=remove)
 
     def __enter__(self) -> Self:
@@ -303,6 +314,11 @@ class Runtime:
         self.close()
 
     def _open(self) -> House:
+        if os.getpid() != self._pid:
+            raise TiermemError(
+                f"this is a forked child of process {self._pid}, which has the runtime: neither its threads nor its "
+                "memory come along; leave the model alone here (data loader workers need the data only)"
+            )
         if self._closed:
             raise TiermemError("this runtime is closed; offload the model again to go on")
         return self._house

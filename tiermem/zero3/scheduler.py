@@ -12,9 +12,9 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.errors import TiermemError
 from tiermem.zero3.engine import backward_number, call_at_backward_end
 from tiermem.zero3.gather import Gatherer, Presence
+from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
+from tiermem.zero3.hooks import AfterCall, BeforeCall, OutputHook, gradient_hook
 from tiermem.zero3.order import OrderRecorder, Phase
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.units import ModelUnits
@@ -146,17 +148,18 @@ class GatherScheduler:
         self.settle()
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
+        there = all_gathered(divided, self._gatherer)
         for point in divided.points:
             module = point.module
             # First in and last out: the hooks of others see gathered parameters.
-            before = _before_hook(self._before_call, point.units)
+            before = BeforeCall(self._before_call, point.units, there)
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(_after_hook(self._after_call), always_call=True))
+            self._hooks.append(module.register_forward_hook(AfterCall(self._after_call, there), always_call=True))
             if _may_checkpoint_itself(module):
-                self._hooks.append(module.register_forward_hook(_output_hook(self._demand, point.units)))
+                self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
-                hook = _gradient_hook(self._gradient_arrived, unit, member.number)
+                hook = gradient_hook(self._gradient_arrived, unit, member.number)
                 register = parameters[member.number].register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
@@ -275,58 +278,7 @@ class GatherScheduler:
             self._touched[unit] = self._listener.gradients_complete(unit)
 
 
-def _before_hook(call: Callable[[nn.Module, tuple[int, ...]], None], units: tuple[int, ...]) -> Callable[..., None]:
-    def before(module: nn.Module, _: Any, __: Any) -> None:
-        call(module, units)
-
-    return before
-
-
-def _after_hook(call: Callable[[nn.Module], None]) -> Callable[..., None]:
-    def after(module: nn.Module, _: Any, __: Any) -> None:
-        call(module)
-
-    return after
-
-
-def _output_hook(demand: Callable[[int], torch.Tensor], units: tuple[int, ...]) -> Callable[..., None]:
-    """Bring units when backward reaches the outputs of a module.
-
-    Only early, in general. It matters for a module that checkpoints a part of its own forward which reads its own
-    parameters (most Hugging Face layers do so): nothing else is called before that part runs again.
-    """
-
-    def arrived(_: torch.Tensor) -> None:
-        for unit in units:
-            demand(unit)
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-
-    return after
-
-
-def _gradient_hook(call: Callable[[int, int], None], unit: int, number: int) -> Callable[[torch.Tensor], None]:
-    def arrived(_: torch.Tensor) -> None:
-        call(unit, number)
-
-    return arrived
-
-
 def _may_checkpoint_itself(module: nn.Module) -> bool:
     """Whether the module owns parameters and is not torch's own (those never checkpoint)."""
     own = next(module.parameters(recurse=False), None) is not None
     return own and not type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)

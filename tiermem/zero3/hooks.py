@@ -1,0 +1,117 @@
+"""The hooks of an offloaded model, as objects: what they call, and what becomes of them when the model is copied.
+
+Owns the callables that are registered on modules and parameters. Does not know when anything is due: each passes on to
+the scheduler. Guarantees that an offloaded model is neither copied nor pickled with its values paged out: whoever tries
+is told how to do it, and a copy made while the values are there is a plain model, with hooks that do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import TiermemError
+
+
+class BoundHook:
+    """A hook that belongs to this model and to no copy of it. `is_there()`: whether the values are gathered now."""
+
+    def __init__(self, is_there: Callable[[], bool]) -> None:
+        self._is_there = is_there
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Nothing:
+        self._check("copied (copy.deepcopy, AveragedModel)")
+        return _Nothing()
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        self._check("pickled (torch.save of the module, sending it to another process)")
+        return _Nothing, ()
+
+    def _check(self, what: str) -> None:
+        if not self._is_there():
+            raise TiermemError(
+                f"an offloaded model was {what} while its parameters are paged out; put "
+                "`with runtime.gathered(model):` around it, if it fits into host_memory, to get a plain model"
+            )
+
+
+class _Nothing:
+    """What is left of a hook in a copy."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class BeforeCall(BoundHook):
+    """Forward pre-hook with keyword arguments."""
+
+    def __init__(
+        self, call: Callable[[nn.Module, tuple[int, ...]], None], units: tuple[int, ...], is_there: Callable[[], bool]
+    ) -> None:
+        super().__init__(is_there)
+        self._call = call
+        self._units = units
+
+    def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
+        """The module is about to run."""
+        self._call(module, self._units)
+
+
+class AfterCall(BoundHook):
+    """Forward hook."""
+
+    def __init__(self, call: Callable[[nn.Module], None], is_there: Callable[[], bool]) -> None:
+        super().__init__(is_there)
+        self._call = call
+
+    def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
+        """The module has run."""
+        self._call(module)
+
+
+class OutputHook(BoundHook):
+    """Forward hook: bring units when backward reaches the outputs of a module.
+
+    Only early, in general. It matters for a module that checkpoints a part of its own forward which reads its own
+    parameters (most Hugging Face layers do so): nothing else is called before that part runs again.
+    """
+
+    def __init__(
+        self, demand: Callable[[int], torch.Tensor], units: tuple[int, ...], is_there: Callable[[], bool]
+    ) -> None:
+        super().__init__(is_there)
+        self._demand = demand
+        self._units = units
+
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
+        """The module has run: watch its outputs."""
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        for unit in self._units:
+            self._demand(unit)
+
+
+def gradient_hook(call: Callable[[int, int], None], unit: int, number: int) -> Callable[[torch.Tensor], None]:
+    """A hook for after the gradient of parameter `number` has been accumulated."""
+
+    def arrived(_: torch.Tensor) -> None:
+        call(unit, number)
+
+    return arrived
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
