@@ -60,7 +60,7 @@ def refuse_placeholders(model: nn.Module) -> None:
 
 
 class _Reading(BoundHook):
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def act(self, module: nn.Module, *_: Any) -> None:
         """`state_dict()` is about to read the module's own parameters."""
         if any(map(is_placeholder, _own(module))):
             raise TiermemError(
@@ -71,7 +71,7 @@ class _Reading(BoundHook):
 
 
 class _Loading(BoundHook):
-    def __call__(self, module: nn.Module, _: Any, __: str, local_metadata: dict[str, Any], *___: Any) -> None:
+    def act(self, module: nn.Module, _: Any, __: str, local_metadata: dict[str, Any], *___: Any) -> None:
         """`load_state_dict()` is about to write into the module's own parameters."""
         if local_metadata.get("assign_to_params_buffers", False):
             raise TiermemError(

@@ -7,6 +7,7 @@ is told how to do it, and a copy made while the values are there is a plain mode
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,22 @@ class BoundHook:
 
     def __init__(self, is_there: Callable[[], bool]) -> None:
         self._is_there = is_there
+        self._untraced: Callable[..., None] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """What a module calls. Dynamo (torch.compile) does not look inside: it breaks its graph here and goes on."""
+        act = self._untraced
+        if act is None:
+            # Importing dynamo costs seconds and memory; whoever compiles has done so.
+            if "torch._dynamo" not in sys.modules:
+                self.act(*arguments)
+                return
+            act = self._untraced = torch.compiler.disable(self.act)  # type: ignore[no-untyped-call]
+        act(*arguments)
+
+    def act(self, *arguments: Any) -> None:
+        """What there is to do; the subclasses know."""
+        raise NotImplementedError
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Nothing:
         self._check("copied (copy.deepcopy, AveragedModel)")
@@ -45,18 +62,44 @@ class _Nothing:
         return None
 
 
+class LastHook:
+    """A forward hook that runs behind all others of its module, also those registered later; always called."""
+
+    def __init__(self, module: nn.Module, hook: BoundHook) -> None:
+        self._module = module
+        self._hook = hook
+        self._handle = module.register_forward_hook(hook, always_call=True)
+
+    def renew(self) -> None:
+        """Go behind what was registered since the last time."""
+        hooks = self._handle.hooks_dict_ref()
+        if hooks is not None and next(reversed(hooks)) != self._handle.id:
+            self._handle.remove()
+            self._handle = self._module.register_forward_hook(self._hook, always_call=True)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+
 class BeforeCall(BoundHook):
-    """Forward pre-hook with keyword arguments."""
+    """Forward pre-hook with keyword arguments. `last`: what will run behind the call."""
 
     def __init__(
-        self, call: Callable[[nn.Module, tuple[int, ...]], None], units: tuple[int, ...], is_there: Callable[[], bool]
+        self,
+        call: Callable[[nn.Module, tuple[int, ...]], None],
+        units: tuple[int, ...],
+        last: LastHook,
+        is_there: Callable[[], bool],
     ) -> None:
         super().__init__(is_there)
         self._call = call
         self._units = units
+        self._last = last
 
-    def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
+    def act(self, module: nn.Module, *_: Any) -> None:
         """The module is about to run."""
+        self._last.renew()
         self._call(module, self._units)
 
 
@@ -67,7 +110,7 @@ class AfterCall(BoundHook):
         super().__init__(is_there)
         self._call = call
 
-    def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
+    def act(self, module: nn.Module, *_: Any) -> None:
         """The module has run."""
         self._call(module)
 
@@ -86,7 +129,7 @@ class OutputHook(BoundHook):
         self._demand = demand
         self._units = units
 
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
+    def act(self, _: nn.Module, __: Any, output: Any) -> None:
         """The module has run: watch its outputs."""
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import backward_number, call_at_backward_end
+from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
-from tiermem.zero3.hooks import AfterCall, BeforeCall, OutputHook, gradient_hook
+from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gradient_hook
 from tiermem.zero3.order import OrderRecorder, Phase
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.units import ModelUnits
@@ -85,7 +85,7 @@ class GatherScheduler:
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | LastHook] = []
         self._install(divided, parameters)
 
     @property
@@ -152,9 +152,10 @@ class GatherScheduler:
         for point in divided.points:
             module = point.module
             # First in and last out: the hooks of others see gathered parameters.
-            before = BeforeCall(self._before_call, point.units, there)
+            last = LastHook(module, AfterCall(self._after_call, there))
+            before = BeforeCall(self._before_call, point.units, last, there)
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(AfterCall(self._after_call, there), always_call=True))
+            self._hooks.append(last)
             if _may_checkpoint_itself(module):
                 self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
         for unit, member in divided.members():
@@ -164,6 +165,11 @@ class GatherScheduler:
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
+        if is_transformed():
+            raise TiermemError(
+                "an offloaded model was called inside torch.func.grad, vjp, jvp or another of its kind; they know "
+                "no saved-tensor hooks; use loss.backward() or torch.autograd.grad instead"
+            )
         call = _Call(module)
         outermost = not self._calls
         self._calls.append(call)  # first of all: the after-hook runs even if what follows raises
