@@ -20,6 +20,7 @@ FLOORS = {
     "tiermem.config": 1,
     "tiermem.stats": 1,
     "tiermem.timeline": 1,
+    "tiermem.process": 1,
     "tiermem.registry": 1,
     # Words of the memory room without state or torch; the hall speaks them too.
     "tiermem.memory.sizes": 1,

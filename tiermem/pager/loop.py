@@ -8,7 +8,6 @@ behind each batch, and that after `shut` nobody's message is taken without being
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.process import HomeProcess
 
 T = TypeVar("T")
 Message = Callable[[], object]
@@ -34,7 +34,7 @@ class LoopThread:
         self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
         self._shut = False
         self._ended = False
-        self._pid = os.getpid()
+        self._home = HomeProcess()
         self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -46,7 +46,7 @@ class LoopThread:
     @property
     def is_foreign(self) -> bool:
         """Whether this is a forked child of the process whose loop it is: the thread was not forked with it."""
-        return os.getpid() != self._pid
+        return not self._home.is_here
 
     def post(self, message: Message) -> bool:
         """Run `message` on the loop soon. Never waits; False (and nothing is done) after `shut`."""

@@ -7,18 +7,18 @@ child nothing is touched.
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 
+from tiermem.process import HomeProcess
 from tiermem.runtime.house import House
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.guards import ModelGuards
 
 
-def abandon(house: House, guards: ModelGuards, pid: int) -> None:
+def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
     """Close a house whose runtime is gone. Called by a finalizer: on any thread, also as the interpreter ends."""
-    if os.getpid() != pid:
+    if not home.is_here:
         return
     directories = ", ".join(map(str, house.config.swap_paths))
     warnings.warn(

@@ -23,6 +23,7 @@ from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
+from tiermem.process import HomeProcess
 from tiermem.registry import registry
 from tiermem.runtime.abandoned import abandon
 from tiermem.runtime.activations import make_store, paging
@@ -99,10 +100,10 @@ class Runtime:
     def __init__(self, house: House) -> None:
         self._house = house
         self._closed = False
+        self._home = HomeProcess()
         self._activations: ActivationStore | None = None
         self._guards = ModelGuards(house.divided, house.gatherer)
-        self._abandoned = weakref.finalize(self, abandon, house, self._guards, os.getpid())
-        self._pid = os.getpid()
+        self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
         self._writing = 0  # how many `gathered(write=True)` are open
         self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
         self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
@@ -291,7 +292,7 @@ class Runtime:
         Raises the error of an update or a commit that failed; everything is closed nevertheless. A runtime that is
         dropped without this is closed by Python, late and with a ResourceWarning.
         """
-        if self._closed or os.getpid() != self._pid:  # in a forked child there is nothing to end
+        if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
             return
         house = self._open()
         try:
@@ -314,11 +315,7 @@ class Runtime:
         self.close()
 
     def _open(self) -> House:
-        if os.getpid() != self._pid:
-            raise TiermemError(
-                f"this is a forked child of process {self._pid}, which has the runtime: neither its threads nor its "
-                "memory come along; leave the model alone here (data loader workers need the data only)"
-            )
+        self._home.check()
         if self._closed:
             raise TiermemError("this runtime is closed; offload the model again to go on")
         return self._house

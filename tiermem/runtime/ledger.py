@@ -18,6 +18,7 @@ from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.planner.steps import plan_step
+from tiermem.process import HomeProcess
 from tiermem.stats import Counters
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Access, Phase, StepOrder
@@ -135,6 +136,7 @@ class Steps:
         self._planned: tuple[tuple[Access, ...], tuple[tuple[int, PageKey], ...]] = ((), ())
         self._resumed: dict[int, int] = {}
         self._closed = False
+        self._home = HomeProcess()
         self.number = 0  # steps done
 
     def resume(self, number: int, counts: Mapping[int, int]) -> None:
@@ -195,5 +197,6 @@ class Steps:
         self._coordinator.wait_updates()
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise TiermemError("the runtime of these parameters is closed; offload the model again to go on")

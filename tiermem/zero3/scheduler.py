@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import TiermemError
+from tiermem.process import HomeProcess
 from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
@@ -85,6 +86,7 @@ class GatherScheduler:
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
+        self._home = HomeProcess()
         self._hooks: list[RemovableHandle | LastHook] = []
         self._install(divided, parameters)
 
@@ -165,6 +167,7 @@ class GatherScheduler:
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
+        self._home.check()
         if is_transformed():
             raise TiermemError(
                 "an offloaded model was called inside torch.func.grad, vjp, jvp or another of its kind; they know "
