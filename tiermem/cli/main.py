@@ -83,8 +83,12 @@ def train(
     )
     base = load_config(config)
     asked = swap_dir or (base.swap_paths if base else ())
-    overrides = {"host_memory": host_memory, "device_memory": device_memory}
-    overrides |= {"update": update, "param_dtype": param_dtype}
+    overrides = {
+        "host_memory": host_memory,
+        "device_memory": device_memory,
+        "update": update,
+        "param_dtype": param_dtype,
+    }
     with swap_directories(asked, keep=what.commits) as directories:
         report = run(what, make_config(base, directories, overrides), Console(stderr=True))
     if json:
