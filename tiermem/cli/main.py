@@ -59,11 +59,10 @@ def train(
     if resume and not (swap_dir or config):
         raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
     quiet_libraries()
+    from tiermem.cli import train as command
     from tiermem.cli.disk import swap_directories
-    from tiermem.cli.train import TrainOptions, load_config, make_config
-    from tiermem.cli.train import train as run
 
-    what = TrainOptions(
+    what = command.TrainOptions(
         model=model,
         steps=steps,
         batch=batch,
@@ -81,16 +80,12 @@ def train(
         timeline=timeline,
         weights=weights,
     )
-    base = load_config(config)
+    base = command.load_config(config)
     asked = swap_dir or (base.swap_paths if base else ())
-    overrides = {
-        "host_memory": host_memory,
-        "device_memory": device_memory,
-        "update": update,
-        "param_dtype": param_dtype,
-    }
+    sizes = {"host_memory": host_memory, "device_memory": device_memory}
+    given = sizes | {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=what.commits) as directories:
-        report = run(what, make_config(base, directories, overrides), Console(stderr=True))
+        report = command.train(what, command.make_config(base, directories, given), Console(stderr=True))
     if json:
         print_object(report.to_json())
     else:

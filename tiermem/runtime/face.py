@@ -105,8 +105,7 @@ class Runtime:
         self._guards = ModelGuards(house.divided, house.gatherer)
         self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
         self._writing = 0  # how many `gathered(write=True)` are open
-        self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
-        self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
+        self._places = _Places(house)
 
     @property
     def config(self) -> Config:
@@ -206,7 +205,7 @@ class Runtime:
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the fp32 master of a trainable parameter, after all updates; waits for them."""
-        unit, slot = self._find(parameter)
+        unit, slot = self._places.find(parameter)
         house = self._open()
         if not slot.trainable:
             return self.parameter(parameter).float()
@@ -216,7 +215,7 @@ class Runtime:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient accumulated so far in this step, or None; waits for its pages."""
-        unit, slot = self._find(parameter)
+        unit, slot = self._places.find(parameter)
         house = self._open()
         house.scheduler.settle()
         if not house.ledger.is_unclaimed(unit, slot.parameter):
@@ -234,7 +233,7 @@ class Runtime:
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else parameters
-        units = list(dict.fromkeys(self._find(parameter)[0] for parameter in wanted))
+        units = list(dict.fromkeys(self._places.find(parameter)[0] for parameter in wanted))
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:
@@ -320,7 +319,16 @@ class Runtime:
             raise TiermemError("this runtime is closed; offload the model again to go on")
         return self._house
 
-    def _find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
+
+class _Places:
+    """Where each parameter of a model is kept."""
+
+    def __init__(self, house: House) -> None:
+        self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
+        self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
+
+    def find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
+        """The unit and the slot of a parameter. Raises ConfigError for one of another model."""
         number = self._number_of.get(id(parameter))
         if number is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
