@@ -154,13 +154,13 @@ class Steps:
         self._coordinator.attach_optimizer(source, parameters)
         return {number: self._resumed[number] for number in parameters if number in self._resumed}
 
-    def step(self, source: SettingsSource) -> StepResult:
+    def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
         scheduler = self._ledger.scheduler
         scheduler.settle()
         self._ledger.require_free()
-        result = self._coordinator.step(source)
+        result = self._coordinator.step(source, unscale=unscale)
         if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
             order = scheduler.order.expected
             self._hurry_in_forward_order(order)
