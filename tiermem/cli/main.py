@@ -29,6 +29,11 @@ def tiermem() -> None:
     """Train PyTorch models larger than memory."""
 
 
+def _check_resume(resume: bool, named: bool) -> None:
+    if resume and not named:
+        raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
+
+
 @app.command()
 def train(
     model: options.Model = "llama-20m",
@@ -56,11 +61,11 @@ def train(
     weights: options.WeightsPath = None,
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
-    if resume and not (swap_dir or config):
-        raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
+    _check_resume(resume, bool(swap_dir or config))
     quiet_libraries()
     from tiermem.cli import train as command
     from tiermem.cli.disk import swap_directories
+    from tiermem.cli.launch import launched
 
     what = command.TrainOptions(
         model=model,
@@ -82,13 +87,13 @@ def train(
     )
     base = command.load_config(config)
     asked = swap_dir or (base.swap_paths if base else ())
-    sizes = {"host_memory": host_memory, "device_memory": device_memory}
-    given = sizes | {"update": update, "param_dtype": param_dtype}
-    with swap_directories(asked, keep=what.commits) as directories:
-        report = command.train(what, command.make_config(base, directories, given), Console(stderr=True))
-    if json:
+    given = {"host_memory": host_memory, "device_memory": device_memory, "update": update}
+    given["param_dtype"] = param_dtype
+    with swap_directories(asked, keep=what.commits) as directories, launched() as launch:
+        report = command.train(what, command.make_config(base, directories, given), launch.progress(), launch)
+    if json and launch.rank == 0:
         print_object(report.to_json())
-    else:
+    elif launch.rank == 0:
         Console().print(report.to_table(), report.to_sentence(), sep="\n", highlight=False)
 
 

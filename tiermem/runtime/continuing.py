@@ -8,7 +8,7 @@ holds one of another size, is refused before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -18,15 +18,13 @@ from tiermem.errors import ResumeError
 from tiermem.optim.masters import StateStore
 from tiermem.pager.page import PageKey
 from tiermem.runtime import randomness
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.ledger import Steps
 from tiermem.runtime.record import step_counts
 from tiermem.runtime.storage import Storage
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import Materializer
-
-if TYPE_CHECKING:
-    from tiermem.runtime.house import Blueprint
 
 
 def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layouts: Sequence[UnitLayout]) -> None:

@@ -8,7 +8,7 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
-from tiermem.planner.steps import plan_step
+from tiermem.pager.schedule import Schedule
 from tiermem.process import HomeProcess
 from tiermem.stats import Counters
 from tiermem.zero3.gather import Gatherer
@@ -45,6 +45,11 @@ class GradientLedger:
         if self._scheduler is None:
             raise RuntimeError("the ledger was used before its scheduler was connected")
         return self._scheduler
+
+    def line_up(self) -> None:
+        """Let go of what backward holds, and wait until all ranks have come here with all their gradients."""
+        self.scheduler.settle()
+        self.scheduler.gradients.line_up()
 
     def present(self, unit: int) -> Sequence[int]:
         """The parameters of a unit with an unclaimed gradient."""
@@ -123,7 +128,7 @@ class Steps:
         pager: Pager,
         counters: Counters,
         *,
-        tiles: Mapping[int, int],
+        plan: Callable[[Sequence[Access], Sequence[tuple[int, PageKey]], str], Schedule],
         update: str,
     ) -> None:
         self._coordinator = coordinator
@@ -131,7 +136,7 @@ class Steps:
         self._queue = queue
         self._pager = pager
         self._counters = counters
-        self._tiles = tiles
+        self._plan = plan
         self._update = update
         self._planned: tuple[tuple[Access, ...], tuple[tuple[int, PageKey], ...]] = ((), ())
         self._resumed: dict[int, int] = {}
@@ -158,7 +163,7 @@ class Steps:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
         scheduler = self._ledger.scheduler
-        scheduler.settle()
+        self._ledger.line_up()
         self._ledger.require_free()
         result = self._coordinator.step(source, unscale=unscale)
         if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
@@ -166,7 +171,7 @@ class Steps:
             self._hurry_in_forward_order(order)
             if order is not None and (order.accesses, order.touches) != self._planned:
                 self._planned = order.accesses, order.touches
-                self._pager.set_schedule(plan_step(order.accesses, self._tiles, self._update, order.touches))
+                self._pager.set_schedule(self._plan(order.accesses, order.touches, self._update))
             else:
                 self._pager.begin_step()
             self._counters.step()
@@ -184,11 +189,13 @@ class Steps:
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
         self._check_open()
+        self._ledger.scheduler.gradients.line_up()
         return self._coordinator.clip_gradients(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed."""
         self._check_open()
+        self._ledger.scheduler.gradients.line_up()
         self._coordinator.drop_gradients(source)
 
     def wait_updates(self) -> None:

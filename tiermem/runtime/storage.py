@@ -88,7 +88,7 @@ def open_storage(
     try:
         if config.direct is True and not space.direct:
             raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
-        recovered = _recover(config, space, store) if resumed else None
+        recovered = _recover(config, space, store, beginning.generation) if resumed else None
         extents = Extents(
             space,
             recovered.generations if recovered else None,
@@ -122,7 +122,7 @@ def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes
     return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings)
 
 
-def _recover(config: Config, space: SwapSpace, store: CommitStore) -> Recovered:
+def _recover(config: Config, space: SwapSpace, store: CommitStore, generation: int) -> Recovered:
     recovered = recover(
         space,
         store,
@@ -130,6 +130,7 @@ def _recover(config: Config, space: SwapSpace, store: CommitStore) -> Recovered:
         verify_bytes=config.verify != "never",
         verify_mode="all",
         spares=lambda manifest: from_rows(manifest.user["spares"]),
+        generation=generation,
     )
     if recovered is None:
         raise ResumeError(f"the commit in {config.swap_paths[0]} has gone since it was looked at")

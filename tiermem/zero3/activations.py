@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.zero3.engine import Pack, Unpack, backward_number, pop_hooks, push_hooks, top_hooks, version
-from tiermem.zero3.gather import Lease
 from tiermem.zero3.handles import Foreign, Handle, Kept, SavedTensorHooks, refuse_changed
 from tiermem.zero3.layout import view_bytes
+from tiermem.zero3.sources import Lease
 
 # A view of less than this part of its storage is left alone: the rest of the storage is most likely somebody's who
 # keeps it anyway (a batch is a slice of the data set), and would be copied for nothing.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,24 +26,9 @@ from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gradient_hook
+from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
-from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.units import ModelUnits
-
-
-class Listener(Protocol):
-    """Who has to know."""
-
-    def unit_needed(self, unit: int) -> None:
-        """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
-        ...
-
-    def gradients_complete(self, unit: int) -> bool:
-        """All gradients that this step will bring for the unit are in its pages; no lease on it is held here.
-
-        Returns whether an update takes them now, after which no more may come.
-        """
-        ...
 
 
 class _Call:
@@ -69,7 +53,7 @@ class GatherScheduler:
         divided: ModelUnits,
         parameters: Sequence[nn.Parameter],
         gatherer: Gatherer,
-        gradients: GradientStore,
+        gradients: Gradients,
         listener: Listener,
         *,
         early: bool = False,
@@ -96,7 +80,7 @@ class GatherScheduler:
         return self._order
 
     @property
-    def gradients(self) -> GradientStore:
+    def gradients(self) -> Gradients:
         """Which parameters have gradients in this step, and their norms."""
         return self._gradients
 
@@ -110,6 +94,7 @@ class GatherScheduler:
         self._watched.clear()
         self._release_backward()
         self._gradients.release()
+        self._gatherer.give_up_ahead()
         self._gatherer.recheck()
 
     def finish_step(self, *, updated: bool = True) -> None:
@@ -218,6 +203,11 @@ class GatherScheduler:
             self._gatherer.recheck()
             self._listener.unit_needed(unit)
             self._order.access(unit, phase)
+            base = self._gatherer.gather(unit)
+            following = self._order.upcoming()
+            if following is not None:
+                self._gatherer.start(following)
+            return base
         return self._gatherer.gather(unit)
 
     def _demand(self, unit: int) -> torch.Tensor:
