@@ -16,7 +16,7 @@ from swap.requests import Priority, Request
 from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
-from tiermem.pager.page import Page, Transfer
+from tiermem.pager.page import Page, PageKey, Transfer
 
 Done = Callable[[BaseException | None], None]
 
@@ -36,11 +36,13 @@ class Chain:
         arenas: one arena for each memory tier.
         edges: the edge for each (source, target) pair of neighbours.
         alignment: frames take whole multiples of this many bytes, on every tier.
+        forget: called with the name of a page that is removed for good.
     """
 
     arenas: Mapping[Tier, Arena]
     edges: Mapping[tuple[Tier, Tier], Edge]
     alignment: int = FRAME_ALIGNMENT
+    forget: Callable[[PageKey], None] = lambda _: None
 
     @property
     def memory_tiers(self) -> tuple[Tier, ...]:
@@ -96,7 +98,7 @@ class SwapReadEdge:
     def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
         """Start reading the page's extent into its HOST frame."""
         extent, expected = self._extents.for_read(page.key)
-        request = self._extents.space.start_read(
+        request = self._extents.space_of(page.key).start_read(
             extent,
             _bytes_for(page, extent),
             priority=priority,
@@ -129,7 +131,7 @@ class SwapWriteEdge:
             done(error)
 
         try:
-            request = extents.space.start_write(
+            request = extents.space_of(key).start_write(
                 extent, _bytes_for(page, extent), priority=priority, on_done=ended, checksum=extents.checksums
             )
         except BaseException:
@@ -143,4 +145,5 @@ def host_chain(arena: Arena, extents: Extents) -> Chain:
     return Chain(
         arenas={Tier.HOST: arena},
         edges={(Tier.SWAP, Tier.HOST): SwapReadEdge(extents), (Tier.HOST, Tier.SWAP): SwapWriteEdge(extents)},
+        forget=extents.forget,
     )

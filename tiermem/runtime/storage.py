@@ -46,16 +46,22 @@ class Storage:
 
     def tiers(self) -> tuple[TierStatistics, ...]:
         """Budget, reserved bytes and high-water mark of each tier, from far to near."""
-        swap = self.space.statistics()
+        swap, scratch = self.space.statistics(), self.extents.scratch
         return (
-            TierStatistics(Tier.SWAP.name, swap.nbytes, swap.allocated, swap.high_water),
+            TierStatistics(
+                Tier.SWAP.name,
+                swap.nbytes + scratch.nbytes,
+                swap.allocated + scratch.allocated,
+                swap.high_water + scratch.high_water,
+            ),
             TierStatistics(Tier.HOST.name, self.arena.capacity, self.arena.reserved, self.arena.high_water),
         )
 
     def close(self, *, remove: bool) -> None:
         """Close everything, the pager first; with `remove` commits and swap files go. Raises the first error."""
         forget = [self.store.discard] if remove else []  # before the files: a commit must never outlive its bytes
-        close_all([self.pager.close, self.arena.close, *forget, lambda: self.space.close(remove=remove)])
+        scratch, space = self.extents.scratch, self.space
+        close_all([self.pager.close, self.arena.close, *forget, scratch.close, lambda: space.close(remove=remove)])
 
 
 def close_all(actions: list[Callable[[], None]]) -> None:
