@@ -231,10 +231,10 @@ class UpdateCoordinator:
         return all(map(is_finite, scales)) and is_finite(total_norm(self._gradients.norms(parameters)))
 
     def _unscale(self, source: SettingsSource, factor: float) -> None:
-        if self._speculation.settings(source) and not self._speculation.keeps_gradients:
+        if self._schedule.early and not self._keeps_gradients:
             raise ConfigError(
-                "update='backward' has updated units while their gradients were still scaled; choose update='auto', "
-                "'forward' or 'step' for loss scaling"
+                "update='backward' updates units while their gradients are still scaled; choose update='forward', "
+                "'step' or 'auto' for loss scaling"
             )
         for parameter in self._with_gradient(source):
             self._scale_of[parameter] = self._scale_of.get(parameter, 1.0) * factor
