@@ -194,6 +194,7 @@ class HostArena:
             area, offset = self._locate(part.start)
             area.give_back(offset, part.length)
         area, offset = self._locate(placement.start)
+        area.use_whole(offset, rounded)
         frame = Frame(placement.start, nbytes, area.buffer(offset, rounded))
         if self._poison:
             frame.tensor.fill_(_POISON)

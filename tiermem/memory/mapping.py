@@ -2,7 +2,8 @@
 
 Owns an anonymous private mapping: addresses that occupy no memory until they are touched, and the means to hand
 touched pages back. Does not know which of its addresses are in use. Guarantees that reserving costs no memory, that
-one touched byte brings in one page and no more, and that closing never fails while a tensor still looks at it.
+one touched byte brings in no page beyond a range that was said to be used as a whole, and that closing never fails
+while a tensor still looks at it.
 """
 
 from __future__ import annotations
@@ -13,45 +14,70 @@ import mmap
 import torch
 
 from tiermem.errors import CapacityError
+from tiermem.memory.ranges import RangeSet
 
 # Python names the flag only from 3.13 on. This is its value on every Linux that torch has wheels for (x86-64, aarch64);
 # elsewhere nothing is asked for, and a reservation too large is answered by a smaller one.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MADV_DONTFORK") else 0)
 
 
+# Of x86-64, and of aarch64 with its usual pages. Where they are larger fewer ranges hold one, and nothing else changes.
+_HUGE_PAGE = 2 << 20
+
+
 class Mapping:
     """`nbytes` of address space, page-aligned, zero when first touched. Raises OSError if there is no room for it."""
 
-    __slots__ = ("_map", "_view", "nbytes")
+    __slots__ = ("_base", "_huge", "_map", "_view", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self._view = memoryview(self._map)
-        # Huge pages: touching one byte would bring in 2 MiB, and giving back a part of one frees nothing, so the bound
-        # on physical memory would not hold where the system hands them out unasked.
+        self._base = tensor_over(self._view[:1]).data_ptr()
+        self._huge = RangeSet()  # where huge pages were asked for
+        # Huge pages only where they were asked for: touching one byte would bring in 2 MiB, so the bound on physical
+        # memory would not hold where the system hands them out unasked.
+        self._advise("MADV_NOHUGEPAGE", 0, nbytes)
         # Fork: a child would share the pages copy-on-write, so that every later write here costs a second copy, and
         # O_DIRECT reads in flight during the fork may land in the wrong copy (see NOTES in open(2)).
-        for advice in ("MADV_NOHUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                with contextlib.suppress(OSError):  # a kernel without the feature does not need the advice
-                    self._map.madvise(getattr(mmap, advice))
+        self._advise("MADV_DONTFORK", 0, nbytes)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + nbytes)."""
         return self._view[offset : offset + nbytes]
+
+    def use_whole(self, offset: int, nbytes: int) -> None:
+        """Say that all bytes of a range are about to be used: huge pages may lie inside it, never across its ends.
+
+        O_DIRECT pins every page of a transfer, so with huge pages a transfer costs a fraction (README.md).
+        """
+        start = -(-(self._base + offset) // _HUGE_PAGE) * _HUGE_PAGE - self._base
+        end = (self._base + offset + nbytes) // _HUGE_PAGE * _HUGE_PAGE - self._base
+        if end > start and self._huge.count(start, end) < end - start:
+            self._huge.remove(start, end)
+            self._huge.add(start, end)
+            self._advise("MADV_HUGEPAGE", start, end - start)
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return the pages of a page-aligned range to the system; they read as zeros afterwards.
 
         Raises CapacityError if the system refuses, as it does for memory that `mlockall` locked.
         """
+        for part in tuple(self._huge.overlapping(offset, offset + nbytes)):
+            self._advise("MADV_NOHUGEPAGE", part.start, part.length)  # one touched byte is one small page again
+        self._huge.remove(offset, offset + nbytes)
         try:
             self._map.madvise(mmap.MADV_DONTNEED, offset, nbytes)
         except OSError as error:
             raise CapacityError(
                 f"the system refused to take back {nbytes} bytes of host memory ({error}); is all memory locked?"
             ) from error
+
+    def _advise(self, advice: str, offset: int, nbytes: int) -> None:
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel without the feature does not need the advice
+                self._map.madvise(getattr(mmap, advice), offset, nbytes)
 
     def close(self) -> None:
         """Unmap now, or, if somebody still looks at a part of the mapping, when the last view dies."""
