@@ -83,6 +83,7 @@ GROWTH = """
         while len(timeline.events()) < 20_000:
             for number in range(1000):
                 timeline.record(f"warm-up {number}", "lane", 0.1 * number, 0.2 * number, {"page": f"page {number}"})
+                timeline.level("reserved HOST", 0.1 * number, float(number))
             train(4)
         before = train(10)
         after = train(steps)

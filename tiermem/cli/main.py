@@ -32,6 +32,7 @@ app = typer.Typer(name="tiermem", add_completion=False, pretty_exceptions_enable
 @app.callback()
 def tiermem() -> None:
     """Train PyTorch models larger than memory."""
+    quiet_libraries()
 
 
 def _check_resume(resume: bool, named: bool) -> None:
@@ -72,9 +73,7 @@ def train(
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
     _check_resume(resume, bool(swap_dir or config))
-    quiet_libraries()
     from tiermem.cli import train as training
-    from tiermem.cli.launch import launched
 
     what = training.TrainOptions(
         model=model,
@@ -99,9 +98,8 @@ def train(
     )
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
-    with launched() as launch:
-        found = training.train_in(swap_dir or (), what, training.load_config(config), overrides, launch)
-    if launch.rank == 0:
+    found = training.train_in(swap_dir or (), what, training.load_config(config), overrides)
+    if found is not None:
         show_training(found, json=json, with_overlap=report)
 
 

@@ -39,8 +39,6 @@ def plan(
 ) -> None:
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
     from tiermem.cli import main
-
-    main.quiet_libraries()
     from tiermem.cli import plan as planning
     from tiermem.cli.train import load_config, make_config
 
@@ -95,10 +93,7 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
-    from tiermem.cli import main
-
-    main.quiet_libraries()
-    from tiermem.cli import tune_steps
+    from tiermem.cli import main, tune_steps
     from tiermem.cli.disk import swap_directories
     from tiermem.cli.train import TrainOptions, load_config, make_config
 

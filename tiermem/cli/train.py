@@ -23,7 +23,7 @@ from rich.console import Console
 
 import tiermem
 from tiermem.cli.disk import capacity_bytes, check_space, swap_directories
-from tiermem.cli.launch import Launch
+from tiermem.cli.launch import Launch, launched
 from tiermem.cli.presets import build_model, count_parameters, find_model
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
@@ -166,15 +166,16 @@ def train_in(
     options: TrainOptions,
     base: tiermem.Config | None,
     overrides: dict[str, str | None],
-    launch: Launch,
-) -> TrainReport:
+) -> TrainReport | None:
     """Train as `train` does, in `directories`, those of `base`, or, without either, a new one removed afterwards.
 
-    The configuration is `base` with what is not None of `overrides` (see `make_config`).
+    The configuration is `base` with what is not None of `overrides` (see `make_config`). Under torchrun as one of its
+    ranks, of which the first returns a report.
     """
     asked = directories or (base.swap_paths if base else ())
-    with swap_directories(asked, keep=options.commits) as chosen:
-        return train(options, make_config(base, chosen, overrides), launch.progress(), launch)
+    with launched() as launch, swap_directories(asked, keep=options.commits) as chosen:
+        report = train(options, make_config(base, chosen, overrides), launch.progress(), launch)
+    return report if launch.rank == 0 else None
 
 
 def train(options: TrainOptions, config: tiermem.Config, console: Console, launch: Launch | None = None) -> TrainReport:

@@ -47,7 +47,9 @@ class _Call:
 class _Stack(threading.local):
     """The module calls in progress on this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: HomeProcess) -> None:
+        """`home`: the process whose threads these are."""
+        self.home = home
         self.calls: list[_Call] = []
 
 
@@ -74,7 +76,7 @@ class GatherScheduler:
         self._early = early
         self.order = OrderRecorder()
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
-        self._stack = _Stack()
+        self._stack = _Stack(HomeProcess())
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         # Units gathered for backward, in order of arrival.
@@ -82,7 +84,6 @@ class GatherScheduler:
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
-        self._home = HomeProcess()
         self._hooks: list[RemovableHandle | LastHook] = []
         self._install(divided, parameters)
 
@@ -165,7 +166,7 @@ class GatherScheduler:
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
-        self._home.check()
+        self._stack.home.check()
         if is_transformed():
             raise TiermemError(
                 "an offloaded model was called inside torch.func.grad, vjp, jvp or another of its kind; they know "

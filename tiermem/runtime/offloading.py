@@ -1,0 +1,99 @@
+"""`offload`: from a model and a configuration to a running house.
+
+Owns the order of what is looked at before anything is built: the ranks, what the swap directories hold, where values
+come from. Does not build (`house.py`). Guarantees that what is refused is refused on all ranks, with nothing changed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tiermem.checkpoint.restoring import SnapshotSource
+from tiermem.checkpoint.weights import open_weights
+from tiermem.config import Config
+from tiermem.errors import ConfigError
+from tiermem.registry import registry
+from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
+from tiermem.runtime.blueprint import draw
+from tiermem.runtime.company import find_company, own_directories
+from tiermem.runtime.face import Runtime
+from tiermem.runtime.house import build
+from tiermem.zero3.guards import refuse_placeholders
+from tiermem.zero3.initialise import Initializer
+from tiermem.zero3.materialize import WeightSource
+from tiermem.zero3.units import Wanted
+
+
+def offload(
+    model: nn.Module,
+    config: Config,
+    *,
+    units: Wanted = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Initializer | None = None,
+    resume: bool | str | os.PathLike[str] = False,
+    mesh: Any = None,
+) -> Runtime:
+    """Turn a model's parameters into pages, in place, and have them come and go by themselves.
+
+    Args:
+        model: any module on the CPU, on the meta device, or built under `deferred_init`. Names, shapes and dtypes of
+            its parameters stay truthful (floating-point ones become `config.param_dtype`); their values are leased
+            from the pager while a module that reads them runs.
+        config: budgets, swap directories and how to update.
+        units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
+            hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
+        weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
+            the model; buffers found there too. All must fit; with `init` some may be missing. Not read in a resume.
+        init: called on each module whose own parameters have just received storage. Default: the model's
+            `_init_weights`, else `reset_parameters`.
+        resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
+            continue from the last commit if there is one. True: insist on one. A path: start from that snapshot, in
+            directories that hold no committed run (or with `config.overwrite`). After a resume parameters, optimizer
+            state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
+            of the commit; what values the model had are dropped. See COMMIT.md beside this file.
+        mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided. Default: all
+            ranks, where torch.distributed is initialised. All of them call this, and everything below that says so
+            ("collective"), in the same order. Values and buffers begin as those of rank 0. See zero3/RANKS.md.
+
+    Raises:
+        ConfigError: the model or the configuration cannot be served.
+        BudgetError: the host budget is too small; names the largest unit and the least that works.
+        ResumeError: there is nothing to continue, it is of another model, or a commit would be replaced.
+        swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    for name, parameter in model.named_parameters():
+        if registry.find(parameter) is not None:
+            raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
+    company = find_company(config, mesh)
+    try:
+        own = own_directories(config, company)
+        beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
+        beginning = replace(beginning, rank=company.rank)
+        beginning = agree_on_commit(beginning, own, company)
+        source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
+        blueprint = draw(model, own, units, beginning, company)
+        return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
+    except BaseException as error:
+        company.close(f"could not begin: {type(error).__name__}: {error}")
+        raise
+
+
+def _find_source(
+    beginning: Beginning, model: nn.Module, weights: str | os.PathLike[str] | None, *, partial: bool, compare: bool
+) -> WeightSource | None:
+    """Where values come from, if not from the model or a commit. `partial`: some may be missing."""
+    if beginning.manifest is not None:
+        return None
+    if beginning.snapshot is not None:
+        return SnapshotSource(beginning.snapshot, model, compare=compare)
+    if weights is not None:
+        return open_weights(weights, model, partial=partial)
+    refuse_placeholders(model)
+    return None
