@@ -189,6 +189,7 @@ class FakeBook:
         self.pager = pager
         self.unit_of = {segment.parameter: state for state in units for segment in state.segments}
         self.gradients: dict[int, torch.Tensor] = {}
+        self.used: dict[int, torch.Tensor] = {}
         self.lent: set[int] = set()
 
     def set(self, parameter: int, gradient: torch.Tensor) -> None:
@@ -199,14 +200,15 @@ class FakeBook:
         return [p for p in self.gradients if self.unit_of[p].unit == unit and p not in self.lent]
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
-        return [torch.linalg.vector_norm(self.gradients[p]) for p in parameters]
+        known = self.used | self.gradients
+        return [torch.linalg.vector_norm(known[p]) for p in parameters]
 
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         self.lent.difference_update(parameters)
         for parameter in parameters:
-            del self.gradients[parameter]
+            self.used[parameter] = self.gradients.pop(parameter)
 
-    def borrowed(self, unit: int, parameters: Sequence[int], *, kept: bool) -> None:
+    def borrowed(self, unit: int, parameters: Sequence[int]) -> None:
         self.lent.update(parameters)
 
     def require_free(self, units: Iterable[int]) -> None:
@@ -223,8 +225,8 @@ class FakeBook:
 class FakeProtection:
     """Remembers what protected pages held."""
 
-    def __init__(self, pager: FakePager, *, keep_discarded: bool) -> None:
-        self.pager, self.keep_discarded, self.open = pager, keep_discarded, True
+    def __init__(self, pager: FakePager) -> None:
+        self.pager, self.open = pager, True
         self.before: dict[PageKey, torch.Tensor | None] = {}
         self.discarded: list[PageKey] = []
 
@@ -237,7 +239,7 @@ class FakeProtection:
                 self.before[key] = self.pager.bytes[key].clone() if key in self.pager.written else None
 
     def discard(self, keys: Sequence[PageKey]) -> None:
-        if self.open and self.keep_discarded:
+        if self.open:
             self.discarded.extend(keys)
         else:
             self.pager.start_discard(keys)
@@ -265,8 +267,8 @@ class FakeUndo:
     def has_room(self) -> bool:
         return self.room
 
-    def protection(self, *, keep_discarded: bool) -> FakeProtection:
-        return FakeProtection(self.pager, keep_discarded=keep_discarded)
+    def protection(self) -> FakeProtection:
+        return FakeProtection(self.pager)
 
     def revert(self, protection: Any, running: Sequence[Future[None]]) -> None:
         self.reverts += 1

@@ -52,8 +52,9 @@ class StepStatistics:
     `stall_seconds`: how long the compute thread waited for moves. `cache_hits` and `cache_misses`: leases whose page
     was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages forgotten.
     `held_frames`: frames that could not be reused when released, because somebody still looked at them.
-    `speculated`: steps in which units were updated before `step()`; `confirmed`: those of them that counted;
-    `redone`: those undone and updated again with what `step()` asked for. The rest were undone and dropped.
+    `speculated`: steps in which units were updated before `step()`, so that it could be undone; `confirmed`: those of
+    them that counted; `redone`: those undone and updated again with what `step()` asked for. The rest were undone and
+    dropped.
     """
 
     seconds: float = 0.0

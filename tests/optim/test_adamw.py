@@ -10,7 +10,7 @@ from doubles_optim import FakeBook, FakePager, FakeUndo, add_unit, read_paramete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.adamw import AdamW
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.kernels import Workspace
@@ -211,7 +211,7 @@ def test_updates_that_have_not_begun_are_withdrawn(harness: Harness) -> None:
 
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
 def test_without_room_backward_waits_for_the_step(harness: Harness) -> None:
-    ours = AdamW(harness.faces, lr=0.01)
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=1e9)
     torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
     harness.undo.room = False
     harness.backward(0)
@@ -225,6 +225,53 @@ def test_without_room_backward_waits_for_the_step(harness: Harness) -> None:
     torchs.step()
     harness.check_same()
     assert harness.counters.snapshot().total.speculated == 1
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+@pytest.mark.parametrize("ending", ["step", "zero_grad"])
+def test_without_clipping_early_updates_are_for_good(harness: Harness, ending: str) -> None:
+    """They need no room, and a bad gradient that comes behind them has only its own unit left out."""
+    ours = AdamW(harness.faces, lr=0.01)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    harness.undo.room = False
+    for step in range(4):
+        bad = step == 1
+        harness.backward(step, complete=not bad)
+        if bad:
+            harness.book.set(1, torch.full((SIZES[0][1],), float("nan")))
+            for state in reversed(harness.units):
+                assert harness.service.gradients_complete(state.unit) == (state.unit > 0)
+            for plain in harness.plain[:3]:
+                plain.grad = None
+        else:
+            assert ours.steps_of(harness.faces[5]) == step + 1
+        torchs.step()
+        if bad and ending == "step":
+            with pytest.raises(TiermemError, match="not finite"):
+                ours.step()
+        elif not bad:
+            ours.step()
+        ours.zero_grad()
+        assert not harness.book.gradients
+        harness.check_same()
+    assert [ours.steps_of(face) for face in harness.faces] == [3, 3, 3, 4, 4, 4]
+    assert ours.skipped == 0
+    assert harness.undo.reverts == 0
+
+
+@pytest.mark.parametrize("schedule", ["forward", "backward"])
+def test_finite_gradients_whose_common_norm_overflows_do_not_pass_unnoticed(schedule: str) -> None:
+    harness = Harness(schedule, sizes=[[1], [1]])
+    ours = AdamW(harness.faces)
+    for parameter in (1, 0):
+        harness.book.set(parameter, torch.tensor([1.5e19]))
+        harness.service.gradients_complete(parameter)
+    with pytest.raises(TiermemError) if schedule == "backward" else pytest.warns(UserWarning, match="skipped"):
+        ours.step()
+    assert [ours.steps_of(face) for face in harness.faces] == [schedule == "backward"] * 2
+    harness.backward(0)
+    ours.step()
+    harness.close()
 
 
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)

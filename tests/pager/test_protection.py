@@ -42,8 +42,8 @@ class House:
         for key in KEYS:
             self.pager.add_page(key, PAGE)
 
-    def protection(self, *, keep_discarded: bool = False) -> Protection:
-        return self.pager.protection(self.extents.keep(), keep_discarded=keep_discarded)
+    def protection(self) -> Protection:
+        return self.pager.protection(self.extents.keep())
 
     def protect(self, protection: Protection, keys: Sequence[PageKey]) -> None:
         self.pager.wait_for(self.pager.start_task(protection.protect(keys)))
@@ -131,11 +131,11 @@ def test_only_what_memory_alone_has_is_written_to_protect_it(house: House) -> No
 
 def test_what_is_discarded_stays_until_it_is_confirmed(house: House) -> None:
     house.write(KEYS, 1, Intent.FRESH)
-    for keep, confirmed in ((True, True), (True, False), (False, True)):
+    for confirmed in (True, False):
         house.write(KEYS[5:], 1, Intent.FRESH)
-        protection = house.protection(keep_discarded=keep)
+        protection = house.protection()
         house.pager.start_task(_call(protection, KEYS[5:])).result()
-        assert house.pager.is_written(KEYS[5]) == keep
+        assert house.pager.is_written(KEYS[5])
         if confirmed:
             protection.confirm()
         else:

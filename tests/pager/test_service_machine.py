@@ -166,7 +166,6 @@ class ServiceMachine(RuleBasedStateMachine):
                 SteppedCopies(self.chain.edges[Tier.SWAP, Tier.HOST].store),  # type: ignore[attr-defined]
                 lambda _: True,
                 self.next_event,
-                keep_discarded=False,
             )
         self.protection.prepare([key])
         self.protecting[key] = self.protection.protect([key])

@@ -2,7 +2,8 @@
 
 Where a step is clipped, skipped, given another learning rate, more gradients or an evaluation before `step()`, what was
 updated early is undone and, unless the step is skipped, done again. Compared with plain PyTorch in float32 and with
-"forward" in 16 bits.
+"forward" in 16 bits. In "backward" with one optimizer that does not clip it is never undone, costs nothing, and a step
+that should have been skipped is an error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 
 import tiermem
 from tiermem.optim.choice import Choice
+from tiermem.runtime.undo import Undo
 
 SPECULATING = ["backward", "auto"]
 BUDGETS = ["generous", "beside", "least"]
@@ -138,10 +140,9 @@ class PartlyBad(Wide):
         return x
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e9])
 @pytest.mark.parametrize("ending", ["step", "zero_grad"])
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("update", SPECULATING)
+@pytest.mark.parametrize(("update", "max_norm"), [("backward", 1e9), ("auto", None), ("auto", 1e9)])
 def test_a_bad_gradient_behind_good_ones_costs_nothing_but_its_step(update, budget, ending, max_norm, tmp_path):
     """The last layers are updated already when the first one's gradient turns out to be NaN."""
 
@@ -167,6 +168,145 @@ def test_a_bad_gradient_behind_good_ones_costs_nothing_but_its_step(update, budg
         assert (total.speculated, total.confirmed, total.redone) == (5, 3, 0)
 
 
+# "backward" with one optimizer that does not clip: updates under backward are for good.
+
+
+@pytest.mark.parametrize("ending", ["step", "zero_grad"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_without_clipping_a_bad_gradient_behind_good_ones_is_an_error_that_ends_the_step(budget, ending, tmp_path):
+    """What was updated stays so, the first layer has no gradient in that step, and training goes on."""
+
+    def script(trainee: Trainee) -> None:
+        first = list(trainee.model.layers[0].parameters())
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for number in range(6):
+            bad = number in (2, 4)
+            trainee.model.bad_below = 1 if bad else 0
+            loss = wide_batch(trainee.model)
+            loss.backward()
+            trainee.note(loss)
+            if bad and trainee.adamw is PlainAdamW:
+                for parameter in first:
+                    parameter.grad = None
+            if bad and ending == "step" and trainee.adamw is not PlainAdamW:
+                with pytest.raises(tiermem.TiermemError, match=r"not finite.*max_grad_norm.*'auto', 'forward' or"):
+                    optimizer.step()
+            elif not bad or trainee.adamw is PlainAdamW:
+                optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, tiermem.AdamW):
+            assert optimizer.skipped == 0
+            for parameter in trainee.model.parameters():
+                assert optimizer.steps_of(parameter) == (4 if any(parameter is other for other in first) else 6)
+
+    check(run(PartlyBad, script, tmp_path, "backward", budget), plain(PartlyBad, script))
+
+
+def test_after_such_a_step_a_commit_covers_what_was_updated(tmp_path):
+    torch.manual_seed(0)
+    model = PartlyBad()
+    config = config_for(tmp_path, budget_for(model, tmp_path, "beside"), "backward", commits=True)
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number in range(3):
+            model.bad_below = 1 if number == 2 else 0
+            wide_batch(model).backward()
+            if number == 2:
+                with pytest.raises(tiermem.TiermemError, match="between backward and step"):
+                    runtime.commit()
+                with pytest.raises(tiermem.TiermemError, match="not finite"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        runtime.commit().wait()
+        before = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
+    model = PartlyBad()
+    with tiermem.offload(model, config, resume=True) as runtime:
+        assert runtime._house.steps.number == 3
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        assert [optimizer.steps_of(layer.up.weight) for layer in model.layers] == [2, 3, 3]
+        for name, parameter in model.named_parameters():
+            assert same(runtime.master(parameter), before[name])
+
+
+def test_a_backward_that_fails_is_ended_by_zero_grad(tmp_path):
+    """In the middle of a unit: it is no example of how many gradients the next step brings."""
+    torch.manual_seed(0)
+    model = Wide()
+    config = config_for(tmp_path, budget_for(model, tmp_path, "beside"), "backward")
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number in range(5):
+            loss = wide_batch(model)
+            if number == 2:
+
+                def fail(_: torch.Tensor) -> None:
+                    raise ValueError("in backward")
+
+                handle = model.layers[0].up.weight.register_hook(fail)
+                with pytest.raises(ValueError, match="in backward"):
+                    loss.backward()
+                handle.remove()
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        assert [optimizer.steps_of(layer.up.weight) for layer in model.layers] == [4, 5, 5]
+        runtime.settle()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_without_clipping_nothing_is_protected(budget, tmp_path, monkeypatch):
+    """Neither is the room for another copy asked for, nor a page written down to keep what it was."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("an update of plain backward was to be protected")
+
+    for name in ("has_room", "protection"):
+        monkeypatch.setattr(Undo, name, never)
+    script = training(tokens_batch, [1e-3] * 5)
+    found = run(Stack, script, tmp_path, "backward", budget)
+    check(found, plain(Stack, script))
+    assert found.statistics.total.speculated == 0
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_without_clipping_nothing_moves_where_all_fits(max_norm, tmp_path):
+    torch.manual_seed(0)
+    model = Wide()
+    with tiermem.offload(model, config_for(tmp_path, "8MiB", "backward")) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), max_grad_norm=max_norm)
+        moved = []
+        for _ in range(5):
+            wide_batch(model).backward()
+            if moved:
+                assert (optimizer.steps_of(model.layers[2].up.weight) > len(moved)) == (max_norm is None)  # early
+            optimizer.step()
+            optimizer.zero_grad()
+            last = runtime.statistics().last
+            moved.append((last.bytes_read, last.bytes_written))
+    if max_norm is None:
+        assert moved[1:] == [(0, 0)] * 4
+    else:
+        assert all(written for _, written in moved[1:])  # the bytes before are written down
+
+
+def test_clipping_that_is_asked_for_too_late_changes_nothing(tmp_path):
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for number in range(4):
+            tokens_batch(trainee.model).backward()
+            if number == 2 and trainee.adamw is not PlainAdamW:
+                optimizer.max_grad_norm = 1e-3
+                with pytest.raises(tiermem.ConfigError, match="too late"):
+                    optimizer.step()
+                optimizer.max_grad_norm = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(run(Stack, script, tmp_path, "backward"), plain(Stack, script))
+
+
 @pytest.mark.parametrize("name", LATE_ONLY)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_where_gradients_are_kept_nothing_is_refused(name, budget, tmp_path):
@@ -190,13 +330,11 @@ def test_clip_calls_are_served_from_the_second_step_on(tmp_path):
     assert found.statistics.total.redone == 3
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e9])
-@pytest.mark.parametrize("update", SPECULATING)
+@pytest.mark.parametrize(("update", "max_norm"), [("backward", 1e9), ("auto", None), ("auto", 1e9)])
 def test_a_learning_rate_changed_before_the_step(update, max_norm, tmp_path):
     script = training(tokens_batch, [1.0] * 4, max_norm=max_norm, lr_before_step=True)
     found = run(Stack, script, tmp_path, update)
-    if update == "auto" or max_norm is not None:
-        check(found, plain(Stack, script))
+    check(found, plain(Stack, script))
     assert found.statistics.total.speculated > 0
 
 

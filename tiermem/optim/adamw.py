@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.scaling import record_finite, unscaling_factor
 from tiermem.optim.service import StepResult, UpdateService
 from tiermem.optim.updates import Settings
@@ -87,7 +87,8 @@ class AdamW(torch.optim.Optimizer):
         """Update the parameters that have gradients; return what `closure`, if given, returned.
 
         Depending on `Config.update` the updates are done, or only queued, when this returns; an error of one is raised
-        here, by the next use of its unit or by the next step. A gradient norm that is not finite skips the step.
+        here, by the next use of its unit or by the next step. A gradient norm that is not finite skips the step; with
+        update="backward" and no clipping it may be too late for that, which raises TiermemError and ends the step.
         `grad_scaler` is given by `torch.amp.GradScaler.step`: gradients are unscaled first, before any clipping.
         """
         loss = None
@@ -99,8 +100,15 @@ class AdamW(torch.optim.Optimizer):
             result = self._runtime().step(self)
         else:
             result = self._runtime().step(self, unscale=unscaling_factor(grad_scaler, self))
-            record_finite(grad_scaler, self, finite=not result.skipped)
+            record_finite(grad_scaler, self, finite=not (result.skipped or result.partial))
         self._last = StepResult(result.grad_norm if result.grad_norm is not None else self.grad_norm, result.skipped)
+        if result.partial:
+            raise TiermemError(
+                "the gradient norm of this step is not finite, but update='backward' had updated other units already, "
+                "and they stay updated. The remaining gradients are dropped; training can go on, or resume from a "
+                "commit. To have such steps skipped as a whole pass max_grad_norm to the optimizer, or choose "
+                "update='auto', 'forward' or 'step'"
+            )
         if result.skipped:
             self.skipped += 1
             if self.skipped == 1 and grad_scaler is None:

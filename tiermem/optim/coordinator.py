@@ -4,6 +4,9 @@ Owns who optimizes which parameter, clipping coefficients that wait for a step, 
 updated early may be kept. Does not know pages, modules or when to update (the schedule decides). Guarantees that an
 update has the bits of one with the settings and the clipping of the moment of `step()`, that every gradient is used by
 one update only, and that a step with a non-finite norm changes nothing. Used from the compute thread only.
+
+The exception is "backward" with one optimizer that does not clip: there updates under backward are for good (see
+`_for_good`), with the settings of that moment, and a norm that turns out not to be finite leaves the step partial.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class UpdateCoordinator:
         """Update what has a gradient. In the "step" schedule this waits and raises the errors of the updates.
 
         In the others, an error of an earlier step's update is raised here, or by `unit_needed`. A gradient norm that
-        is not finite skips the step. What was updated early is kept if nothing is clipped, else undone and redone.
+        is not finite skips the step. What was updated early is kept if nothing is clipped, else undone and redone. If
+        it was for good the step is `partial` instead of skipped, and a `max_grad_norm` set since is a `ConfigError`.
         """
         if source not in self._source_of.values():
             raise ConfigError("another optimizer was made for the same parameters since; step that one")
@@ -74,10 +78,8 @@ class UpdateCoordinator:
         parameters = self._with_gradient(source)
         finite = self._all_finite(parameters)
         clipped = any(self._scale_of.get(parameter, 1.0) != 1.0 for parameter in parameters)
-        early = self._speculation.settings(source)
-        # Where gradients are used up it is too late for other settings.
-        as_used = not self._speculation.keeps_gradients or source.settings(early) == early
-        if early and finite and not clipped and as_used:
+        early, spent = self._speculation.settings(source), self.spent
+        if early and finite and not clipped and source.settings(early) == early:
             for parameter in early:
                 self._scale_of.pop(parameter, None)
             self._speculation.keep(source)
@@ -88,7 +90,7 @@ class UpdateCoordinator:
         self._speculation.end_step()
         if not finite:
             self.drop_gradients(source)
-            return StepResult(norm, skipped=True)
+            return StepResult(norm, skipped=not spent, partial=spent)
         ready = set(self._present(source))
         units = [unit for unit in self._units if not ready.isdisjoint(self._gradients.present(unit))]
         self._schedule.step(units, _StarterFor(self, source))
@@ -100,16 +102,15 @@ class UpdateCoordinator:
         Raises `ConfigError` if gradients have been used up, which happens in "backward" before the first such call.
         """
         self._calling.add(source)
-        if self._speculation.settings(source) and not self._speculation.keeps_gradients:
-            raise ConfigError(
-                "clip_grad_norm_ comes too late: update='backward' has used gradients up. From the next step on it "
-                "keeps them: call it in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
-            )
         return self._clip(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
-        """Forget the gradients of `source` that no update has claimed, and their clipping; undo its early updates."""
-        if self._speculation.settings(source):
+        """Forget the gradients of `source` that no update has claimed, and their clipping; undo its early updates.
+
+        Those that were for good stay.
+        """
+        spent = self.spent
+        if spent or self._speculation.settings(source):
             self._speculation.take_back(redone=False)
             self._speculation.end_step()
         parameters = self._present(source)
@@ -119,6 +120,7 @@ class UpdateCoordinator:
             for unit in self._units:  # another optimizer's update may still have to read what is forgotten
                 if self._queue.pending(unit) and not set(parameters).isdisjoint(self._gradients.present(unit)):
                     self._queue.wait(unit)
+        if parameters or spent:
             self._gradients.drop(parameters)
 
     def wait_updates(self) -> None:
@@ -130,10 +132,10 @@ class UpdateCoordinator:
     def unit_needed(self, unit: int) -> None:
         """Wait for a pending update of a unit that is about to be used, ahead of the others. Raises its error.
 
-        Before the step, where gradients are kept, a unit is used with the values it has had so far: whatever was
-        updated early is undone.
+        Before the step a unit is used with the values it has had so far: what was updated early is undone, unless that
+        was for good.
         """
-        if self._speculation.keeps_gradients and self._speculation.holds(unit):
+        if self._speculation.holds(unit):
             self._speculation.take_back(redone=True)
         if self._queue.pending(unit):
             self._queue.hurry(unit)
@@ -149,9 +151,9 @@ class UpdateCoordinator:
     def settle_early(self) -> None:
         """Before somebody changes parameters, or who optimizes them: undo what was updated early.
 
-        Raises TiermemError where gradients have been used up, so that it could not be done again.
+        Raises TiermemError where that was for good.
         """
-        if self._speculation.is_open and not self._speculation.keeps_gradients:
+        if self.spent:
             raise TiermemError(
                 "parameters are to be changed, or given to another optimizer, between backward and step, but "
                 "update='backward' has used their gradients up; do it after optimizer.step(), or choose update='auto'"
@@ -185,7 +187,7 @@ class UpdateCoordinator:
         mine = [p for p in present if p in self._source_of]
         if mine and not (self._all_finite(mine) and self._scale_of.keys().isdisjoint(mine)):
             self._speculation.give_up()
-        if not mine or not self._speculation.begin(keep_gradients=self._keeps_gradients):
+        if not mine or not self._speculation.begin(for_good=self._for_good):
             return False
         by_source: dict[SettingsSource, list[int]] = {}
         for parameter in mine:
@@ -202,11 +204,16 @@ class UpdateCoordinator:
         return self._source_of.keys()
 
     @property
-    def _keeps_gradients(self) -> bool:
-        """Whether a redo must be possible: somebody may clip, or step without the others."""
+    def spent(self) -> bool:
+        """Whether units were updated early, for good, in the step under way."""
+        return bool(self._speculation.spent)
+
+    @property
+    def _for_good(self) -> bool:
+        """Whether an early update will not have to be undone: nobody clips, or steps without the others."""
         sources = self.optimizers()
         clipping = any(source.max_grad_norm is not None or source in self._calling for source in sources)
-        return self._schedule.keeps_gradients or clipping or len(sources) > 1
+        return not (self._schedule.keeps_gradients or clipping or len(sources) > 1)
 
     def _update(
         self, unit: int, source: SettingsSource, parameters: Sequence[int], *, scale: float, last: bool
@@ -221,8 +228,8 @@ class UpdateCoordinator:
         return [p for p in self.parameters_of(source) if p in with_gradient]
 
     def _with_gradient(self, source: SettingsSource) -> list[int]:
-        """Those present and those that an early update has borrowed, in the optimizer's order."""
-        found = {*self._present(source), *self._speculation.settings(source)}
+        """Those present and those that an early update has borrowed or used up, in the optimizer's order."""
+        found = {*self._present(source), *self._speculation.settings(source), *self._speculation.spent}
         return [p for p in self.parameters_of(source) if p in found]
 
     def _all_finite(self, parameters: Sequence[int]) -> bool:
@@ -231,7 +238,7 @@ class UpdateCoordinator:
         return all(map(is_finite, scales)) and is_finite(total_norm(self._gradients.norms(parameters)))
 
     def _unscale(self, source: SettingsSource, factor: float) -> None:
-        if self._schedule.early and not self._keeps_gradients:
+        if self.spent or (self._schedule.early and self._for_good):
             raise ConfigError(
                 "update='backward' updates units while their gradients are still scaled; choose update='forward', "
                 "'step' or 'auto' for loss scaling"
@@ -240,6 +247,11 @@ class UpdateCoordinator:
             self._scale_of[parameter] = self._scale_of.get(parameter, 1.0) * factor
 
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
+        if self.spent:
+            raise ConfigError(
+                "clipping comes too late: update='backward' has used gradients up. From the next step on it keeps "
+                "them: call clip_grad_norm_ in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
+            )
         parameters = self._with_gradient(source)
         norms = self._gradients.norms(parameters)
         total = total_norm([norm * self._scale_of.get(p, 1.0) for p, norm in zip(parameters, norms, strict=True)])

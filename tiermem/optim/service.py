@@ -19,10 +19,14 @@ from tiermem.optim.updates import Protector, Settings, UnitUpdate
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did: the gradient norm before clipping (None if nobody asked), and whether it was skipped."""
+    """What a step did: the gradient norm before clipping (None if nobody asked), and whether it was skipped.
+
+    `partial`: the norm is not finite, but some units had been updated early, for good; the other gradients are dropped.
+    """
 
     grad_norm: torch.Tensor | None
     skipped: bool
+    partial: bool = False
 
 
 class SettingsSource(Protocol):
@@ -65,7 +69,7 @@ class UpdateService(Protocol):
         """Scale the gradients of `source` so that their norm is at most `max_norm`; return the norm before."""
 
     def drop_gradients(self, source: SettingsSource) -> None:
-        """Forget the gradients of `source` that no update has claimed."""
+        """Forget the gradients of `source` that no update has claimed; if some were, the step ends with that."""
 
     def wait_updates(self) -> None:
         """Wait until all queued updates are done. Raises the error of one that failed."""
@@ -83,11 +87,8 @@ class GradientBook(Protocol):
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         """An update now owns these gradients: they are no longer present, and the next contribution starts anew."""
 
-    def borrowed(self, unit: int, parameters: Sequence[int], *, kept: bool) -> None:
-        """An update that may be undone uses these gradients; not present, but not claimed either.
-
-        `kept`: their pages stay as they are meanwhile.
-        """
+    def borrowed(self, unit: int, parameters: Sequence[int]) -> None:
+        """An update that may be undone uses these gradients; not present, but not claimed either."""
 
     def require_free(self, units: Iterable[int]) -> None:
         """Raise TiermemError if somebody keeps a view of the parameters of these units."""
@@ -130,8 +131,8 @@ class Undo(Protocol):
     def has_room(self) -> bool:
         """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
 
-    def protection(self, *, keep_discarded: bool) -> Protector:
-        """A new protection; with `keep_discarded` gradients stay until it is confirmed."""
+    def protection(self) -> Protector:
+        """A new protection."""
 
     def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
         """Wait for the updates that are running, then until everything protected is as it was before."""

@@ -3,13 +3,16 @@
 Owns, for the step under way, which updates began under backward, the protection under which they may be undone, and
 which of their optimizers have stepped since. Does not know norms or schedules: the coordinator judges. Guarantees that
 all of it is either kept, when every optimizer concerned has stepped and kept its share, or taken back, so that
-parameters, moments, step counts and (if they were kept) gradients are those before, bit for bit; and that what an
-optimizer had kept before others made it necessary to take all back is done again, with the settings it had.
+parameters, moments, step counts and gradients are those before, bit for bit; and that what an optimizer had kept before
+others made it necessary to take all back is done again, with the settings it had.
+
+Where nobody is expected to ask for that, updates are for good instead: they use their gradients up, count at once, are
+under no protection, and cost what they would cost after the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from tiermem.optim.service import GradientBook, SettingsSource, Undo, UpdateQueue
@@ -31,30 +34,35 @@ class Speculation:
         self._shares: list[Share] = []
         self._kept: set[SettingsSource] = set()
         self._given_up = False
-        self.keeps_gradients = False
+        self._spent: set[int] = set()
         self.spoiled = False
         """Whether something was taken back since the last `end_step`."""
 
-    def begin(self, *, keep_gradients: bool) -> bool:
+    def begin(self, *, for_good: bool) -> bool:
         """Whether an early update may be started now; may wait for a commit. The first one of a step decides how.
 
-        `keep_gradients`: so that what is taken back can be done again.
+        `for_good`: it will not have to be taken back.
         """
         if self._given_up:
             return False
-        if self._protection is None:
+        if self._protection is None and not self._spent and not for_good:
             if not self._undo.has_room():
                 self.give_up()
                 return False
-            self.keeps_gradients = keep_gradients
-            self._protection = self._undo.protection(keep_discarded=keep_gradients)
+            self._protection = self._undo.protection()
         return True
 
     def start(self, source: SettingsSource, update: UnitUpdate) -> None:
         """Queue an early update of parameters of `source`; `begin` must have allowed it."""
-        update = replace(update, protection=self._protection)
-        self._shares.append((source, update))
-        self._gradients.borrowed(update.unit, _parameters(update), kept=self.keeps_gradients)
+        parameters = _parameters(update)
+        if self._protection is None:
+            source.count(parameters)
+            self._spent.update(parameters)
+            self._gradients.claimed(update.unit, parameters)
+        else:
+            update = replace(update, protection=self._protection)
+            self._shares.append((source, update))
+            self._gradients.borrowed(update.unit, parameters)
         self._queue.start(update)
 
     def give_up(self) -> None:
@@ -63,12 +71,13 @@ class Speculation:
 
     def end_step(self) -> None:
         """An optimizer has stepped, or dropped its gradients: what comes next is another step, if all have."""
-        self._given_up, self.spoiled = self.is_open, False
+        self._given_up, self.spoiled = bool(self._shares), False
+        self._spent.clear()
 
     @property
-    def is_open(self) -> bool:
-        """Whether there are early updates that could still be taken back."""
-        return bool(self._shares)
+    def spent(self) -> Collection[int]:
+        """The parameters that were updated early in this step, for good: their gradients are used up."""
+        return self._spent
 
     def holds(self, unit: int) -> bool:
         """Whether a unit has such an update."""

@@ -47,19 +47,15 @@ class Protection:
         copies: Copies,
         post: Callable[[Callable[[], None]], bool],
         next_event: Callable[[], Coroutine[Any, Any, None]],
-        *,
-        keep_discarded: bool,
     ) -> None:
         """`post`: runs a function on the loop, and then serves whoever waits. `next_event()`: until something has
-        happened and been acted upon. `keep_discarded`: pages given to `discard` stay until it is confirmed, since a
-        redo needs them.
+        happened and been acted upon.
         """
         self._residency = residency
         self._service = service
         self._copies = copies
         self._post = post
         self._next_event = next_event
-        self._keep_discarded = keep_discarded
         self._open = True
         self._protected: dict[PageKey, bool] = {}  # whether it had contents
         self._discarded: list[PageKey] = []
@@ -88,8 +84,8 @@ class Protection:
                     await self._next_event()
 
     def discard(self, keys: Sequence[PageKey]) -> None:
-        """Forget these pages as soon as they cannot be needed for a redo."""
-        if self._open and self._keep_discarded:
+        """Forget these pages as soon as they cannot be needed for a redo, which is when this is confirmed."""
+        if self._open:
             self._discarded.extend(keys)
         else:
             for key in keys:

@@ -63,16 +63,9 @@ class Saving:
                     self._service.save(page)
         return then()
 
-    def protection(self, copies: Copies, *, keep_discarded: bool) -> Protection:
+    def protection(self, copies: Copies) -> Protection:
         """An open protection of no page yet; see there. Any thread."""
-        return Protection(
-            self._residency,
-            self._service,
-            copies,
-            self._post,
-            self._next_event,
-            keep_discarded=keep_discarded,
-        )
+        return Protection(self._residency, self._service, copies, self._post, self._next_event)
 
     def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
         found = [page for page in self._residency.pages.values() if page.key.kind in kinds and page.valid]

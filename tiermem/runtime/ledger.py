@@ -34,8 +34,7 @@ class GradientLedger:
         self._units = units
         self._gatherer = gatherer
         self._claimed: set[int] = set()
-        # Used by updates that may be undone, and whether their pages are kept meanwhile.
-        self._borrowed: dict[int, bool] = {}
+        self._borrowed: set[int] = set()  # used by updates that may be undone; their pages stay meanwhile
         self._scheduler: GatherScheduler | None = None
 
     def connect(self, scheduler: GatherScheduler) -> None:
@@ -61,7 +60,7 @@ class GradientLedger:
 
     def is_readable(self, unit: int, parameter: int) -> bool:
         """Whether this parameter of the unit has a gradient that no update has used up, or will without being asked."""
-        return self._borrowed.get(parameter, False) or parameter in self.present(unit)
+        return parameter in self._borrowed or parameter in self.present(unit)
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         """The 2-norm of each parameter's accumulated gradient."""
@@ -70,12 +69,11 @@ class GradientLedger:
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - part of the protocol
         """An update owns these gradients now."""
         self._claimed.update(parameters)
-        for parameter in parameters:
-            self._borrowed.pop(parameter, None)
+        self._borrowed.difference_update(parameters)
 
-    def borrowed(self, unit: int, parameters: Sequence[int], *, kept: bool) -> None:  # noqa: ARG002 - as above
-        """An update that may be undone uses these gradients; `kept`: their pages stay as they are meanwhile."""
-        self._borrowed.update(dict.fromkeys(parameters, kept))
+    def borrowed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - as above
+        """An update that may be undone uses these gradients; their pages stay as they are meanwhile."""
+        self._borrowed.update(parameters)
 
     def require_free(self, units: Iterable[int]) -> None:
         """Raise TiermemError if somebody keeps a view of parameters of these units, which are about to change."""
@@ -84,20 +82,22 @@ class GradientLedger:
 
     def given_back(self, parameters: Sequence[int]) -> None:
         """The updates that borrowed these gradients are undone: they are present, and more may come."""
-        for parameter in parameters:
-            self._borrowed.pop(parameter, None)
+        self._borrowed.difference_update(parameters)
         given = set(parameters)
         self.scheduler.take_back(
             [unit for unit in self._units if not given.isdisjoint(self.scheduler.gradients.numbers(unit))]
         )
 
     def drop(self, parameters: Sequence[int]) -> None:
-        """Forget these gradients as if backward had not brought them."""
-        if self.unclaimed() - set(parameters):
+        """Forget these gradients as if backward had not brought them. If others are claimed, end the step next."""
+        if self._claimed:
+            self.scheduler.forget(parameters)
+            # It may have been cut short, and is no example of how many gradients a step brings.
+            self.scheduler.order.forget_contributions()
+        elif self.unclaimed() - set(parameters):
             self.scheduler.forget(parameters)
         else:
             self.scheduler.drop_gradients()
-            self._claimed.clear()
 
     def with_gradients(self) -> list[int]:
         """The units with a gradient that no update uses."""
@@ -110,7 +110,7 @@ class GradientLedger:
 
     def unclaimed(self) -> set[int]:
         """All parameters with a gradient that is not an update's for good."""
-        return {number for unit in self._units for number in self.present(unit)} | self._borrowed.keys()
+        return {number for unit in self._units for number in self.present(unit)} | self._borrowed
 
     def close_step(self, owned: Container[int], *, updated: bool) -> bool:
         """After an optimizer's step: whether the whole step is over, or another optimizer's share is still to come.
@@ -174,23 +174,27 @@ class Steps:
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
-        scheduler = self._ledger.scheduler
         self._ledger.line_up()
         self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source, unscale=unscale)
-        if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
-            order = scheduler.order.expected
-            self._hurry_in_forward_order(order)
-            acts_as = self._schedule.acts_as
-            if order is not None and (order.accesses, order.touches, acts_as) != self._planned:
-                self._planned = order.accesses, order.touches, acts_as
-                self._pager.set_schedule(self._plan(order.accesses, order.touches, acts_as))
-            else:
-                self._pager.begin_step()
-            self._counters.step()
-            self._resumed.clear()
-            self.number += 1
+        self._close_step(updated=not result.skipped)
         return result
+
+    def _close_step(self, *, updated: bool) -> None:
+        """End the step, unless another optimizer's share is still to come."""
+        if not self._ledger.close_step(self._coordinator.owned, updated=updated):
+            return
+        order = self._ledger.scheduler.order.expected
+        self._hurry_in_forward_order(order)
+        acts_as = self._schedule.acts_as
+        if order is not None and (order.accesses, order.touches, acts_as) != self._planned:
+            self._planned = order.accesses, order.touches, acts_as
+            self._pager.set_schedule(self._plan(order.accesses, order.touches, acts_as))
+        else:
+            self._pager.begin_step()
+        self._counters.step()
+        self._resumed.clear()
+        self.number += 1
 
     def _hurry_in_forward_order(self, order: StepOrder | None) -> None:
         """What backward queued last to first is needed first to last, with its parameters still in memory then."""
@@ -206,10 +210,16 @@ class Steps:
         return self._coordinator.clip_gradients(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
-        """Forget the gradients of `source` that no update has claimed."""
+        """Forget the gradients of `source` that no update has claimed.
+
+        Where units were updated early, for good, that counts, and this is the end of the step.
+        """
         self._check_open()
         self._ledger.scheduler.gradients.line_up()
+        spent = self._coordinator.spent
         self._coordinator.drop_gradients(source)
+        if spent:
+            self._close_step(updated=True)
 
     def wait_updates(self) -> None:
         """Wait until all queued updates are done."""

@@ -25,8 +25,9 @@ def wanted_copies(config: Config, update: str) -> int:
     """How many copies of PARAM and STATE a new space has room for.
 
     The current one; one more for the commit before, if there are to be commits; and one more for what is updated early
-    and may be taken back, if that is asked for. "auto" asks for none: it updates early only where the others leave
-    room, which is before the first commit and after a commit that was made of the step before.
+    and may be taken back, if that is asked for. "backward" is taken to ask for it, since it is not known yet whether an
+    optimizer will clip; where none does, that room is never written to. "auto" asks for none: it updates early only
+    where the others leave room, which is before the first commit and after a commit that was made of the step before.
     """
     return 1 + config.commits + (update == "backward")
 
@@ -60,9 +61,9 @@ class Undo:
         self._wait_open()
         return self._extents.generations.alive() < self._copies
 
-    def protection(self, *, keep_discarded: bool) -> Protector:
-        """A new protection; with `keep_discarded` gradients stay until it is confirmed."""
-        return self._pager.protection(self._extents.keep(), keep_discarded=keep_discarded)
+    def protection(self) -> Protector:
+        """A new protection."""
+        return self._pager.protection(self._extents.keep())
 
     def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
         """Wait for the updates that are running, then until everything protected is as it was before."""
