@@ -16,7 +16,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from tiermem.errors import ConfigError, TiermemError
-from tiermem.optim.clip import clip_coefficient, is_finite, total_norm
+from tiermem.optim.scales import Scales
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import GradientBook, SettingsSource, StepResult, UpdateQueue
 from tiermem.optim.speculation import Speculation
@@ -41,7 +41,7 @@ class UpdateCoordinator:
         self._schedule = schedule
         self._speculation = speculation
         self._source_of: dict[int, SettingsSource] = {}
-        self._scale_of: dict[int, float] = {}
+        self._scales = Scales(gradients)
         # Optimizers that clip by calls between backward and step.
         self._calling: set[SettingsSource] = set()
 
@@ -76,12 +76,10 @@ class UpdateCoordinator:
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
         parameters = self._with_gradient(source)
-        finite = self._all_finite(parameters)
-        clipped = any(self._scale_of.get(parameter, 1.0) != 1.0 for parameter in parameters)
+        finite, clipped = self._scales.are_finite(parameters), self._scales.change(parameters)
         early, spent = self._speculation.settings(source), self.spent
         if early and finite and not clipped and source.settings(early) == early:
-            for parameter in early:
-                self._scale_of.pop(parameter, None)
+            self._scales.forget(early)
             self._speculation.keep(source)
         elif early:
             self._speculation.take_back(redone=finite)
@@ -114,8 +112,7 @@ class UpdateCoordinator:
             self._speculation.take_back(redone=False)
             self._speculation.end_step()
         parameters = self._present(source)
-        for parameter in parameters:
-            self._scale_of.pop(parameter, None)
+        self._scales.forget(parameters)
         if parameters:
             for unit in self._units:  # another optimizer's update may still have to read what is forgotten
                 if self._queue.pending(unit) and not set(parameters).isdisjoint(self._gradients.present(unit)):
@@ -168,11 +165,11 @@ class UpdateCoordinator:
         mine = [p for p in present if self._source_of.get(p) is source]
         by_scale: dict[float, list[int]] = {}
         for parameter in mine:
-            by_scale.setdefault(self._scale_of.pop(parameter, 1.0), []).append(parameter)
+            by_scale.setdefault(self._scales.pop(parameter), []).append(parameter)
         left = len(present)
         for scale, parameters in by_scale.items():
             left -= len(parameters)
-            update = self._update(unit, source, parameters, scale=scale, last=left == 0)
+            update = _update(self._units[unit], source, parameters, scale=scale, last=left == 0)
             source.count(parameters)
             self._gradients.claimed(unit, parameters)
             self._queue.start(update)
@@ -185,7 +182,7 @@ class UpdateCoordinator:
         """
         present = self._gradients.present(unit)
         mine = [p for p in present if p in self._source_of]
-        if mine and not (self._all_finite(mine) and self._scale_of.keys().isdisjoint(mine)):
+        if mine and (self._scales.know(mine) or not self._scales.are_finite(mine)):
             self._speculation.give_up()
         if not mine or not self._speculation.begin(for_good=self._for_good):
             return False
@@ -195,7 +192,7 @@ class UpdateCoordinator:
         left = len(present)
         for source, parameters in by_source.items():
             left -= len(parameters)
-            self._speculation.start(source, self._update(unit, source, parameters, scale=1.0, last=left == 0))
+            self._speculation.start(source, _update(self._units[unit], source, parameters, scale=1.0, last=left == 0))
         return True
 
     @property
@@ -215,14 +212,6 @@ class UpdateCoordinator:
         clipping = any(source.max_grad_norm is not None or source in self._calling for source in sources)
         return not (self._schedule.keeps_gradients or clipping or len(sources) > 1)
 
-    def _update(
-        self, unit: int, source: SettingsSource, parameters: Sequence[int], *, scale: float, last: bool
-    ) -> UnitUpdate:
-        state, settings = self._units[unit], source.settings(parameters)
-        here = [p for p in sorted(parameters) if state.has(p)]  # the rest of the unit is other ranks'
-        segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in here)
-        return UnitUpdate(unit, segments, grad_scale=scale, discard_gradients=last)
-
     def _present(self, source: SettingsSource) -> list[int]:
         with_gradient = {p for unit in self._units for p in self._gradients.present(unit)}
         return [p for p in self.parameters_of(source) if p in with_gradient]
@@ -232,19 +221,13 @@ class UpdateCoordinator:
         found = {*self._present(source), *self._speculation.settings(source), *self._speculation.spent}
         return [p for p in self.parameters_of(source) if p in found]
 
-    def _all_finite(self, parameters: Sequence[int]) -> bool:
-        """Whether the norm over these gradients is finite, and what they are to be multiplied by."""
-        scales = (self._scale_of.get(p, 1.0) for p in parameters)
-        return all(map(is_finite, scales)) and is_finite(total_norm(self._gradients.norms(parameters)))
-
     def _unscale(self, source: SettingsSource, factor: float) -> None:
         if self.spent or (self._schedule.early and self._for_good):
             raise ConfigError(
                 "update='backward' updates units while their gradients are still scaled; choose update='forward', "
                 "'step' or 'auto' for loss scaling"
             )
-        for parameter in self._with_gradient(source):
-            self._scale_of[parameter] = self._scale_of.get(parameter, 1.0) * factor
+        self._scales.multiply(self._with_gradient(source), factor)
 
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         if self.spent:
@@ -252,15 +235,7 @@ class UpdateCoordinator:
                 "clipping comes too late: update='backward' has used gradients up. From the next step on it keeps "
                 "them: call clip_grad_norm_ in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
             )
-        parameters = self._with_gradient(source)
-        norms = self._gradients.norms(parameters)
-        total = total_norm([norm * self._scale_of.get(p, 1.0) for p, norm in zip(parameters, norms, strict=True)])
-        coefficient = clip_coefficient(total, max_norm)
-        for parameter in parameters:
-            self._scale_of[parameter] = self._scale_of.get(parameter, 1.0) * coefficient
-        if not is_finite(total):
-            self._scale_of.update(dict.fromkeys(parameters, float("nan")))
-        return total
+        return self._scales.clip(self._with_gradient(source), max_norm)
 
 
 class _StarterFor:
@@ -280,3 +255,12 @@ class _StarterFor:
 
     def wait_all(self) -> None:
         self._coordinator.wait_updates()
+
+
+def _update(
+    state: UnitState, source: SettingsSource, parameters: Sequence[int], *, scale: float, last: bool
+) -> UnitUpdate:
+    settings = source.settings(parameters)
+    here = [p for p in sorted(parameters) if state.has(p)]  # the rest of the unit is other ranks'
+    segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in here)
+    return UnitUpdate(state.unit, segments, grad_scale=scale, discard_gradients=last)

@@ -118,7 +118,7 @@ class Core:
                 task.cancel()
             if late:
                 await asyncio.wait(late, timeout=_GRACE_SECONDS)
-        while self._kernels or not all(move.stalled() for move in self.residency.flying()):
+        while self._kernels or not all(move.stalled() for move in _flying(self.residency)):
             await self._turn(timeout=_LOOK_SECONDS)
 
     def refuse(self, error: Exception) -> None:
@@ -168,7 +168,7 @@ class Core:
         Whoever lacks room will not get it by waiting for leases (I9), nor bytes by waiting for a device that is silent.
         """
         self._watched = False
-        stalled = next(filter(None, (move.stalled() for move in self.residency.flying())), None)
+        stalled = next(filter(None, (move.stalled() for move in _flying(self.residency))), None)
         if stalled is not None:
             self.refuse(stalled)
         waiting = self._service.waiting
@@ -201,3 +201,7 @@ class Core:
         for watcher in watchers:
             if not watcher.done():
                 watcher.set_result(None)
+
+
+def _flying(residency: Residency) -> list[Move]:
+    return [page.move for page in residency.pages.values() if page.move is not None] if residency.moves else []

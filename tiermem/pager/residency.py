@@ -146,10 +146,6 @@ class Residency:
             return
         self.census.note(page)
 
-    def flying(self) -> list[Move]:
-        """The moves in flight."""
-        return [page.move for page in self.pages.values() if page.move is not None] if self.moves else []
-
     def finish_move(self, page: Page, move: Move, error: BaseException | None) -> None:
         """Publish the copy a move has brought, or record its error and give its frame back."""
         if page.move is not move:

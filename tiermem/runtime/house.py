@@ -167,7 +167,8 @@ def _furnish(
     )
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
-    conductor = Conductor(company.computing, [layout.name for layout in layouts], storage.timeline)
+    names = [layout.name for layout in layouts]
+    conductor = Conductor(company.computing, names, storage.timeline)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
@@ -177,9 +178,7 @@ def _furnish(
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule, speculation)
-    watch = ComputeWatch(
-        _listener(coordinator, queue, blueprint), storage.timeline, [layout.name for layout in layouts]
-    )
+    watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, schedule=schedule)
