@@ -18,6 +18,11 @@ class SteppedFrame:
 
     nbytes: int
     contents: int | None = None
+    fences: tuple[Any, ...] = ()
+
+    def fence(self, fence: Any) -> None:
+        if fence is not None:
+            self.fences = (*(known for known in self.fences if not known.passed()), fence)
 
 
 class SteppedArena:
@@ -35,6 +40,18 @@ class SteppedArena:
         self.reserved += nbytes
         self.high_water = max(self.high_water, self.reserved)
         return SteppedFrame(nbytes)
+
+    def clearing(self, nbytes: int, candidates: Any) -> Any:
+        missing, going = nbytes - (self.capacity - self.reserved), []
+        for frame in candidates:
+            if missing <= 0:
+                break
+            going.append(frame)
+            missing -= frame.nbytes
+        return going if missing <= 0 else None
+
+    def fence(self) -> None:
+        return None
 
     def free(self, frame: Any) -> None:
         if frame.contents == -1:
