@@ -28,10 +28,6 @@ class Device(Protocol):
         """Where torch computes on its frames."""
         ...
 
-    def free_nbytes(self) -> int | None:
-        """Bytes that could be had on it now; None: it has no idea, the budget has to be given."""
-        ...
-
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier."""
         ...
@@ -93,9 +89,6 @@ class SimulatedDevice:
         self.torch_device = torch.device("cpu")
         self._up = CopyLine("tiermem-copy-up", _SimulatedDirection(link.up, link.latency).launch)
         self._down = CopyLine("tiermem-copy-down", _SimulatedDirection(link.down, link.latency).launch)
-
-    def free_nbytes(self) -> None:
-        """None: a simulated device is as large as it is told to be."""
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier."""

@@ -32,6 +32,7 @@ class UnitSize:
         state_itemsize: bytes of optimizer state for one element.
         nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
             those whose parameters it borrows, each `rounded`.
+        nested_count: how many these are at most.
     """
 
     name: str
@@ -40,6 +41,7 @@ class UnitSize:
     grad_itemsize: int
     state_itemsize: int
     nested_nbytes: int = 0
+    nested_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

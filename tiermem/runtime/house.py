@@ -14,28 +14,32 @@ import torch
 from torch import nn
 
 from tiermem.config import Config, resolve_host_memory
-from tiermem.errors import BudgetError, ConfigError, ResumeError, TiermemError
+from tiermem.errors import ConfigError, TiermemError
 from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.devices import Device
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import make_schedule
 from tiermem.optim.service import UpdateQueue
-from tiermem.optim.tiles import Segment, UnitState, state_nbytes
+from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.device import DeviceFootprint
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, rounded
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.commits import Commits
 from tiermem.runtime.continuing import fill_pages, take_over
+from tiermem.runtime.devices import move_buffers, open_device
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import check_layout, layout_record
+from tiermem.runtime.shares import share_out, unit_sizes
 from tiermem.runtime.snapshots import Snapshots
-from tiermem.runtime.storage import Storage, close_all, open_storage
+from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.initialise import Initializer
@@ -45,10 +49,6 @@ from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.scheduler import GatherScheduler
 from tiermem.zero3.units import ModelUnits, Wanted, find_units
-
-# A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
-# many in hand. Measured with a budget of 512 MiB: 16 MiB moves more than 8 (fewer wake-ups) and than 32 (less ahead).
-_SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Blueprint:
     states: dict[int, UnitState]
     footprint: Footprint
     host_nbytes: int
+    device: DeviceFootprint | None = None
 
     def swap_nbytes(self, *, commits: bool) -> int:
         """Bytes that all pages take on disk: with `commits` twice those that training changes.
@@ -151,26 +152,13 @@ def draw(model: nn.Module, config: Config, units: Wanted, beginning: Beginning |
     divided = find_units(model, units)
     sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE)
     host_nbytes = resolve_host_memory(config, available_host_memory()) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-    sizes = _sizes(divided, sketch, config.dtype)
-    beginning = beginning or Beginning()
-    tile_nbytes, tile = (
-        config.tile_nbytes or _planned_tile(host_nbytes),
-        beginning.tile_numel,
-    )
-    footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes)
-    if tile is not None and tile != footprint.tile_numel:
-        try:
-            footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes, tile=tile)
-        except BudgetError as error:
-            raise ResumeError(
-                f"the run was committed with tiles of {tile} elements, which do not fit into "
-                f"host_memory={host_nbytes}: resume with a larger budget ({error})"
-            ) from error
+    sizes = unit_sizes(divided, sketch, config.dtype)
+    footprint, device = share_out(config, sizes, host_nbytes, tile=(beginning or Beginning()).tile_numel)
     layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel)
-    if beginning.record is not None:
+    if beginning is not None and beginning.record is not None:
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     states = {layout.unit: _unit_state(layout) for layout in layouts if layout.trainable}
-    return Blueprint(divided, layouts, states, footprint, host_nbytes)
+    return Blueprint(divided, layouts, states, footprint, host_nbytes, device)
 
 
 def build(
@@ -180,15 +168,21 @@ def build(
     *,
     init: Initializer | None = None,
     weights: WeightSource | None = None,
+    device: Device | None = None,
 ) -> House:
-    """Open storage, turn the model into pages and hook it. Raises what those raise, and leaves nothing behind then."""
-    storage = open_storage(
-        config,
-        beginning,
-        swap_nbytes=blueprint.swap_nbytes(commits=config.commits),
-        host_nbytes=blueprint.host_nbytes,
-        footprint=blueprint.footprint,
-    )
+    """Open storage, turn the model into pages and hook it. Raises what those raise, and leaves nothing behind then.
+
+    `device`: instead of the one `config` names; the house closes it.
+    """
+    swap_nbytes = blueprint.swap_nbytes(commits=config.commits)
+    budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device)
+    device = device or open_device(config)
+    try:
+        storage = open_storage(config, beginning, budgets, device=device)
+    except BaseException:
+        if device is not None:
+            device.close()
+        raise
     try:
         return _furnish(blueprint, config, storage, beginning, init, weights)
     except BaseException:
@@ -211,10 +205,12 @@ def _furnish(
     def store_master(unit: int, slot: Slot, values: torch.Tensor) -> None:
         states.store_master(unit, slot.parameter, values)
 
-    materializer = Materializer(pager, placeholders, store_master, init, weights)
+    materializer = Materializer(pager, placeholders, store_master, init, weights, storage.torch_device)
     parameters = fill_pages(blueprint, storage, states, materializer)
+    move_buffers(blueprint.divided.model, storage.torch_device)
     gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
-    gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=footprint.hold_tiles)
+    hold_tiles = (blueprint.device or footprint).hold_tiles
+    gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=hold_tiles)
     schedule = make_schedule(config.update)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
@@ -264,13 +260,7 @@ def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blu
     return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag)
 
 
-def _planned_tile(host_nbytes: int) -> int:
-    return min(max(host_nbytes // _TILES_IN_BUDGET, _SMALLEST_PLANNED), _LARGEST_PLANNED)
-
-
 def _check(config: Config) -> None:
-    if config.device.startswith("cuda"):
-        raise ConfigError(f"device={config.device!r}: this version computes on the CPU; use device='cpu'")
     if config.moments != "float32":
         raise ConfigError(f"moments={config.moments!r}: this version keeps moments in float32; use moments='float32'")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -282,34 +272,3 @@ def _check(config: Config) -> None:
 def _unit_state(layout: UnitLayout) -> UnitState:
     segments = tuple(Segment(slot.parameter, slot.start, slot.numel) for slot in layout.trainable)
     return UnitState(layout.unit, layout.dtype, segments, layout.trainable_numel, layout.tile_numel)
-
-
-def _sizes(divided: ModelUnits, layouts: Sequence[UnitLayout], dtype: torch.dtype) -> list[UnitSize]:
-    nested = _nested(divided, layouts)
-    state_itemsize = state_nbytes(dtype, 64) // 64 if any(layout.trainable for layout in layouts) else 1
-    return [
-        UnitSize(
-            name=layout.name,
-            param_nbytes=layout.nbytes,
-            trainable_numel=layout.trainable_numel,
-            grad_itemsize=dtype.itemsize,
-            state_itemsize=state_itemsize,
-            nested_nbytes=nested[layout.unit],
-        )
-        for layout in layouts
-    ]
-
-
-def _nested(divided: ModelUnits, layouts: Sequence[UnitLayout]) -> dict[int, int]:
-    """For each unit the most bytes of other units that a module call needing it holds at the same time."""
-    named = {id(module): name for name, module in divided.model.named_modules()}
-    points = {named[id(point.module)]: point.units for point in divided.points}
-    most = {layout.unit: 0 for layout in layouts}
-    for name, units in points.items():
-        parts = name.split(".") if name else []
-        around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
-        held = {unit for outer in around for unit in points.get(outer, ())} | set(units)
-        for unit in units:
-            beside = sum(rounded(layouts[other].nbytes) for other in held if other != unit)
-            most[unit] = max(most[unit], beside)
-    return most

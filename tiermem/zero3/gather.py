@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import InvariantError, TiermemError
-from tiermem.pager.page import Intent, PageKey
+from tiermem.pager.page import Intent, Lane, PageKey
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
@@ -51,8 +51,8 @@ class Pager(Protocol):
         """Announce a page."""
         ...
 
-    def lease(self, keys: Sequence[PageKey], intent: Intent) -> Lease:
-        """Hold pages near the computation; waits."""
+    def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
+        """Hold pages near the computation, or (update's lane) in host memory; waits."""
         ...
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:

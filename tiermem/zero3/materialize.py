@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
-from tiermem.pager.page import Intent
+from tiermem.pager.page import Intent, Lane
 from tiermem.zero3.gather import Pager
 from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout, slot_view
@@ -159,7 +159,8 @@ class Materializer:
         self.pager.add_page(layout.key, layout.nbytes)
         for tile in range(layout.tiles):
             self.pager.add_page(layout.gradient_key(tile), layout.tile_nbytes(tile))
-        lease = self.pager.lease([layout.key], Intent.FRESH)
+        # On the update's lane: values are made in host memory, and the computation fetches them from there.
+        lease = self.pager.lease([layout.key], Intent.FRESH, lane=Lane.UPDATE)
         try:
             base = lease.tensor(layout.key)
             base.zero_()  # the gaps are written too: let them be the same in every run

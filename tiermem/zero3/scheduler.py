@@ -204,6 +204,7 @@ class GatherScheduler:
         """Gather a unit for a call or for backward; waits."""
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
+            self._gradients.release()  # so that nothing but the units around it lies in the way of its frame
             self._listener.unit_needed(unit)
             self._order.access(unit, phase)
         return self._gatherer.gather(unit)
