@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swap.requests import Priority
+from tiermem.memory.ranges import Range, RangeAllocator, cheapest_window
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain, Done
 from tiermem.pager.page import Page
@@ -60,6 +61,35 @@ class SteppedArena:
         self.reserved -= frame.nbytes
 
 
+class SteppedSlab(SteppedArena):
+    """As a device's memory: frames lie in one piece and do not move, so there may be room only in bytes."""
+
+    def __init__(self, tier: Tier, capacity: int) -> None:
+        super().__init__(tier, capacity)
+        self.ranges = RangeAllocator(limit=capacity)
+        self.ranges.extend(0, capacity)
+        self.places: dict[Any, int] = {}
+
+    def allocate(self, nbytes: int) -> Any:
+        if self.reserved + nbytes > self.capacity:
+            return None
+        placement = self.ranges.allocate(nbytes)
+        if placement is None:
+            return None
+        frame = super().allocate(nbytes)
+        self.places[frame] = placement.start
+        return frame
+
+    def clearing(self, nbytes: int, candidates: Any) -> Any:
+        taken = [Range(self.places[frame], self.places[frame] + frame.nbytes) for frame in candidates]
+        chosen = cheapest_window(self.ranges.holes(), taken, nbytes)
+        return None if chosen is None else [candidates[index] for index in chosen]
+
+    def free(self, frame: Any) -> None:
+        super().free(frame)
+        self.ranges.release(self.places.pop(frame))
+
+
 @dataclass(eq=False)
 class SteppedTransfer:
     """A transfer under way."""
@@ -108,14 +138,16 @@ class SteppedEdge:
         return transfer
 
 
-def stepped_chain(host: int, device: int | None = None) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
+def stepped_chain(
+    host: int, device: int | None = None, arena: type[SteppedArena] = SteppedArena
+) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
     """A chain with budgets in bytes, the list of its transfers in flight, and what its swap holds."""
     flying: list[SteppedTransfer] = []
     store: dict[Any, Any] = {}
     tiers = [Tier.SWAP, Tier.HOST] + ([Tier.DEVICE] if device is not None else [])
-    arenas = {Tier.HOST: SteppedArena(Tier.HOST, host)}
+    arenas = {Tier.HOST: arena(Tier.HOST, host)}
     if device is not None:
-        arenas[Tier.DEVICE] = SteppedArena(Tier.DEVICE, device)
+        arenas[Tier.DEVICE] = arena(Tier.DEVICE, device)
     edges = {}
     for low, high in itertools.pairwise(tiers):
         edges[low, high] = SteppedEdge(low, high, flying, store)

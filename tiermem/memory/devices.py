@@ -8,6 +8,7 @@ ends once, and that on a simulated device it takes as long as its link says, wha
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -48,33 +49,43 @@ class Device(Protocol):
         ...
 
 
+def copy_whole(copy: Copy) -> None:
+    """Copy all of the frame, which is up to a page more than asked for.
+
+    No slices: for their lifetime they would look, to whoever counts the holders of the storage, like a tensor that
+    somebody keeps (see `Frame.is_viewed`).
+    """
+    copy.target.tensor.copy_(copy.source.tensor, non_blocking=True)
+
+
 class _SimulatedFlight:
     """The bytes arrive all at once, when the time is over: a copy looked at too early shows."""
 
-    def __init__(self, copy: Copy, due: float) -> None:
+    def __init__(self, copy: Copy, due: float, clock: Callable[[], float]) -> None:
         self._copy = copy
         self._due = due
+        self._clock = clock
 
     def remaining(self) -> float:
-        return max(0.0, self._due - time.perf_counter())
+        return max(0.0, self._due - self._clock())
 
     def land(self) -> None:
-        copy = self._copy
-        copy.target.tensor[: copy.nbytes].copy_(copy.source.tensor[: copy.nbytes])
+        copy_whole(self._copy)
 
 
-class _SimulatedDirection:
+class SimulatedDirection:
     """One direction: copies follow one another at `bandwidth` bytes per second, each `latency` seconds later."""
 
-    def __init__(self, bandwidth: float, latency: float) -> None:
+    def __init__(self, bandwidth: float, latency: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._bandwidth = bandwidth
         self._latency = latency
         self._free_at = 0.0
 
     def launch(self, copy: Copy) -> Flight:
         """Begin a copy as soon as the one before has left. On the line's thread."""
-        self._free_at = max(self._free_at, time.perf_counter()) + copy.nbytes / self._bandwidth
-        return _SimulatedFlight(copy, self._free_at + self._latency)
+        self._free_at = max(self._free_at, self._clock()) + copy.nbytes / self._bandwidth
+        return _SimulatedFlight(copy, self._free_at + self._latency, self._clock)
 
 
 class SimulatedDevice:
@@ -87,8 +98,8 @@ class SimulatedDevice:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.torch_device = torch.device("cpu")
-        self._up = CopyLine("tiermem-copy-up", _SimulatedDirection(link.up, link.latency).launch)
-        self._down = CopyLine("tiermem-copy-down", _SimulatedDirection(link.down, link.latency).launch)
+        self._up = CopyLine("tiermem-copy-up", SimulatedDirection(link.up, link.latency).launch)
+        self._down = CopyLine("tiermem-copy-down", SimulatedDirection(link.down, link.latency).launch)
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier."""

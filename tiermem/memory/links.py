@@ -15,7 +15,7 @@ from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
 
 SIMULATED = "simulated"
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_EXPONENTS = {"s": "e0", "ms": "e-3", "us": "e-6"}
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|ms|us)", re.ASCII)
 
 
@@ -72,4 +72,4 @@ def _seconds(text: str) -> float:
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ConfigError(f"device: expected a latency like '10us', '1.5ms' or '0s', found {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1] + _EXPONENTS[match[2]])
