@@ -51,6 +51,9 @@ class Copy:
         """Somebody waits for it now."""
         self._line.promote(self)
 
+    def stalled(self) -> None:
+        """Never: a device that has failed says so in the next call, with an error."""
+
 
 class CopyLine:
     """One direction. `start` and `promote` may be called from any thread and never wait."""
