@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
+from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.planner.device import device_least, device_most, plan_tiers
@@ -98,3 +99,31 @@ def test_tiles_are_made_smaller_for_a_small_device() -> None:
 def test_with_the_most_everything_stays() -> None:
     units = [unit(MIB), unit(3 * MIB)]
     assert device_most(units) >= sum(each.param_nbytes for each in units) + device_least(units)
+
+
+@given(data=st.data(), pages=st.integers(1, 9), frozen=st.integers(0, 5))
+@settings(max_examples=300, deadline=None)
+def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
+    data: st.DataObject, pages: int, frozen: int
+) -> None:
+    """The same rule in host memory that lies in one piece: parameters anywhere, then a gradient and a state tile."""
+    size = unit(pages * PAGE // 4, frozen=frozen * PAGE // 4)
+    with pytest.raises(BudgetError) as caught:
+        plan_tiers([size], 1, PLENTY, 1)
+    least = int(str(caught.value).split("at least ")[1].split()[0])
+    plan, _ = plan_tiers([size], least, PLENTY, 1)
+    assert plan.least == least
+    arena = SlabArena(TensorSlab(torch.empty(least, dtype=torch.uint8)), Tier.HOST)
+    state, grad = (
+        rounded((min(SMALLEST_TILE, size.trainable_numel) + 64) * 8),
+        rounded(min(SMALLEST_TILE * 4, pages * PAGE)),
+    )
+    filler: list[Frame] = []
+    for nbytes in (size.param_nbytes, grad):
+        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
+        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
+        while (frame := arena.allocate(nbytes)) is None:
+            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))
+    for frame in filler:
+        arena.free(frame)
+    assert arena.allocate(state) is not None

@@ -13,13 +13,14 @@ import pytest
 import torch
 from doubles_models import Stack
 from doubles_scenarios import SCENARIOS, loop, tokens_batch
-from doubles_training import MIB, UPDATES, Outcome, Trainee, check, config_for, least_budget, offloaded, plain
+from doubles_training import MIB, UPDATES, Outcome, Trainee, check, config_for, offloaded, plain
 
 import tiermem
 from tiermem.memory.arena import Frame
 from tiermem.memory.copies import Copy, Done
 from tiermem.memory.devices import SimulatedDevice
 from tiermem.memory.links import Link
+from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, PageKey
 from tiermem.runtime.beginning import Beginning
@@ -208,6 +209,59 @@ def test_writing_into_parameters_and_giving_the_model_back(tmp_path):
         assert torch.equal(values, before[key] * 2 if key == name else before[key]) or "head" in key
 
 
-def test_the_least_host_budget_is_named_too(tmp_path):
-    settings = {"device": "simulated", "device_memory": 64 * MIB}
-    assert least_budget(Stack(), tmp_path, **settings) <= least_budget(Stack(), tmp_path)
+class LateFence:
+    """As an event of a busy device: passes only when it has been asked a few times."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def passed(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+    def hold(self) -> None:
+        self.asked += 3
+
+
+class LateSlab(TensorSlab):
+    """Memory on which work goes on after the call that asked for it: what is released is really free only later."""
+
+    def fence(self) -> LateFence:
+        return LateFence()
+
+
+class LateDevice(SimulatedDevice):
+    """Every release leaves a fence; a copy that does not wait for those of its frames is an error."""
+
+    met = 0
+
+    def make_arena(self, nbytes: int, *, poison: bool) -> SlabArena:
+        return SlabArena(LateSlab(torch.empty(nbytes, dtype=torch.uint8)), Tier.DEVICE, poison=poison)
+
+    def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
+        fences = {*source.fences, *target.fences}
+        self.met += len(fences)
+
+        def ended(error: BaseException | None) -> None:
+            early = [fence for fence in fences if fence.asked <= 3]
+            done(error or (RuntimeError(f"a copy did not wait for {len(early)} fences") if early else None))
+
+        return super().start_copy(source, target, nbytes, up=up, urgent=urgent, done=ended)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_copies_wait_for_what_was_asked_of_the_device_before(update, tmp_path):
+    scenario = SCENARIOS["stack, tied embedding"]
+    least = least_device("stack, tied embedding", tmp_path)
+    config = config_for(tmp_path, 64 * MIB, update, device="simulated", device_memory=least)
+    torch.manual_seed(1)
+    model = scenario.make()
+    device = LateDevice(Link())
+    with house_on(device, model, config) as runtime:
+        torch.manual_seed(2)
+        trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
+        scenario.script(trainee)
+        weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+    expected = plain(scenario.make, scenario.script)
+    check(Outcome(trainee.noted, weights | {"head.weight": weights["embed.weight"]}), expected)
+    assert device.met > 20, "copies met what the computation had left on their frames"

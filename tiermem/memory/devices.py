@@ -14,11 +14,15 @@ from typing import Protocol
 import torch
 
 from tiermem.errors import ConfigError
-from tiermem.memory.arena import Arena, Frame, HostArena
+from tiermem.memory.arena import Arena, Frame
 from tiermem.memory.copies import Copy, CopyLine, Done, Flight
 from tiermem.memory.links import Link
+from tiermem.memory.pagelock import HostSlab
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
+
+# How often to look at a fence that has not passed; only tests make such devices.
+_LOOK_SECONDS = 0.001
 
 
 class Device(Protocol):
@@ -67,6 +71,9 @@ class _SimulatedFlight:
         self._clock = clock
 
     def remaining(self) -> float:
+        fences = (*self._copy.source.fences, *self._copy.target.fences)
+        if not all(fence.passed() for fence in fences):
+            return _LOOK_SECONDS
         return max(0.0, self._due - self._clock())
 
     def land(self) -> None:
@@ -92,7 +99,7 @@ class SimulatedDevice:
     """A part of host memory that plays a device, behind a link of given speed. See `Device`.
 
     Its frames lie in one piece, as on a real one. What computes is the processor, so nothing is ever still running
-    when a call returns and no frame has fences.
+    when a call returns and no frame has fences; where a test makes some, copies wait for them.
     """
 
     def __init__(self, link: Link) -> None:
@@ -106,8 +113,8 @@ class SimulatedDevice:
         return SlabArena(_processor_slab(nbytes), Tier.DEVICE, poison=poison)
 
     def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
-        """The arena of the HOST tier: pageable memory."""
-        return HostArena(nbytes, poison=poison)
+        """The arena of the HOST tier: in one piece as beside a real device, though there is nothing to lock it for."""
+        return SlabArena(HostSlab(nbytes), Tier.HOST, poison=poison)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.arena import FRAME_ALIGNMENT, ArenaStatistics, Fence, Frame, round_up
 from tiermem.memory.budget import Budget
-from tiermem.memory.ranges import Range, RangeAllocator, cheapest_window
+from tiermem.memory.ranges import Range, RangeSet, cheapest_window
 from tiermem.memory.tiers import Tier
 
 _POISON = 0xFF
@@ -108,8 +108,9 @@ class SlabArena:
         self._slab = slab
         self._budget = Budget(tier, slab.nbytes)
         self._poison = poison
-        self._ranges = RangeAllocator(limit=usable)
-        self._ranges.extend(0, usable)
+        self._free = RangeSet()
+        self._free.add(0, usable)
+        self._largest = 0
         self._live: dict[int, Frame] = {}
         self._freed: list[_Freed] = []
         self._asked = 0
@@ -145,11 +146,12 @@ class SlabArena:
         rounded = round_up(nbytes)
         if not self._budget.try_reserve(rounded):
             return None
-        placement = self._ranges.allocate(rounded)
-        if placement is None:
+        start = self._place(rounded)
+        if start is None:
             self._budget.release(rounded)
             return None
-        frame = self._slab.frame(placement.start, nbytes, rounded)
+        self._free.remove(start, start + rounded)
+        frame = self._slab.frame(start, nbytes, rounded)
         frame.fences = self._fences(frame.offset, frame.offset + rounded)
         if self._poison:
             self._slab.fill(frame, _POISON)
@@ -171,7 +173,7 @@ class SlabArena:
             self._slab.fill(frame, _POISON)
         if frame.fences:
             self._freed.append(_Freed(frame.offset, frame.offset + frame.nbytes, frame.fences))
-        self._ranges.release(frame.offset)
+        self._free.add(frame.offset, frame.offset + frame.nbytes)
         self._budget.release(frame.nbytes)
         self._asked -= frame.asked
 
@@ -181,7 +183,7 @@ class SlabArena:
         Of the places where the frame could lie it is the one that costs the fewest bytes of them.
         """
         taken = [Range(frame.offset, frame.offset + frame.nbytes) for frame in candidates]
-        chosen = cheapest_window(self._ranges.holes(), taken, round_up(nbytes))
+        chosen = cheapest_window(list(self._free), taken, round_up(nbytes))
         return None if chosen is None else [candidates[index] for index in chosen]
 
     def fence(self) -> Fence | None:
@@ -208,6 +210,17 @@ class SlabArena:
             frames=len(self._live),
             address_space=self._slab.nbytes,
         )
+
+    def _place(self, length: int) -> int | None:
+        """Where a frame of this length goes: large ones to the low end, small ones (tiles) to the high end.
+
+        So that tiles, which come and go, do not lie about between parameters.
+        """
+        self._largest = max(self._largest, length)
+        holes = self._free.at_least(length)
+        if not holes:
+            return None
+        return holes[0].start if 2 * length >= self._largest else holes[-1].end - length
 
     def _fences(self, start: int, end: int) -> tuple[Fence, ...]:
         """What may still be going on in [start, end)."""

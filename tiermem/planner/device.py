@@ -64,7 +64,7 @@ def plan_tiers(
         )
     below = [replace(unit, nested_nbytes=0) for unit in units]
     while True:
-        footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile)
+        footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile, gaps=True)
         needed = _needed(units, footprint.tile_numel, hold_tiles=False)
         if needed <= device or tile is not None or footprint.tile_numel <= SMALLEST_TILE:
             break

@@ -14,6 +14,7 @@ from torch import nn
 from tiermem.config import Config, resolve_device
 from tiermem.errors import ConfigError
 from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.cuda import CudaDevice
 from tiermem.memory.devices import Device, SimulatedDevice
 from tiermem.memory.links import parse_link
 
@@ -41,7 +42,8 @@ def open_device(config: Config) -> Device | None:
     link = parse_link(config.device)
     if link is not None:
         return SimulatedDevice(link)
-    return None
+    device = resolve_device(config)
+    return CudaDevice(device) if device.type == "cuda" else None
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
