@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
 
 import tiermem
 
@@ -18,11 +18,15 @@ def main() -> None:
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
     stalls, read, written = [], [], []
+    edges: dict[str, list[int]] = {}
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
+        device = next(model.parameters()).device
+
         def step(tokens: torch.Tensor) -> float:
-            loss = model(input_ids=tokens, labels=tokens).loss
+            batch = tokens.to(device)
+            loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -32,6 +36,9 @@ def main() -> None:
             stalls.append(last.stall_seconds)
             read.append(last.bytes_read)
             written.append(last.bytes_written)
+            for edge in last.edges:
+                edges.setdefault(edge.name, []).append(edge.nbytes)
+            finish(device)
             return float(loss.detach())
 
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -40,7 +47,13 @@ def main() -> None:
             step,
             parameters=parameters,
             baseline=baseline,
-            details=lambda: {"stall_seconds": stalls, "bytes_read": read, "bytes_written": written},
+            details=lambda: {
+                "stall_seconds": stalls,
+                "bytes_read": read,
+                "bytes_written": written,
+                "edges": edges,
+                **device_details(device),
+            },
         )
 
 
