@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run_tests(scratch: Path, options: argparse.Namespace, seconds: float) -> Part:
     """Run tests/cuda; on a machine with a GPU a skipped test is a failure, as it would hide that nothing was shown."""
     report = scratch / "tests.xml"
-    environment = {**os.environ, **({"TIERMEM_GPU_SUITE": "simulated"} if options.simulated else {})}
+    environment = {**os.environ, "TIERMEM_GPU_SUITE": "simulated" if options.simulated else "cuda"}
     command = [sys.executable, "-m", "pytest", "tests/cuda", f"--junitxml={report}", "-p", "no:cacheprovider"]
     command += ["-k", options.tests] if options.tests else []
     taken, done = run(command, seconds, environment)
@@ -93,7 +93,8 @@ def run_sanitizer(seconds: float) -> Part:
     if tool is None or seconds < 10:
         return Part("compute-sanitizer", True, 0.0, "not run: " + ("no time" if tool else "not installed"))
     tests = [sys.executable, "-m", "pytest", "tests/cuda/test_device.py", "-k", _SANITIZED, "-p", "no:cacheprovider"]
-    taken, problem = run([tool, "--error-exitcode", "9", *tests], seconds, dict(os.environ))
+    environment = {**os.environ, "TIERMEM_GPU_SUITE": "cuda"}
+    taken, problem = run([tool, "--error-exitcode", "9", *tests], seconds, environment)
     return Part("compute-sanitizer", problem is None, taken, problem or "clean")
 
 

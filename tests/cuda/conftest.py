@@ -20,7 +20,7 @@ def place() -> Iterator[str]:
     elif os.environ.get("TIERMEM_GPU_SUITE") == "simulated":
         name = "simulated"
     else:
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a CUDA device: tools/gpu_suite.py runs it")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield name
@@ -31,5 +31,5 @@ def place() -> Iterator[str]:
 def cuda() -> torch.device:
     """The device, for what only a real one can show."""
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a CUDA device: tools/gpu_suite.py runs it")
     return torch.device("cuda", torch.cuda.current_device())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiermem.memory.arena import FRAME_ALIGNMENT, Frame
-from tiermem.memory.cuda import CudaDevice, CudaFence, CudaSlab
+from tiermem.memory.cuda import CudaDevice, CudaFence, CudaRegistry, CudaSlab
 from tiermem.memory.slab import SlabArena
 from tiermem.memory.tiers import Tier
 
@@ -149,3 +149,27 @@ def test_a_freed_frame_is_poisoned_behind_its_fences_and_its_heir_waits_for_that
     assert cuda.log[-1] == "compute waits for event 3"
     assert heir.tensor.unique().tolist() == [0xFF]
     arena.close()
+
+
+def test_a_refused_lock_is_not_left_for_the_next_kernel_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+
+    def zeros(*shape: int, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # what the refusal has left behind
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            return 2 if address else 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    registry = CudaRegistry(torch.device("cuda", 0))
+    assert registry.cudaHostRegister(0, 1, 1) == 0
+    assert registry.cudaHostUnregister(0) == 0
+    assert launched == []
+    assert registry.cudaHostRegister(4096, 1, 1) == 2
+    assert launched == [torch.device("cuda", 0)]

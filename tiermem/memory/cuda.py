@@ -11,6 +11,7 @@ lives as long as the arena, and their order is the business of the fences.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,7 @@ from tiermem.errors import CapacityError
 from tiermem.memory.arena import Arena, Fence, Frame
 from tiermem.memory.copies import Copy, CopyLine, Done, Flight
 from tiermem.memory.devices import copy_whole
-from tiermem.memory.pagelock import HostRegistry, HostSlab
+from tiermem.memory.pagelock import HostRegistry, HostSlab, failed
 from tiermem.memory.sizes import format_bytes
 from tiermem.memory.slab import SlabArena, own_storage
 from tiermem.memory.tiers import Tier
@@ -88,6 +89,29 @@ class CudaSlab:
         self._tensor = None
 
 
+class CudaRegistry:
+    """The CUDA runtime's page-locking (see `HostRegistry`), as torch binds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime: HostRegistry = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802 - the runtime's name
+        """Lock a range. A refusal leaves nothing behind for others to stumble over."""
+        return self._forget(self._runtime.cudaHostRegister(address, nbytes, flags))
+
+    def cudaHostUnregister(self, address: int) -> object:  # noqa: N802 - the runtime's name
+        """Unlock the range that begins there."""
+        return self._forget(self._runtime.cudaHostUnregister(address))
+
+    def _forget(self, answer: object) -> object:
+        """The runtime keeps the last error until somebody asks, and the next kernel launch would be taken to task."""
+        if failed(answer):
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+        return answer
+
+
 class _CudaFlight:
     """A copy whose event has been recorded behind it."""
 
@@ -119,7 +143,7 @@ class CudaDevice:
 
     def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the HOST tier: page-locked as far as the system allows."""
-        registry: HostRegistry = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        registry = CudaRegistry(self.torch_device)
         return SlabArena(HostSlab(nbytes, registry, measure=self._measure), Tier.HOST, poison=poison)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:

@@ -55,7 +55,7 @@ class PageLock:
         while self.nbytes < nbytes and self.refusal is None:
             length = min(piece, nbytes - self.nbytes)
             answer = registry.cudaHostRegister(address + self.nbytes, length, _PORTABLE)
-            if _failed(answer):
+            if failed(answer):
                 self.refusal = str(answer)
             else:
                 self._pieces.append(address + self.nbytes)
@@ -64,7 +64,7 @@ class PageLock:
     def release(self) -> None:
         """Unlock everything. Raises CapacityError, after trying all, if a piece is not given up. Idempotent."""
         pieces, self._pieces, self.nbytes = self._pieces, [], 0
-        kept = [piece for piece in pieces if _failed(self._registry.cudaHostUnregister(piece))]
+        kept = [piece for piece in pieces if failed(self._registry.cudaHostUnregister(piece))]
         if kept:
             raise CapacityError(f"{len(kept)} of {len(pieces)} pieces of host memory could not be unlocked")
 
@@ -125,7 +125,8 @@ class HostSlab:
             self._mapping.close()
 
 
-def _failed(answer: object) -> bool:
+def failed(answer: object) -> bool:
+    """Whether the runtime's answer is an error."""
     return int(answer) != 0  # type: ignore[call-overload, no-any-return]
 
 
