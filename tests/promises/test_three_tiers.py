@@ -195,6 +195,25 @@ def test_commit_and_resume_with_a_device(update, tmp_path):
             assert torch.equal(runtime.parameter(parameter), values)
 
 
+def test_a_snapshot_of_three_tiers_continues_on_two(tmp_path):
+    folders = [tmp_path / name for name in ("device", "processor")]
+    for folder in folders:
+        folder.mkdir()
+    model = Stack()
+    settings = {"device": "simulated", "device_memory": 64 * MIB}
+    with tiermem.offload(model, config_for(folders[0], 64 * MIB, "forward", **settings)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        tokens_batch(model).backward()
+        optimizer.step()
+        runtime.snapshot(tmp_path / "kept").wait()
+        expected = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
+    model = Stack()
+    config = config_for(folders[1], 64 * MIB, "forward")
+    with tiermem.offload(model, config, resume=tmp_path / "kept") as runtime:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(runtime.master(parameter), expected[name])
+
+
 def test_writing_into_parameters_and_giving_the_model_back(tmp_path):
     model = Stack()
     before = {name: values.clone() for name, values in model.state_dict().items()}
