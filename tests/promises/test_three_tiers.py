@@ -195,6 +195,24 @@ def test_commit_and_resume_with_a_device(update, tmp_path):
             assert torch.equal(runtime.parameter(parameter), values)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_half_precision_has_the_bits_of_two_tiers(update, dtype, tmp_path):
+    masters = []
+    for settings in ({}, {"device": "simulated", "device_memory": 64 * MIB}):
+        torch.manual_seed(1)
+        model = Stack()
+        with tiermem.offload(model, config_for(tmp_path, 64 * MIB, update, param_dtype=dtype, **settings)) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+            torch.manual_seed(2)
+            for _ in range(4):
+                tokens_batch(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            masters.append([runtime.master(parameter) for parameter in model.parameters()])
+    assert all(map(torch.equal, *masters))
+
+
 def test_a_snapshot_of_three_tiers_continues_on_two(tmp_path):
     folders = [tmp_path / name for name in ("device", "processor")]
     for folder in folders:
