@@ -13,6 +13,8 @@ The order of a commit. (1) fdatasync of every data file: what the manifest promi
 (2) The manifest under a temporary name, fsync: a name must never become durable before the bytes behind it. (3) rename,
 fsync of the directory: the commit; before it the old one holds, after it the new. (4) unlink of the old manifest, fsync
 of the directory: only now may the old extents be written over, because only now can nobody fall back to them.
+Several stores that must commit together or not at all do (1) and (2), `prepare`, agree, do (3), `publish`, agree, and
+do (4), `retire`: as long as one of them may lack the new commit, all of them still have the old one.
 
 Keep both marks. The mark of the last acknowledged commit, and that of the one being written, are kept until `write`
 returns; then the older is released. If `write` raises, both are kept until a later `write` returns. After an error that
@@ -22,26 +24,20 @@ leaves open which manifest is on disk, no later `write` will: the store is faile
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
-import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swap import manifest as format_of
-from swap.errors import FormatError, SwapError, SwapFullError, SwapIOError
-from swap.files import sync_directory
+from swap.errors import FormatError, SwapError
 from swap.manifest import Entry, Manifest
+from swap.manifest_files import ManifestFiles
 from swap.patience import PatientSystemCalls
 from swap.settings import STALL_SECONDS
 from swap.space import SwapSpace
 from swap.syscalls import SystemCalls
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LARGEST = 1 << 32  # bytes of a manifest; a hundred million entries have less
 
 
 class CommitStore:
@@ -60,11 +56,11 @@ class CommitStore:
         After `stall_seconds` without an answer of the drive a system call is an error.
         """
         self.directory = os.fspath(directories[0])
-        self._name = name
-        self._system = PatientSystemCalls(system, stall_seconds)
+        self._files = ManifestFiles(self.directory, name, PatientSystemCalls(system, stall_seconds))
         self._latest: Manifest | None = None
         self._settled = False
         self._failed: BaseException | None = None
+        self._prepared: Manifest | None = None
 
     @property
     def latest(self) -> Manifest | None:
@@ -82,13 +78,13 @@ class CommitStore:
         Raises FormatError if the newest one is damaged and there is no earlier one whose extents are untouched, or if
         something that is not ours has its name.
         """
-        found = self._found()
+        found = self._files.found()
         damage: FormatError | None = None
         for generation in sorted(found, reverse=True):
             try:
-                return self._read(generation)
+                return self._files.read(generation)
             except FormatError as error:
-                if not self._is_ours(self._path(generation)):
+                if not self._files.is_ours(generation):
                     raise
                 damage = damage or error
         if damage is not None:
@@ -97,19 +93,22 @@ class CommitStore:
             )
         return None
 
-    def settle(self, manifest: Manifest) -> None:
-        """Go on from this manifest, which `read_latest` returned: remove older ones, put damaged newer ones aside.
+    def read(self, generation: int) -> Manifest | None:
+        """The manifest of this generation; None if there is none. Raises FormatError if it is damaged."""
+        return self._files.read(generation) if generation in self._files.found() else None
 
-        Waits until that is durable. From then on the extents of the others may be overwritten.
+    def settle(self, manifest: Manifest) -> None:
+        """Go on from this manifest, which `read_latest` or `read` returned: remove all others, put damaged ones aside.
+
+        Newer ones are damaged, or commits that not all stores had which were to commit together. Waits until that is
+        durable. From then on the extents of the others may be overwritten.
         """
-        for generation in self._found():
-            path = self._path(generation)
-            with self._reporting("rename" if generation > manifest.generation else "unlink", path):
-                if generation > manifest.generation:
-                    self._system.rename(path, f"{path}.damaged")
-                elif generation < manifest.generation:
-                    self._remove_ours(path)
-        sync_directory(self.directory, self._system)
+        for generation in self._files.found():
+            if generation > manifest.generation and not self._files.is_whole(generation):
+                self._files.put_aside(generation)
+            elif generation != manifest.generation:
+                self._files.remove(generation)
+        self._files.sync()
         self._latest = manifest
         self._settled = True
 
@@ -119,13 +118,12 @@ class CommitStore:
         To be called before the space is opened without `keep`. Raises FormatError, having removed nothing, if something
         that is not ours or is damaged has the name of a manifest.
         """
-        found = self._found()
+        found = self._files.found()
         for generation in found:
-            self._read(generation)
+            self._files.read(generation)
         for generation in sorted(found):  # the newest last: an older one alone must never look like the last commit
-            with self._reporting("unlink", self._path(generation)):
-                self._system.unlink(self._path(generation))
-            sync_directory(self.directory, self._system)
+            self._files.remove(generation)
+            self._files.sync()
         self._latest = None
         self._settled = True
 
@@ -138,32 +136,65 @@ class CommitStore:
         what JSON holds, with text for keys. `generation` must exceed that of the last commit. Writes to other extents
         may go on meanwhile. Raises SwapIOError, SwapFullError, TypeError or ValueError for an unfit `user`.
         """
+        self.prepare(generation, entries, user, space=space)
+        self.publish()
+        return self.retire()
+
+    def prepare(self, generation: int, entries: Iterable[Entry], user: Mapping[str, Any], *, space: SwapSpace) -> None:
+        """The first part of `write`, with its parameters and errors: all is durable, and nothing committed yet."""
         self._check(generation)
         manifest = Manifest(generation, space.run_id, space.file_sizes, tuple(entries), user, time.time())
         packed = format_of.pack(manifest)
         space.make_durable()
-        temporary = os.path.join(self.directory, f"{self._name}.manifest.new")
-        path = self._path(generation)
-        self._write_file(temporary, packed)
-        try:
-            with self._reporting("rename", path):
-                self._system.rename(temporary, path)
-            sync_directory(self.directory, self._system)
+        self._files.write_new(packed)
+        self._prepared = manifest
+
+    def withdraw(self) -> None:
+        """Give up what was prepared; the commit before holds. Nothing happens if nothing was."""
+        if self._prepared is not None:
+            self._prepared = None
+            self._files.drop_new()
+
+    def publish(self) -> None:
+        """The second part of `write`: what was prepared is committed, and the commit before still there."""
+        manifest = self._demand_prepared()
+        with self._in_doubt():
+            self._files.publish_new(manifest.generation)
+            self._files.sync()
+
+    def retire(self) -> Manifest:
+        """The last part of `write`: remove the commit before, whose extents may be written over from now on."""
+        manifest = self._demand_prepared()
+        with self._in_doubt():
             if self._latest is not None:
-                with self._reporting("unlink", self._path(self._latest.generation)):
-                    self._system.unlink(self._path(self._latest.generation))
-                sync_directory(self.directory, self._system)
-        except BaseException as error:  # which manifest is on disk, and for how long, is not known any more
+                self._files.remove(self._latest.generation)
+                self._files.sync()
+        self._latest, self._prepared = manifest, None
+        return manifest
+
+    def fail(self, error: BaseException) -> None:
+        """Say that it is not known which commit holds: another store may or may not have published its part."""
+        self._failed = self._failed or error
+
+    def _demand_prepared(self) -> Manifest:
+        if self._prepared is None:
+            raise ValueError("nothing was prepared to be committed")
+        return self._prepared
+
+    @contextlib.contextmanager
+    def _in_doubt(self) -> Iterator[None]:
+        """After an error in here it is not known which manifest is on disk, nor for how long."""
+        try:
+            yield
+        except BaseException as error:
             self._failed = error
             raise
-        self._latest = manifest
-        return manifest
 
     def _check(self, generation: int) -> None:
         if self._failed is not None:
             raise SwapError(f"no commit is possible after this: {self._failed}") from self._failed
         if not self._settled:
-            if self._found():
+            if self._files.found():
                 raise SwapError(
                     f"{self.directory!r} holds commits of an earlier run: settle on the latest, or discard them, first"
                 )
@@ -171,88 +202,3 @@ class CommitStore:
         if generation < 0 or (self._latest is not None and generation <= self._latest.generation):
             last = self._latest.generation if self._latest is not None else "none"
             raise ValueError(f"expected a generation above the last ({last}), found {generation}")
-
-    def _path(self, generation: int) -> str:
-        return os.path.join(self.directory, f"{self._name}.{generation:020d}.manifest")
-
-    def _found(self) -> list[int]:
-        """The generations there are files for."""
-        pattern = re.compile(re.escape(self._name) + r"\.(\d{20})\.manifest")
-        with self._reporting("list", self.directory):
-            matches = [pattern.fullmatch(name) for name in os.listdir(self.directory)]
-        return sorted(int(match[1]) for match in matches if match)
-
-    def _read(self, generation: int) -> Manifest:
-        path = self._path(generation)
-        manifest = format_of.parse(_contents(path, self._system), path)
-        if manifest.generation != generation:
-            raise FormatError(f"expected {path!r} to be generation {generation}, found {manifest.generation}")
-        return manifest
-
-    def _is_ours(self, path: str) -> bool:
-        return format_of.is_ours(_contents(path, self._system, limit=64))
-
-    def _remove_ours(self, path: str, *, torn: bool = False) -> None:
-        """Remove a manifest; with `torn` also one whose bytes a power cut has lost, which reads as zeros."""
-        if not self._is_ours(path) and not (torn and not any(_contents(path, self._system, limit=64))):
-            raise FormatError(f"expected {path!r} to be a manifest of this program, found something else")
-        self._system.unlink(path)
-
-    def _write_file(self, path: str, packed: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):  # what a run that was killed in here has left
-            os.stat(path, follow_symlinks=False)
-            with self._reporting("unlink", path):
-                self._remove_ours(path, torn=True)
-        with self._reporting("write", path, len(packed)):
-            fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            try:
-                self._write_all(fd, memoryview(packed), path)
-                self._system.fsync(fd)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    self._system.unlink(path)
-                raise
-            finally:
-                self._system.close(fd)
-
-    def _write_all(self, fd: int, left: memoryview, path: str) -> None:
-        done = 0
-        while done < len(left):
-            try:
-                moved = self._system.pwritev(fd, left[done:], done)
-            except InterruptedError:
-                continue
-            if moved == 0:
-                raise SwapIOError("write", path, length=len(left), detail="the device takes no more")
-            done += moved
-
-    @contextlib.contextmanager
-    def _reporting(self, operation: str, path: str, length: int = 0) -> Any:
-        try:
-            yield
-        except SwapError:
-            raise
-        except OSError as error:
-            code = error.errno or errno.EIO
-            if code in _FULL:
-                free = self._system.free_bytes(self.directory)
-                raise SwapFullError(
-                    f"no room for a manifest of {length} bytes in {self.directory!r}: {free} bytes are free "
-                    f"({os.strerror(code)}); the commit before holds"
-                ) from error
-            raise SwapIOError(operation, path, length=length, errno=code) from error
-
-
-def _contents(path: str, system: SystemCalls, *, limit: int = _LARGEST) -> bytes:
-    """The first `limit` bytes of a regular file, links not followed. Raises FormatError and SwapIOError."""
-    try:
-        fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise FormatError(f"expected {path!r} to be a file, found something else; it was left alone")
-            with os.fdopen(fd, "rb", closefd=False) as file:
-                return file.read(limit)
-        finally:
-            system.close(fd)
-    except OSError as error:
-        raise SwapIOError("read", path, errno=error.errno or errno.EIO) from error

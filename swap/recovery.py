@@ -82,8 +82,9 @@ def recover(
     verify_bytes: bool = True,
     verify_mode: Literal["first", "all"] = "first",
     spares: Callable[[Manifest], Mapping[str, Extent]] | None = None,
+    generation: int | None = None,
 ) -> Recovered | None:
-    """Go on from the last commit in a space opened with `keep`; None if there was no commit. Waits.
+    """Go on from the last commit, or that of `generation`, in a space opened with `keep`; None if there is none. Waits.
 
     `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. `spares` says
     which extents keys have to spare, if the manifest's `user` tells. Reads every
@@ -91,7 +92,7 @@ def recover(
     together, ChecksumError or SwapIOError for a damaged extent, FormatError for several with "all", saying how many.
     After an error the space is fit for nothing but `close`.
     """
-    manifest = store.read_latest()
+    manifest = store.read_latest() if generation is None else store.read(generation)
     if manifest is None:
         return None
     if manifest.run_id != space.run_id:

@@ -10,7 +10,6 @@ from doubles_pager import MemoryPager
 from torch import nn
 
 from tiermem.pager.page import Kind
-from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.layout import Slot, slot_view
 from tiermem.zero3.lend import lend
@@ -18,6 +17,7 @@ from tiermem.zero3.materialize import Materializer, plan_layouts
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.scheduler import GatherScheduler
+from tiermem.zero3.sources import LocalUnits
 from tiermem.zero3.units import find_units
 
 Step = Callable[[nn.Module], torch.Tensor | None]
@@ -39,9 +39,9 @@ class Sharded:
         self.parameters = Materializer(self.pager, placeholders, self.store_master, init=init, weights=weights).run(
             self.divided, self.layouts
         )
-        alone = SingleProcess()
-        self.gatherer = Gatherer(self.pager, self.layouts, self.parameters, placeholders, alone)
-        store = GradientStore(self.pager, self.layouts, self.parameters, alone, hold_tiles=hold)
+        source = LocalUnits(self.pager, self.layouts)
+        self.gatherer = Gatherer(source, self.layouts, self.parameters, placeholders)
+        store = GradientStore(self.pager, self.layouts, self.parameters, hold_tiles=hold)
         self.scheduler = GatherScheduler(self.divided, self.parameters, self.gatherer, store, self, early=early)
         self.slots: dict[str, tuple[int, Slot]] = {
             name: (layout.unit, slot) for layout in self.layouts for slot in layout.slots for name in slot.names

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.runtime.house import draw
+from tiermem.runtime.blueprint import draw
 
 Make = Callable[[], nn.Module]
 MIB = 1 << 20

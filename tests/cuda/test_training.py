@@ -10,7 +10,7 @@ import torch
 from doubles_gpu import MIB, STEPS, TRIALS, Trial, paged, resident, tokens, torch_place
 
 import tiermem
-from tiermem.runtime.house import draw
+from tiermem.runtime.blueprint import draw
 
 
 @functools.cache

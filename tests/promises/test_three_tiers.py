@@ -24,8 +24,10 @@ from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, PageKey
 from tiermem.runtime.beginning import Beginning
+from tiermem.runtime.blueprint import draw
+from tiermem.runtime.company import find_company
 from tiermem.runtime.face import Runtime
-from tiermem.runtime.house import build, draw
+from tiermem.runtime.house import build
 
 SOME = (
     "stack, tied embedding",
@@ -115,7 +117,7 @@ class Faulty(SimulatedDevice):
 
 
 def house_on(device: SimulatedDevice, model: torch.nn.Module, config: tiermem.Config) -> Runtime:
-    return Runtime(build(draw(model, config, None), config, Beginning(), device=device))
+    return Runtime(build(draw(model, config, None), config, Beginning(), find_company(config), device=device))
 
 
 @pytest.mark.parametrize("up", [True, False])

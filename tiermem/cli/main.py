@@ -59,6 +59,7 @@ def train(
         raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
     quiet_libraries()
     from tiermem.cli.disk import swap_directories
+    from tiermem.cli.launch import launched
     from tiermem.cli.train import TrainOptions, load_config, make_config
     from tiermem.cli.train import train as run
 
@@ -83,11 +84,11 @@ def train(
     asked = swap_dir or (base.swap_paths if base else ())
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype}
-    with swap_directories(asked, keep=what.commits) as directories:
-        report = run(what, make_config(base, directories, overrides), Console(stderr=True))
-    if json:
+    with swap_directories(asked, keep=what.commits) as directories, launched() as launch:
+        report = run(what, make_config(base, directories, overrides), launch.progress(), launch)
+    if json and launch.rank == 0:
         print_object(report.to_json())
-    else:
+    elif launch.rank == 0:
         Console().print(report.to_table(), report.to_sentence(), sep="\n", highlight=False)
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 import tiermem
 from tiermem.cli.disk import check_space
+from tiermem.cli.launch import Launch
 from tiermem.cli.presets import build_model, count_parameters, find_model
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
@@ -71,9 +72,16 @@ class Training:
     """A model being trained: built from options and a configuration, stepped, closed."""
 
     def __init__(
-        self, options: TrainOptions, config: tiermem.Config, *, model_config: Any, source: TokenSource
+        self,
+        options: TrainOptions,
+        config: tiermem.Config,
+        *,
+        model_config: Any,
+        source: TokenSource,
+        launch: Launch | None = None,
     ) -> None:
         self.options = options
+        self.launch = launch or Launch()
         self.source = source
         torch.manual_seed(options.seed)
         with tiermem.deferred_init():
@@ -103,9 +111,8 @@ class Training:
         started = time.perf_counter()
         loss_sum = 0.0
         for micro_batch in range(number * options.accumulate, (number + 1) * options.accumulate):
-            tokens = batch(
-                self.source, seed=options.seed, number=micro_batch, rows=options.batch, length=options.seq
-            ).to(device)
+            rows = batch(self.source, seed=options.seed, number=micro_batch, rows=options.batch, length=options.seq)
+            tokens = self.launch.part(rows).to(device)
             loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
             loss.backward()
             loss_sum += float(loss.detach())
@@ -118,7 +125,7 @@ class Training:
         seconds = time.perf_counter() - started
         last = self.runtime.statistics().last or StepStatistics()
         return StepReport(
-            loss=loss_sum,
+            loss=self.launch.mean(loss_sum),
             seconds=seconds,
             stall_seconds=last.stall_seconds,
             bytes_read=last.bytes_read,
@@ -135,11 +142,14 @@ class Training:
         self.runtime.close(remove=None if self.options.commits else True)
 
 
-def train(options: TrainOptions, config: tiermem.Config, console: Console) -> TrainReport:
+def train(options: TrainOptions, config: tiermem.Config, console: Console, launch: Launch | None = None) -> TrainReport:
     """Train as `options` say under the budgets of `config`, showing progress on `console`; return what happened.
 
+    `launch`: which of several processes this is; each has its own budgets and takes its part of every batch.
     Raises `ConfigError` for options that cannot work, and what `tiermem.offload` raises.
     """
+    launch = launch or Launch()
+    launch.check_rows(options.batch)
     source = open_text(options)
     model_config = find_model(options.model, vocabulary=source.vocabulary)
     limit = getattr(model_config, "max_position_embeddings", None)
@@ -154,7 +164,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console) -> Tr
     return_large_blocks(LARGE_BLOCK)
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
-    training = Training(options, config, model_config=model_config, source=source)
+    training = Training(options, config, model_config=model_config, source=source, launch=launch)
     try:
         host_memory = host_budget(config, training.runtime)
         state_bytes = parameters * STATE_BYTES_PER_PARAMETER

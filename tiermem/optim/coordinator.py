@@ -137,7 +137,8 @@ class UpdateCoordinator:
         for (_, scale), parameters in by_scale.items():
             left -= len(parameters)
             settings = self._source_of[parameters[0]].claim(parameters)
-            segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in sorted(parameters))
+            here = [p for p in sorted(parameters) if state.has(p)]  # the rest of the unit is other ranks'
+            segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in here)
             self._gradients.claimed(unit, parameters)
             self._queue.start(UnitUpdate(unit, segments, grad_scale=scale, discard_gradients=left == 0))
 

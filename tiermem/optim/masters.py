@@ -64,7 +64,8 @@ class StateStore:
         key = PageKey(unit, Kind.PARAM)
         held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
         try:
-            begin, nbytes = segment.start * state.dtype.itemsize, segment.numel * state.dtype.itemsize
+            begin = (state.param_start + segment.start) * state.dtype.itemsize
+            nbytes = segment.numel * state.dtype.itemsize
             narrow = held.tensor(key)[begin : begin + nbytes].view(state.dtype).clone()
         finally:
             held.release()

@@ -148,8 +148,8 @@ class UnitStream:
             key = PageKey(update.unit, Kind.PARAM)
             param = await self.pager.acquire([key], Intent.WRITE)
             try:
-                nbytes = state.numel * state.dtype.itemsize
-                flat = param.tensor(key)[:nbytes].view(state.dtype)
+                begin, nbytes = state.param_start * state.dtype.itemsize, state.numel * state.dtype.itemsize
+                flat = param.tensor(key)[begin : begin + nbytes].view(state.dtype)
                 await self._update_tiles(state, update, flat, work)
                 del flat
             except BaseException as error:

@@ -42,7 +42,8 @@ class UnitState:
 
     `dtype` is that of the PARAM and GRAD pages, `segments` are sorted by start and do not overlap, `numel` counts the
     trainable elements including the gaps between segments, and tile k covers elements
-    [k * tile_numel, min((k + 1) * tile_numel, numel)). Raises `ConfigError` when the layout breaks a rule.
+    [k * tile_numel, min((k + 1) * tile_numel, numel)). `param_start` is where the first of these elements lies in the
+    PARAM page, which may hold more than this rank updates. Raises `ConfigError` when the layout breaks a rule.
     """
 
     unit: int
@@ -50,6 +51,7 @@ class UnitState:
     segments: tuple[Segment, ...]
     numel: int
     tile_numel: int
+    param_start: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in PARAMETER_DTYPES:
@@ -91,6 +93,10 @@ class UnitState:
     def cuts(self, segment: Segment) -> list[TileRange]:
         """How a segment falls into tiles; `begin` counts from the segment's start."""
         return tile_ranges(segment.start, segment.numel, self.tile_numel)
+
+    def has(self, parameter: int) -> bool:
+        """Whether any of the parameter is updated here; another rank may have all of it."""
+        return any(segment.parameter == parameter for segment in self.segments)
 
     def segment_of(self, parameter: int) -> Segment:
         """The segment of a parameter. Raises `ConfigError` if the unit does not train it."""

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     GRAD = "grad"
     STATE = "state"
     ACTIVATION = "activation"
+    TRANSIT = "transit"  # a unit on its way between ranks: gathered parameters, gradients to be added up; never kept
 
     __hash__ = object.__hash__  # members are singletons; the hash of `Enum` is slow, and keys are hashed all the time
 

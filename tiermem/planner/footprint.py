@@ -16,6 +16,9 @@ from tiermem.errors import BudgetError
 
 # As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
 _PAGE = max(4096, mmap.PAGESIZE)
+# Ways to work, from the fastest down: (hold_tiles, depth, serial, beside).
+_ALONE = ((True, 3, False, False), (True, 2, False, False), (False, 2, False, False), (False, 1, True, False))
+_RANKS = ((False, 3, False, True), (False, 2, False, True), (False, 2, False, False), (False, 1, True, False))
 # Tile sizes are tried from the configured one down by halves to this many elements.
 SMALLEST_TILE = 2048
 
@@ -33,6 +36,8 @@ class UnitSize:
         nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
             those whose parameters it borrows, each `rounded`.
         nested_count: how many these are at most.
+        ranks: how many ranks share the unit; `param_nbytes` and `trainable_numel` are those of one part.
+        gathered_nbytes: bytes of the transient page in which the unit is while it is computed; 0: its own page.
     """
 
     name: str
@@ -42,6 +47,18 @@ class UnitSize:
     state_itemsize: int
     nested_nbytes: int = 0
     nested_count: int = 0
+    ranks: int = 1
+    gathered_nbytes: int = 0
+
+    @property
+    def computed_nbytes(self) -> int:
+        """Bytes of the frame it is computed from."""
+        return rounded(self.gathered_nbytes or self.param_nbytes)
+
+    @property
+    def bucket_nbytes(self) -> int:
+        """Bytes of its whole gradient before it is added up over the ranks."""
+        return rounded(self.trainable_numel * self.grad_itemsize * self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,7 @@ class Footprint:
         hold_tiles: whether a unit's gradient tiles are all leased at once while they arrive (one trip to the pager).
         depth: tiles the update has in hand at once: 1 means that reading and updating alternate.
         serial: whether the update runs only while the computation waits for it.
+        beside: whether ranks gather the next unit, and add gradients up, beside the computation.
         reserve: bytes that read-ahead leaves for demands.
         look_ahead: bytes fetched ahead at most.
         lag: bytes that updates may keep in memory while they lag behind backward; zero in serial.
@@ -63,6 +81,7 @@ class Footprint:
     hold_tiles: bool
     depth: int
     serial: bool
+    beside: bool
     reserve: int
     look_ahead: int
     lag: int
@@ -98,16 +117,17 @@ def plan_footprint(
     """
     least = _least(units, gaps=gaps)
     if budget < least:
-        largest = max(units, key=lambda unit: unit.param_nbytes)
+        largest = max(units, key=lambda unit: unit.computed_nbytes)
+        nbytes = largest.gathered_nbytes or largest.param_nbytes
         raise BudgetError(
-            f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {largest.param_nbytes} bytes of "
+            f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {nbytes} bytes of "
             f"parameters) needs at least {least} bytes to be computed and updated; "
             f"set host_memory to {least} bytes or more, or pass smaller units"
         )
-    for hold_tiles, depth, serial in ((True, 3, False), (True, 2, False), (False, 2, False), (False, 1, True)):
+    for hold_tiles, depth, serial, beside in _RANKS if units and units[0].ranks > 1 else _ALONE:
         sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
         for tile_numel in sizes if tile is None else [tile]:
-            compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles)
+            compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
             update = _update_bytes(units, tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
             if needed <= budget:
@@ -117,6 +137,7 @@ def plan_footprint(
                     hold_tiles=hold_tiles,
                     depth=depth,
                     serial=serial,
+                    beside=beside,
                     reserve=_reserve(units, tile_numel),
                     look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
                     lag=0 if serial else _lag(units, spare),
@@ -143,14 +164,33 @@ def _state_tile(unit: UnitSize, tile_numel: int) -> int:
     return rounded((min(tile_numel, unit.trainable_numel) + 64) * unit.state_itemsize) if unit.trainable_numel else 0
 
 
-def _compute_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
+def _compute_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool, beside: bool) -> int:
     """The computation's leases: one unit, those around it, and gradients.
 
     Gradient tiles that are held belong to the unit whose gradient came last, which may be another one than is being
     computed: the tiles of an output layer tied to the embedding are still held when the last block is gathered.
     """
-    computed = max((rounded(unit.param_nbytes) + rounded(unit.nested_nbytes) for unit in units), default=0)
+    computed = max((unit.computed_nbytes + rounded(unit.nested_nbytes) for unit in units), default=0)
+    if any(unit.ranks > 1 for unit in units):
+        return computed + _transit_bytes(units, tile_numel, beside=beside)
     return computed + _gradient_bytes(units, tile_numel, hold_tiles=hold_tiles)
+
+
+def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) -> int:
+    """What several ranks need besides: a shard that is sent, buckets of gradients, what of them has arrived.
+
+    `beside`: another unit on its way here, and another bucket that is filled while the first is exchanged.
+    """
+    buckets = max((unit.bucket_nbytes for unit in units), default=0) * (2 if beside else 1)
+    arrived = max((_received(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
+    gathered = [unit for unit in units if unit.gathered_nbytes]
+    sent = max((rounded(unit.param_nbytes) for unit in gathered), default=0)
+    ahead = max((unit.computed_nbytes for unit in gathered), default=0) if beside else 0
+    return buckets + arrived + sent + ahead
+
+
+def _received(unit: UnitSize, tile_numel: int) -> int:
+    return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize * unit.ranks)
 
 
 def _gradient_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
@@ -200,5 +240,5 @@ def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
 
 
 def _least(units: Sequence[UnitSize], *, gaps: bool) -> int:
-    compute = _compute_bytes(units, SMALLEST_TILE, hold_tiles=False)
+    compute = _compute_bytes(units, SMALLEST_TILE, hold_tiles=False, beside=False)
     return max(compute, _update_bytes(units, SMALLEST_TILE, 1, gaps=gaps) + _nested(units))

@@ -12,9 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.schedule import Schedule, schedule_of
 from tiermem.zero3.order import Access, Phase
+from tiermem.zero3.shards import Shard
 
 
-def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str) -> Schedule:
+def plan_step(
+    accesses: Sequence[Access],
+    tiles: Mapping[int, int],
+    update: str,
+    shards: Sequence[Shard] = (),
+    *,
+    beside: bool = False,
+) -> Schedule:
     """The schedule of a step like the recorded one.
 
     Args:
@@ -22,7 +30,12 @@ def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str)
         tiles: how many tiles each unit has; units without any are never updated.
         update: "backward" (after a unit's last gradient), "forward" (before its first forward) or "step" (at the end,
             in forward order).
+        shards: what this rank keeps of each unit; needed with several ranks, whose transient pages want room too.
+        beside: whether the next unit is gathered while one is computed.
     """
+    transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
+    if transit and beside:
+        accesses = _one_ahead(accesses)
     received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
     updated = [unit for unit in received if tiles.get(unit, 0)]
     last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
@@ -43,19 +56,37 @@ def plan_step(accesses: Sequence[Access], tiles: Mapping[int, int], update: str)
         for index, access in enumerate(accesses):
             for unit in before.get(index, ()):
                 yield from _update(unit, tiles[unit])
-            yield from _compute(access, tiles.get(access.unit, 0))
+            yield from _compute(access, tiles.get(access.unit, 0), transit.get(access.unit))
             for unit in after.get(index, ()):
                 yield from _update(unit, tiles[unit])
 
     return schedule_of(walk())
 
 
-def _compute(access: Access, tiles: int) -> Iterator[tuple[Lane, PageKey]]:
+def _compute(access: Access, tiles: int, shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
     if access.phase is Phase.GRADIENT:
+        if shard is not None:
+            yield Lane.COMPUTE, shard.bucket_key
+            yield Lane.COMPUTE, shard.received_key
         for tile in range(tiles):
             yield Lane.COMPUTE, PageKey(access.unit, Kind.GRAD, tile)
     else:
         yield Lane.COMPUTE, PageKey(access.unit, Kind.PARAM)
+        if shard is not None and not shard.whole:
+            yield Lane.COMPUTE, shard.gathered_key
+
+
+def _one_ahead(accesses: Sequence[Access]) -> list[Access]:
+    """Each gathering at the place of the one before it; the first stays where it is."""
+    places = [index for index, access in enumerate(accesses) if access.phase is not Phase.GRADIENT]
+    at: dict[int, list[Access]] = {}
+    for index, place in enumerate(places):
+        at.setdefault(places[max(0, index - 1)], []).append(accesses[place])
+    return [
+        each
+        for index, access in enumerate(accesses)
+        for each in ([access] if access.phase is Phase.GRADIENT else at.get(index, ()))
+    ]
 
 
 def _update(unit: int, tiles: int) -> Iterator[tuple[Lane, PageKey]]:

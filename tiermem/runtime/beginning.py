@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swap import Manifest, SwapFullError, SwapInUseError, find_leftovers
+from swap import CommitStore, Manifest, SwapFullError, SwapInUseError, find_leftovers
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
 from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError
+from tiermem.runtime.company import RANK_PREFIX, Company
 from tiermem.runtime.record import FORMAT
 
 SPACE_NAME = "tiermem"
@@ -37,6 +38,11 @@ class Beginning:
         if self.snapshot is not None:
             return {**self.snapshot.record, "random": self.snapshot.record["random"][0], "buffers": {}}
         return self.record
+
+    @property
+    def generation(self) -> int:
+        """The number of the commit; -1: there is none."""
+        return self.manifest.generation if self.manifest is not None else -1
 
     @property
     def record(self) -> Mapping[str, Any] | None:
@@ -68,6 +74,8 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         raise SwapInUseError(f"another run is using {names}: wait for its end, or choose other directories")
     manifest = leftovers.manifest
     if manifest is None:
+        if resume is not False:
+            _refuse_other_sizes(config)
         if resume is True:
             raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
         return Beginning(snapshot=open_snapshot(path) if path else None)
@@ -125,3 +133,45 @@ def check_room(config: Config, nbytes: int) -> None:
             f"the swap files need {nbytes} bytes, {names} has {sum(free.values()) + old} bytes free; free some, or add "
             f"a directory on another drive{advice}"
         )
+
+
+def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:
+    """The newest commit that all ranks have: one of them may have published one that others had not yet.
+
+    Raises ResumeError if some have a commit and others none, or they are of different runs.
+    """
+    found = [told[0] for told in company.computing.tell([beginning.generation])]
+    if max(found) < 0:
+        return beginning
+    without = [str(rank) for rank, generation in enumerate(found) if generation < 0]
+    if without:
+        raise ResumeError(
+            f"of {company.size} ranks, rank {', '.join(without)} holds no commit and the others do: the run was "
+            f"committed by {company.size - len(without)} ranks, or directories are missing; continue it with as many"
+        )
+    manifest = beginning.manifest
+    if min(found) != beginning.generation:
+        manifest = CommitStore(config.swap_paths, name=SPACE_NAME).read(min(found))
+    own = -1 if manifest is None else int(manifest.user["run"])
+    runs = [told[0] for told in company.computing.tell([own])]
+    if -1 in runs or len(set(runs)) > 1:
+        raise ResumeError(
+            f"the commits of the ranks do not belong together (newest of each: {found}, runs {runs}): give every rank "
+            "the directories of the same run"
+        )
+    return Beginning(manifest)
+
+
+def _refuse_other_sizes(config: Config) -> None:
+    """Raise ResumeError if a run of another number of ranks has committed here: it would be overlooked."""
+    for path in config.swap_paths:
+        alone = path.parent if path.name.startswith(RANK_PREFIX) else None
+        others = sorted(path.glob(f"{RANK_PREFIX}*/{SPACE_NAME}.*.manifest"))
+        if alone is not None:
+            others = sorted(alone.glob(f"{SPACE_NAME}.*.manifest"))
+        if others:
+            ranks = "one process" if alone is not None else f"{len({each.parent for each in others})} ranks"
+            raise ResumeError(
+                f"{alone or path} holds a commit of {ranks}, which only as many can continue; start anew with "
+                "resume=False, or choose other directories"
+            )

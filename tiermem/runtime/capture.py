@@ -28,6 +28,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
     house.require_between_steps("commit")
     record = {
         "format": FORMAT,
+        "run": house.company.run,
         "layout": layout_record(house.layouts, house.config, house.footprint.tile_numel),
         "buffers": house.buffers.capture(),
         "random": randomness.capture(),

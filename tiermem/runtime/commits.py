@@ -7,6 +7,10 @@ step do not begin before it is durable or has failed, and that its error reaches
 Why updates wait until it is durable, and not only until the mark is taken: the next step's writes go to the other slot
 of each page, which the commit before holds until this one is durable. Two slots are enough that way. In every schedule
 a forward or a backward lies between a commit and the next update, so there is little to wait for.
+
+Several ranks commit all or none. Each makes its part durable under a name that does not count; when all have, each
+publishes it; when all have, each removes the commit before. As long as a rank may lack the new commit, every rank has
+the old one, and its bytes: a resume takes the newest that all have.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, Protocol
 from swap import Mark
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
+from tiermem.runtime.company import Company, together
 from tiermem.runtime.storage import Storage
 
 
@@ -71,10 +76,13 @@ class PendingCommit:
 class Commits:
     """The commits of one run. Used from the compute thread."""
 
-    def __init__(self, storage: Storage, updates: UpdateWaiter, *, origin: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, storage: Storage, updates: UpdateWaiter, company: Company, *, origin: Mapping[str, Any] | None = None
+    ) -> None:
         """`origin`: the record of the snapshot that the run began from."""
         self._storage = storage
         self._updates = updates
+        self._company = company
         recovered = storage.recovered
         self._mark: Mark | None = recovered.mark if recovered else None
         self._generation = recovered.manifest.generation if recovered else 0
@@ -117,21 +125,43 @@ class Commits:
     def _run(
         self, pending: PendingCommit, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
     ) -> None:
-        storage, mark = self._storage, None
-        generations, store = storage.extents.generations, storage.store
+        generations, store, ranks = self._storage.extents.generations, self._storage.store, self._company.committing
         try:
-            for update in updates:
-                update.result()
-            self._updates.raise_failed()
-            mark = storage.pager.start_save(DURABLE, generations.mark).result()
-            record = {**record, "spares": to_rows(generations.spares(mark)), "plain": to_rows(storage.extents.plain())}
-            store.write(generation, mark.entries(page_name), record, space=storage.space)
+            mark, full = together(
+                ranks, "prepare a commit", lambda: self._prepare(record, generation, updates), undo=self._withdraw
+            )
+            try:
+                together(ranks, "publish a commit", store.publish)
+                store.retire()
+            except BaseException as error:  # from here on another rank may have what this one has not
+                store.fail(error)
+                raise
             if self._mark is not None:
                 generations.release(self._mark)
-            self._mark, self._record = mark, record
+            self._mark, self._record = mark, full
         except BaseException as error:  # noqa: BLE001 - kept in the future for whoever asks
-            if mark is not None and mark is not self._mark and not store.in_doubt:
-                generations.release(mark)
             pending.future.set_exception(error)
         else:
             pending.future.set_result(None)
+
+    def _prepare(
+        self, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
+    ) -> tuple[Mark, Mapping[str, Any]]:
+        """Wait for the updates of the step, and make it durable without committing it yet."""
+        storage, generations = self._storage, self._storage.extents.generations
+        for update in updates:
+            update.result()
+        self._updates.raise_failed()
+        mark = storage.pager.start_save(DURABLE, generations.mark).result()
+        try:
+            full = {**record, "spares": to_rows(generations.spares(mark)), "plain": to_rows(storage.extents.plain())}
+            storage.store.prepare(generation, mark.entries(page_name), full, space=storage.space)
+        except BaseException:
+            generations.release(mark)
+            raise
+        return mark, full
+
+    def _withdraw(self, prepared: tuple[Mark, Mapping[str, Any]]) -> None:
+        """Another rank could not prepare its part: the commit before holds."""
+        self._storage.store.withdraw()
+        self._storage.extents.generations.release(prepared[0])

@@ -8,7 +8,7 @@ holds one of another size, is refused before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -18,15 +18,14 @@ from tiermem.errors import ResumeError
 from tiermem.optim.masters import StateStore
 from tiermem.pager.page import PageKey
 from tiermem.runtime import randomness
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
+from tiermem.runtime.devices import move_buffers
 from tiermem.runtime.ledger import Steps
 from tiermem.runtime.record import step_counts
 from tiermem.runtime.storage import Storage
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import Materializer
-
-if TYPE_CHECKING:
-    from tiermem.runtime.house import Blueprint
 
 
 def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layouts: Sequence[UnitLayout]) -> None:
@@ -47,16 +46,21 @@ def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layout
 def fill_pages(
     blueprint: Blueprint, storage: Storage, states: StateStore, materializer: Materializer
 ) -> list[nn.Parameter]:
-    """Turn the model into pages: those of a commit as they are, or new ones; returns its parameters by number."""
+    """Turn the model into pages: those of a commit as they are, or new ones; returns its parameters by number.
+
+    Buffers go to where the computation will be.
+    """
     divided, layouts = blueprint.divided, blueprint.layouts
     if storage.recovered is not None:
         add_committed(storage, blueprint.pages(), layouts)
-        return materializer.adopt(divided, layouts)
-    for key, nbytes in blueprint.state_pages():
-        storage.pager.add_page(key, nbytes)
-    parameters = materializer.run(divided, layouts)
-    if isinstance(materializer.weights, SnapshotSource):
-        materializer.weights.fill_moments(states, layouts)
+        parameters = materializer.adopt(divided, layouts)
+    else:
+        for key, nbytes in blueprint.state_pages():
+            storage.pager.add_page(key, nbytes)
+        parameters = materializer.run(divided, layouts)
+        if isinstance(materializer.weights, SnapshotSource):
+            materializer.weights.fill_moments(states, layouts)
+    move_buffers(divided.model, storage.torch_device)
     return parameters
 
 

@@ -23,10 +23,12 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.registry import registry
-from tiermem.runtime.beginning import find_beginning
+from tiermem.runtime.beginning import agree_on_commit, find_beginning
+from tiermem.runtime.blueprint import draw
 from tiermem.runtime.capture import start_commit, start_snapshot
 from tiermem.runtime.commits import PendingCommit
-from tiermem.runtime.house import House, build, draw
+from tiermem.runtime.company import find_company, own_directories
+from tiermem.runtime.house import House, build
 from tiermem.runtime.record import optimizer_state, plain
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.stats import Statistics
@@ -45,6 +47,7 @@ def offload(
     weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
     resume: bool | str | os.PathLike[str] = False,
+    mesh: Any = None,
 ) -> Runtime:
     """Turn a model's parameters into pages, in place, and have them come and go by themselves.
 
@@ -65,6 +68,9 @@ def offload(
             directories that hold no committed run (or with `config.overwrite`). After a resume parameters, optimizer
             state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
             of the commit; what values the model had are dropped. See COMMIT.md beside this file.
+        mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided. Default: all
+            ranks, where torch.distributed is initialised. All of them call this, and everything below that says so
+            ("collective"), in the same order. Values and buffers begin as those of rank 0. See zero3/RANKS.md.
 
     Raises:
         ConfigError: the model or the configuration cannot be served.
@@ -77,20 +83,29 @@ def offload(
     for name, parameter in model.named_parameters():
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
-    beginning = find_beginning(config, resume)
-    source: WeightSource | None = None
-    if beginning.snapshot is not None:
-        source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
-    elif weights is not None and beginning.manifest is None:
-        source = open_weights(weights, model, partial=init is not None)
-    return Runtime(build(draw(model, config, units, beginning), config, beginning, init=init, weights=source))
+    company = find_company(config, mesh)
+    try:
+        own = own_directories(config, company)
+        beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
+        beginning = agree_on_commit(beginning, own, company) if company.size > 1 else beginning
+        source: WeightSource | None = None
+        if beginning.snapshot is not None:
+            source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
+        elif weights is not None and beginning.manifest is None:
+            source = open_weights(weights, model, partial=init is not None)
+        blueprint = draw(model, own, units, beginning, company)
+        return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
+    except BaseException as error:
+        company.close(f"could not begin: {type(error).__name__}: {error}")
+        raise
 
 
 class Runtime:
     """A model that is offloaded. Made by `offload`; a context manager that closes."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, config: Config | None = None) -> None:
         self._house = house
+        self._config = config or house.config
         self._closed = False
         self._writing = 0  # how many `gathered(write=True)` are open
         self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
@@ -99,7 +114,7 @@ class Runtime:
     @property
     def config(self) -> Config:
         """The configuration as given."""
-        return self._house.config
+        return self._config
 
     @property
     def model(self) -> nn.Module:
@@ -188,25 +203,31 @@ class Runtime:
         save_pretrained(path, source, model_files(self.model, house.config.dtype), max_shard_nbytes=nbytes)
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the parameter's values, in its dtype, after all updates; waits for them."""
+        """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""
         with self.gathered([parameter]):
             return parameter.detach().clone()
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the fp32 master of a trainable parameter, after all updates; waits for them."""
+        """A copy of the fp32 master of a trainable parameter, after all updates; waits for them. Collective."""
         unit, slot = self._find(parameter)
         house = self._open()
         if not slot.trainable:
             return self.parameter(parameter).float()
         house.coordinator.unit_needed(unit)
-        flat = house.states.read_master(unit, slot.parameter)
-        return flat.as_strided(slot.shape, slot.stride)
+        whole = torch.zeros(slot.numel)
+
+        def read() -> None:
+            for piece in house.owned(unit, slot):
+                whole[piece.begin : piece.begin + piece.length] = house.states.read_master(unit, slot.parameter)
+
+        house.look(unit, slot, read, whole)
+        return whole.as_strided(slot.shape, slot.stride)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient accumulated so far in this step, or None; waits for its pages."""
+        """A copy of the gradient accumulated so far in this step, the mean over ranks, or None. Waits. Collective."""
         unit, slot = self._find(parameter)
         house = self._open()
-        house.scheduler.settle()
+        house.ledger.line_up()
         if not house.ledger.is_unclaimed(unit, slot.parameter):
             return None
         return house.scheduler.gradients.read(slot.parameter)
@@ -217,7 +238,8 @@ class Runtime:
     ) -> Iterator[None]:
         """Real storage for a while, for all units that hold the parameters of `what`; with `write` changes are kept.
 
-        Values of trainable parameters written here become their masters; moments stay as they are.
+        Values of trainable parameters written here become their masters; moments stay as they are. Collective: every
+        rank writes the same values, and each keeps those of its shard.
         """
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
@@ -241,9 +263,10 @@ class Runtime:
         finally:
             self._writing -= write
             for unit, slot, values in changed:
-                if slot.trainable:
+                for piece in house.owned(unit, slot) if slot.trainable else ():
+                    own = values[piece.begin : piece.begin + piece.length]
                     moments = house.states.read_moments(unit, slot.parameter)
-                    house.states.store_master(unit, slot.parameter, values)
+                    house.states.store_master(unit, slot.parameter, own)
                     if values.dtype != torch.float32:
                         house.states.store_moments(unit, slot.parameter, *moments)
 

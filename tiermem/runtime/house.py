@@ -7,48 +7,45 @@ leaves no file, thread or hook behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from tiermem.config import Config, resolve_host_memory
-from tiermem.errors import ConfigError, TiermemError
-from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.config import Config
+from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
-from tiermem.memory.machine import available_host_memory
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import make_schedule
 from tiermem.optim.service import UpdateQueue
-from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
-from tiermem.pager.extents import DURABLE
-from tiermem.pager.page import Kind, PageKey
-from tiermem.planner.device import DeviceFootprint
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, rounded
+from tiermem.planner.footprint import Footprint, rounded
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.commits import Commits
+from tiermem.runtime.company import Company, leave_directories
 from tiermem.runtime.continuing import fill_pages, take_over
-from tiermem.runtime.devices import move_buffers, open_device
+from tiermem.runtime.devices import open_device
+from tiermem.runtime.exchanges import open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
-from tiermem.runtime.record import check_layout, layout_record
-from tiermem.runtime.shares import share_out, unit_sizes
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
-from tiermem.zero3.collectives import SingleProcess
+from tiermem.zero3.conductor import Act, Conductor, Operation
+from tiermem.zero3.exchange import join
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot, UnitLayout
-from tiermem.zero3.materialize import Materializer, WeightSource, plan_layouts
+from tiermem.zero3.materialize import Materializer, WeightSource
 from tiermem.zero3.placeholder import Placeholders
-from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.scheduler import GatherScheduler
-from tiermem.zero3.units import ModelUnits, Wanted, find_units
+from tiermem.zero3.shards import Piece, Shard
+from tiermem.zero3.units import ModelUnits
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,13 @@ class House:
     commits: Commits
     buffers: BufferWatch
     snapshots: Snapshots
+    shards: tuple[Shard, ...]
+    company: Company
+    conductor: Conductor
 
     def require_between_steps(self, verb: str) -> None:
         """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep."""
-        self.scheduler.settle()
+        self.ledger.line_up()
         sources = self.coordinator.optimizers()
         counted = {number for source in sources for number in self.coordinator.parameters_of(source)}
         if self.ledger.is_mid_step or counted & self.ledger.unclaimed():
@@ -82,6 +82,21 @@ class House:
                 f"{verb} between backward and step: its gradients would be lost; call it after optimizer.step(), or "
                 "forget them with optimizer.zero_grad()"
             )
+
+    def owned(self, unit: int, slot: Slot) -> list[Piece]:
+        """The pieces of a parameter that this rank answers for: one, or none."""
+        return [piece for piece in self.shards[unit].owned() if piece.slot.parameter == slot.parameter]
+
+    def look(self, unit: int, slot: Slot, read: Callable[[], None], whole: torch.Tensor) -> None:
+        """Have `read` fill this rank's elements of `whole` in, and complete it from the other ranks."""
+
+        def complete(_: None) -> None:
+            join(self.company.computing, self.shards[unit], slot, whole)
+
+        if self.company.size == 1:
+            read()
+        else:
+            self.conductor.run(Operation(Act.LOOK, unit, read, complete))
 
     def close(self, *, remove: bool | None) -> None:
         """Tear everything down in reverse; with `remove` commits and swap files go. Raises the first error at the end.
@@ -91,80 +106,21 @@ class House:
 
         def close_storage() -> None:
             self.storage.close(remove=self.commits.mark is None if remove is None else remove)
+            leave_directories(self.config, self.company)
 
         self.steps.close()
+        self.conductor.close()  # first, so that others who wait for this rank in vain know it soon
         actions = [self.coordinator.wait_updates, self.snapshots.close, self.commits.close, self.scheduler.close]
-        close_all([*actions, self.updater.close, close_storage])
+        close_all([*actions, self.updater.close, close_storage, self.company.close])
         for parameter in self.parameters:
             registry.detach(parameter)
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """What can be known before anything is opened."""
-
-    divided: ModelUnits
-    layouts: tuple[UnitLayout, ...]
-    states: dict[int, UnitState]
-    footprint: Footprint
-    host_nbytes: int
-    device: DeviceFootprint | None = None
-
-    def swap_nbytes(self, *, commits: bool) -> int:
-        """Bytes that all pages take on disk: with `commits` twice those that training changes.
-
-        What is never trained has one copy, and the largest of it room for another, should somebody write into it.
-        """
-        frozen = [rounded(layout.nbytes) for layout in self.layouts if not layout.trainable]
-        total = sum(rounded(nbytes) for _, nbytes in self.pages())
-        if not commits:
-            return total
-        changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE)
-        return total + changing - sum(frozen) + max(frozen, default=0)
-
-    def pages(self) -> list[tuple[PageKey, int]]:
-        """Every page with its size in bytes."""
-        pages = []
-        for layout in self.layouts:
-            pages.append((layout.key, layout.nbytes))
-            pages.extend((layout.gradient_key(tile), layout.tile_nbytes(tile)) for tile in range(layout.tiles))
-        pages.extend(self.state_pages())
-        return pages
-
-    def state_pages(self) -> list[tuple[PageKey, int]]:
-        """The pages of optimizer state with their sizes in bytes."""
-        return [
-            (PageKey(unit, Kind.STATE, tile), state.state_nbytes(tile))
-            for unit, state in self.states.items()
-            for tile in range(state.tiles)
-        ]
-
-
-def draw(model: nn.Module, config: Config, units: Wanted, beginning: Beginning | None = None) -> Blueprint:
-    """Divide the model and share the budget out; opens nothing.
-
-    Raises:
-        ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
-        ConfigError: the model or a setting cannot be served.
-        BudgetError: the host budget is too small; names the largest unit and the least that works.
-    """
-    _check(config)
-    divided = find_units(model, units)
-    sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE)
-    host_nbytes = resolve_host_memory(config, available_host_memory()) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-    sizes = unit_sizes(divided, sketch, config.dtype)
-    footprint, device = share_out(config, sizes, host_nbytes, tile=(beginning or Beginning()).tile_numel)
-    layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel)
-    if beginning is not None and beginning.record is not None:
-        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
-    states = {layout.unit: _unit_state(layout) for layout in layouts if layout.trainable}
-    return Blueprint(divided, layouts, states, footprint, host_nbytes, device)
 
 
 def build(
     blueprint: Blueprint,
     config: Config,
     beginning: Beginning,
+    company: Company,
     *,
     init: Initializer | None = None,
     weights: WeightSource | None = None,
@@ -176,15 +132,13 @@ def build(
     """
     swap_nbytes = blueprint.swap_nbytes(commits=config.commits)
     budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device)
-    device = device or open_device(config)
+    storage = company.together(
+        "open its swap files",
+        lambda: open_storage(config, beginning, budgets, device=device or open_device(config)),
+        undo=lambda opened: opened.close(remove=opened.recovered is None),
+    )
     try:
-        storage = open_storage(config, beginning, budgets, device=device)
-    except BaseException:
-        if device is not None:
-            device.close()
-        raise
-    try:
-        return _furnish(blueprint, config, storage, beginning, init, weights)
+        return _furnish(blueprint, config, storage, beginning, company, init, weights)
     except BaseException:
         storage.close(remove=storage.recovered is None)
         raise
@@ -195,36 +149,30 @@ def _furnish(
     config: Config,
     storage: Storage,
     beginning: Beginning,
+    company: Company,
     init: Initializer | None,
     weights: WeightSource | None,
 ) -> House:
     pager, footprint, layouts = storage.pager, blueprint.footprint, blueprint.layouts
-    states = StateStore(pager, blueprint.states)
-    placeholders, collectives = Placeholders(), SingleProcess()
-
-    def store_master(unit: int, slot: Slot, values: torch.Tensor) -> None:
-        states.store_master(unit, slot.parameter, values)
-
-    materializer = Materializer(pager, placeholders, store_master, init, weights, storage.torch_device)
+    states, placeholders = StateStore(pager, blueprint.states), Placeholders()
+    broadcast, store, shards = company.computing.broadcast, states.store_master, blueprint.shards
+    make = partial(Materializer, device=storage.torch_device, shards=shards, broadcast=broadcast)
+    materializer = make(pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights)
     parameters = fill_pages(blueprint, storage, states, materializer)
-    move_buffers(blueprint.divided.model, storage.torch_device)
-    gatherer = Gatherer(pager, layouts, parameters, placeholders, collectives)
-    hold_tiles = (blueprint.device or footprint).hold_tiles
-    gradients = GradientStore(pager, layouts, parameters, collectives, hold_tiles=hold_tiles)
-    schedule = make_schedule(config.update)
-    ledger = GradientLedger(tuple(blueprint.states), gatherer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
-    early = schedule.name == "backward"
-    commits = Commits(storage, updater, origin=beginning.past)
+    conductor = Conductor(company.computing, [layout.name for layout in layouts])
+    source, gradients = open_exchanges(blueprint, parameters, pager, company, conductor, updater)
+    gatherer = Gatherer(source, layouts, parameters, placeholders)
+    schedule = make_schedule(_update(config, company))
+    ledger = GradientLedger(tuple(blueprint.states), gatherer)
+    commits = Commits(storage, updater, company, origin=beginning.past)
     snapshots = Snapshots(storage, updater, commits, layouts, blueprint.states, second_copy=config.commits)
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open)
     coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule)
-    scheduler = GatherScheduler(
-        blueprint.divided, parameters, gatherer, gradients, _listener(coordinator, queue, blueprint), early=early
-    )
+    listener, early = _listener(coordinator, queue, blueprint), schedule.name == "backward"
+    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, listener, early=early)
     ledger.connect(scheduler)
-    tiles = {unit: state.tiles for unit, state in blueprint.states.items()}
-    steps = Steps(coordinator, ledger, queue, pager, storage.counters, tiles=tiles, update=schedule.name)
+    steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, update=schedule.name)
     buffers = BufferWatch(blueprint.divided.model)
     if weights is not None:
         weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
@@ -249,26 +197,20 @@ def _furnish(
         commits,
         buffers,
         snapshots,
+        blueprint.shards,
+        company,
+        conductor,
     )
+
+
+def _update(config: Config, company: Company) -> str:
+    # Which unit is complete is not known at one moment on all ranks: several update behind backward.
+    return "forward" if company.size > 1 and config.update == "backward" else config.update
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
     sizes = {
-        layout.unit: rounded(layout.nbytes) + layout.trainable_numel * layout.dtype.itemsize
-        for layout in blueprint.layouts
+        shard.unit: rounded(shard.nbytes) + shard.trainable_numel * shard.layout.dtype.itemsize
+        for shard in blueprint.shards
     }
     return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag)
-
-
-def _check(config: Config) -> None:
-    if config.moments != "float32":
-        raise ConfigError(f"moments={config.moments!r}: this version keeps moments in float32; use moments='float32'")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        size = torch.distributed.get_world_size()
-        if size > 1:
-            raise ConfigError(f"torch.distributed has {size} ranks; this version trains in one process")
-
-
-def _unit_state(layout: UnitLayout) -> UnitState:
-    segments = tuple(Segment(slot.parameter, slot.start, slot.numel) for slot in layout.trainable)
-    return UnitState(layout.unit, layout.dtype, segments, layout.trainable_numel, layout.tile_numel)

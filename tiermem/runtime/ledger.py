@@ -8,7 +8,7 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.pager.pager import Pager
-from tiermem.planner.steps import plan_step
+from tiermem.pager.schedule import Schedule
 from tiermem.stats import Counters
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Access, Phase, StepOrder
@@ -43,6 +43,11 @@ class GradientLedger:
         if self._scheduler is None:
             raise RuntimeError("the ledger was used before its scheduler was connected")
         return self._scheduler
+
+    def line_up(self) -> None:
+        """Let go of what backward holds, and wait until all ranks have come here with all their gradients."""
+        self.scheduler.settle()
+        self.scheduler.gradients.line_up()
 
     def present(self, unit: int) -> Sequence[int]:
         """The parameters of a unit with an unclaimed gradient."""
@@ -121,7 +126,7 @@ class Steps:
         pager: Pager,
         counters: Counters,
         *,
-        tiles: Mapping[int, int],
+        plan: Callable[[Sequence[Access], str], Schedule],
         update: str,
     ) -> None:
         self._coordinator = coordinator
@@ -129,7 +134,7 @@ class Steps:
         self._queue = queue
         self._pager = pager
         self._counters = counters
-        self._tiles = tiles
+        self._plan = plan
         self._update = update
         self._planned: tuple[Access, ...] = ()
         self._resumed: dict[int, int] = {}
@@ -155,7 +160,7 @@ class Steps:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
         scheduler = self._ledger.scheduler
-        scheduler.settle()
+        self._ledger.line_up()
         self._ledger.require_free()
         result = self._coordinator.step(source)
         if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
@@ -163,7 +168,7 @@ class Steps:
             self._hurry_in_forward_order(order)
             if order is not None and order.accesses != self._planned:
                 self._planned = order.accesses
-                self._pager.set_schedule(plan_step(order.accesses, self._tiles, self._update))
+                self._pager.set_schedule(self._plan(order.accesses, self._update))
             else:
                 self._pager.begin_step()
             self._counters.step()
@@ -181,11 +186,13 @@ class Steps:
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
         self._check_open()
+        self._ledger.scheduler.gradients.line_up()
         return self._coordinator.clip_gradients(source, max_norm)
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed."""
         self._check_open()
+        self._ledger.scheduler.gradients.line_up()
         self._coordinator.drop_gradients(source)
 
     def wait_updates(self) -> None:

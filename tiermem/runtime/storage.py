@@ -113,6 +113,15 @@ def open_storage(
         ResumeError: the commit does not fit its files.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
+    try:
+        return _open(config, beginning, budgets, device)
+    except BaseException:
+        if device is not None:
+            device.close()
+        raise
+
+
+def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None) -> Storage:
     counters, timeline = Counters(), Timeline(capacity=_TIMELINE_EVENTS)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     space = _open_space(config, beginning, store, budgets.swap_nbytes)
@@ -120,7 +129,7 @@ def open_storage(
     try:
         if config.direct is True and not space.direct:
             raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
-        recovered = _recover(config, space, store) if resumed else None
+        recovered = _recover(config, space, store, beginning.generation) if resumed else None
         extents = Extents(
             space,
             recovered.generations if recovered else None,
@@ -165,7 +174,7 @@ def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes
     return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings)
 
 
-def _recover(config: Config, space: SwapSpace, store: CommitStore) -> Recovered:
+def _recover(config: Config, space: SwapSpace, store: CommitStore, generation: int) -> Recovered:
     recovered = recover(
         space,
         store,
@@ -173,6 +182,7 @@ def _recover(config: Config, space: SwapSpace, store: CommitStore) -> Recovered:
         verify_bytes=config.verify != "never",
         verify_mode="all",
         spares=lambda manifest: from_rows(manifest.user["spares"]),
+        generation=generation,
     )
     if recovered is None:
         raise ResumeError(f"the commit in {config.swap_paths[0]} has gone since it was looked at")

@@ -1,18 +1,23 @@
-"""The collective operations of stage 3, behind one small interface.
+"""What the ranks of a run exchange, behind one small interface.
 
-Owns the words for exchanging shards among ranks, and the exchange of a single process. Does not know pages, units or
-when an exchange is due. Guarantees that one process is the identity: the very tensor comes back, nothing is copied.
+Owns the words for exchanging shards, gradients and short messages, and the exchange of a single process. Does not know
+pages, units or when an exchange is due (`conductor` does). Guarantees that one process is the identity.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 
 class Collectives(Protocol):
-    """What a unit needs from the other ranks. All ranks call the same operations in the same order."""
+    """What a run needs of the other ranks. All ranks call the same operations in the same order; all of them wait.
+
+    Raises TiermemError, which says which ranks are gone and why, when another rank has died, failed or stopped
+    answering.
+    """
 
     @property
     def rank(self) -> int:
@@ -24,17 +29,41 @@ class Collectives(Protocol):
         """How many processes take part."""
         ...
 
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Join the 1-D uint8 shards of all ranks, in rank order; waits."""
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill `whole` with the `shard` of every rank, in rank order. 1-D uint8; `whole` is `size` times as long."""
         ...
 
-    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
-        """Add up a 1-D gradient over all ranks and keep this rank's slice; waits."""
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[bool]) -> None:
+        """Give every rank its slice of `sent`, and receive from each of `senders` what it has for this rank.
+
+        1-D, equal slices in rank order. Where a rank does not send, its slice of `received` stays as it is, and its
+        `sent` is not looked at.
+        """
+        ...
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Replace `values` (any shape) by those of rank 0."""
+        ...
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, in rank order; equally many on each."""
+        ...
+
+    def tell_floats(self, numbers: Sequence[float]) -> list[list[float]]:
+        """As `tell`, in float64."""
+        ...
+
+    def tell_text(self, text: str) -> list[str]:
+        """The text of every rank, in rank order."""
+        ...
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave. `reason`: why, if it is before the others expect it; they read it when they miss this rank."""
         ...
 
 
 class SingleProcess:
-    """World size one: the shard is the whole."""
+    """World size one: what is exchanged is what there is."""
 
     @property
     def rank(self) -> int:
@@ -46,10 +75,30 @@ class SingleProcess:
         """Always 1."""
         return 1
 
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return `shard` itself."""
-        return shard
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """Copy, unless they are the same bytes."""
+        if whole.data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
 
-    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
-        """Return `full` itself."""
-        return full
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[bool]) -> None:
+        """Copy, if this process sends."""
+        if senders[0]:
+            received.copy_(sent)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """One's own."""
+        return [list(numbers)]
+
+    def tell_floats(self, numbers: Sequence[float]) -> list[list[float]]:
+        """One's own."""
+        return [list(numbers)]
+
+    def tell_text(self, text: str) -> list[str]:
+        """One's own."""
+        return [text]
+
+    def close(self, reason: str | None = None) -> None:
+        """Nothing to do."""

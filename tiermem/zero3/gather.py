@@ -14,50 +14,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from tiermem.errors import InvariantError, TiermemError
-from tiermem.pager.page import Intent, Lane, PageKey
-from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout, slot_view
 from tiermem.zero3.placeholder import Placeholders
-
-
-class Lease(Protocol):
-    """The part of a pager's lease used here."""
-
-    def tensor(self, key: PageKey) -> torch.Tensor:
-        """The page's bytes, 1-D uint8."""
-        ...
-
-    def release(self) -> None:
-        """Give the hold back."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Give the hold back; the contents are garbage."""
-        ...
-
-
-class Pager(Protocol):
-    """The part of the pager used by this package."""
-
-    def add_page(self, key: PageKey, nbytes: int) -> None:
-        """Announce a page."""
-        ...
-
-    def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
-        """Hold pages near the computation, or (update's lane) in host memory; waits."""
-        ...
-
-    def start_discard(self, keys: Sequence[PageKey]) -> None:
-        """Forget the contents of pages."""
-        ...
+from tiermem.zero3.sources import HeldUnit, UnitSource
 
 
 class Presence(enum.Enum):
@@ -83,9 +49,9 @@ class _UnitState:
     __slots__ = (
         "base",
         "counted",
+        "held",
         "holds",
         "layout",
-        "lease",
         "parameters",
         "presence",
         "versions",
@@ -98,7 +64,7 @@ class _UnitState:
         self.parameters = tuple(parameters[slot.parameter] for slot in layout.slots)
         self.presence = Presence.SHARDED
         self.holds = 0
-        self.lease: Lease | None = None
+        self.held: HeldUnit | None = None
         self.base: torch.Tensor | None = None
         self.viewers = 0
         self.versions: tuple[int, ...] = ()
@@ -111,16 +77,14 @@ class Gatherer:
 
     def __init__(
         self,
-        pager: Pager,
+        source: UnitSource,
         layouts: Sequence[UnitLayout],
         parameters: Sequence[nn.Parameter],
         placeholders: Placeholders,
-        collectives: Collectives,
     ) -> None:
-        self._pager = pager
+        self._source = source
         self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
         self._placeholders = placeholders
-        self._collectives = collectives
         self._lingering: set[int] = set()
         self._gathers = 0
         self._leaks = 0
@@ -198,6 +162,15 @@ class Gatherer:
         if self.presence(unit) is not Presence.SHARDED and not self.reshard(unit):
             raise TiermemError(f"unit {self._units[unit].layout.name} cannot be updated: {self.explain(unit)}")
 
+    def start(self, unit: int) -> None:
+        """Begin to fetch a unit that is gathered next. Does not wait."""
+        if self._units[unit].base is None:
+            self._source.start(unit)
+
+    def give_up_ahead(self) -> None:
+        """Forget what was fetched ahead and not gathered: it may change now."""
+        self._source.give_up()
+
     def count_leaks(self) -> None:
         """Note, once per lease, the units that linger where nobody has reason to look at them."""
         for unit in self._lingering:
@@ -233,31 +206,27 @@ class Gatherer:
         return GatherStatistics(self._gathers, self._leaks, len(self._lingering))
 
     def _take(self, state: _UnitState, *, writable: bool) -> torch.Tensor:
-        key = state.layout.key
-        lease = self._pager.lease([key], Intent.WRITE if writable else Intent.READ)
-        try:
-            base = self._collectives.all_gather(lease.tensor(key))
-            if base.storage_offset() != 0:
-                raise InvariantError(f"the frame of {key} does not begin its storage")
-        except BaseException:
-            lease.release()
-            raise
-        state.lease, state.base, state.writable = lease, base, writable
-        state.viewers, state.counted = viewers(base), False
+        held = self._source.take(state.layout.unit, writable=writable)
+        base = held.base
+        if base.storage_offset() != 0:
+            held.release()
+            raise InvariantError(f"the frame of {state.layout.key} does not begin its storage")
+        state.held, state.base, state.writable = held, base, writable
+        state.viewers, state.counted = held.viewers, False
         self.frames[base.untyped_storage().data_ptr()] = state.layout.unit
         return base
 
     def _try_release(self, state: _UnitState) -> bool:
-        if state.base is None or state.lease is None:
+        if state.base is None or state.held is None:
             raise InvariantError(f"unit {state.layout.unit} lingers without a lease")
         if viewers(state.base) > state.viewers:
             return False
         del self.frames[state.base.untyped_storage().data_ptr()]
-        lease = state.lease
-        state.base = state.lease = None
+        held = state.held
+        state.base = state.held = None
         state.presence = Presence.SHARDED
         self._lingering.discard(state.layout.unit)
-        lease.release()
+        held.release()
         return True
 
     @staticmethod

@@ -3,6 +3,10 @@
 Owns the arithmetic of slots, offsets and tiles, and the one function that lays a view over bytes. Does not know
 modules, pages or values. Guarantees that slots do not overlap, trainable ones come first in elements of one dtype,
 and that the same parameters give the same layout on every rank.
+
+Two sections. Trainable elements come first, frozen bytes after them, and each section is divided over the ranks by
+itself, so that what is updated is spread evenly, whatever is frozen. Parts are equal (padded), and cut at multiples of
+64 elements (64 bytes) from the section's start, because fused AdamW has the same bits only there. One rank: no padding.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The flat buffer of one unit: trainable slots first, then frozen ones."""
+    """The flat buffer of one unit: trainable slots first, then frozen ones; `nbytes` includes the padding of parts."""
 
     unit: int
     name: str
@@ -77,6 +81,22 @@ class UnitLayout:
     trainable_numel: int
     nbytes: int
     tile_numel: int
+    ranks: int = 1
+
+    @property
+    def part_numel(self) -> int:
+        """Trainable elements of one rank's part, padding included."""
+        return part(self.trainable_numel, self.ranks, ALIGN_NUMEL)
+
+    @property
+    def frozen_begin(self) -> int:
+        """First byte of the frozen section."""
+        return _align(self.part_numel * self.ranks * self.dtype.itemsize, ALIGN_NBYTES)
+
+    @property
+    def frozen_part(self) -> int:
+        """Bytes of one rank's part of the frozen section, padding included."""
+        return max(0, self.nbytes - self.frozen_begin) // self.ranks
 
     @property
     def trainable(self) -> tuple[Slot, ...]:
@@ -108,9 +128,9 @@ class UnitLayout:
 
 
 def plan_layout(
-    unit: int, name: str, parameters: Sequence[ParameterInfo], *, dtype: torch.dtype, tile_numel: int
+    unit: int, name: str, parameters: Sequence[ParameterInfo], *, dtype: torch.dtype, tile_numel: int, ranks: int = 1
 ) -> UnitLayout:
-    """Lay out a unit's parameters.
+    """Lay out a unit's parameters, to be divided over `ranks`.
 
     Floating-point parameters become `dtype`; all others keep theirs and are frozen. Trainable ones start at multiples
     of 64 elements, frozen ones at multiples of 64 bytes. Raises ConfigError for a tile that is not a positive multiple
@@ -131,12 +151,20 @@ def plan_layout(
         start = _align(numel, ALIGN_NUMEL)
         slots.append(_slot(info, dtype, start * dtype.itemsize))
         numel = start + slots[-1].numel
-    nbytes = numel * dtype.itemsize
+    nbytes = part(numel, ranks, ALIGN_NUMEL) * ranks * dtype.itemsize
+    frozen_begin = _align(nbytes, ALIGN_NBYTES)
     for info in frozen:
         offset = _align(nbytes, ALIGN_NBYTES)
         slots.append(_slot(info, dtype if info.dtype.is_floating_point else info.dtype, offset))
         nbytes = offset + slots[-1].nbytes
-    return UnitLayout(unit, name, dtype, tuple(slots), numel, max(nbytes, 1), tile_numel)
+    if frozen:
+        nbytes = frozen_begin + part(nbytes - frozen_begin, ranks, ALIGN_NBYTES) * ranks
+    return UnitLayout(unit, name, dtype, tuple(slots), numel, max(nbytes, ranks), tile_numel, ranks)
+
+
+def part(length: int, ranks: int, multiple: int) -> int:
+    """Return the length of each of `ranks` equal parts of `length`, the last ones padded; cuts lie at multiples."""
+    return min(length, _align(-(-length // ranks), multiple))
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

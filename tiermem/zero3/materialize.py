@@ -20,10 +20,11 @@ from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
-from tiermem.zero3.gather import Pager
 from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
-from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout, slot_view
+from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
+from tiermem.zero3.shards import Piece, Shard
+from tiermem.zero3.sources import Pager
 from tiermem.zero3.units import Member, ModelUnits, Unit
 
 # Smaller parameters are not worth a mapping of their own.
@@ -56,7 +57,8 @@ class Materializer:
     `values` are the original, uncast values (1-D, in the slot's memory order), valid during the call only.
     `init` is called on every module whose own parameters have just received storage; None means the model's own
     `_init_weights`, else each module's `reset_parameters`. `weights` win over both. `device` is where the computation
-    will be, hence what placeholders say.
+    will be, hence what placeholders say. `shards`: what this rank keeps of each unit, by default all; then `broadcast`
+    makes the values those of rank 0, whatever the other ranks have come up with.
     """
 
     pager: Pager
@@ -65,6 +67,8 @@ class Materializer:
     init: Initializer | None = None
     weights: WeightSource | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shards: Sequence[Shard] = ()
+    broadcast: Callable[[torch.Tensor], None] = lambda _: None
 
     def run(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
         """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
@@ -81,6 +85,8 @@ class Materializer:
             trim_heap()  # what initialising a unit needed lies outside the budget: it is not kept for the next one
         for module in divided.model.modules():
             initialiser.run_buffers(module)
+        for buffer in divided.model.buffers():
+            self.broadcast(buffer)
         # Only now: while others are initialised, an absent parameter has to bear being written (see initialise).
         return self._stand_in(divided, layouts)
 
@@ -133,6 +139,8 @@ class Materializer:
                     f"parameter {member.names[0]} was built without storage, and initialising its module left it "
                     "without values: pass init= or weights="
                 )
+        for member in unit.members:
+            self.broadcast(parameters[member.number].data)
         self._write(layout, parameters)
         for member in unit.members:
             old = parameters[member.number]
@@ -156,9 +164,15 @@ class Materializer:
         return values
 
     def _write(self, layout: UnitLayout, parameters: dict[int, nn.Parameter], *, streamed: bool = False) -> None:
-        self.pager.add_page(layout.key, layout.nbytes)
-        for tile in range(layout.tiles):
-            self.pager.add_page(layout.gradient_key(tile), layout.tile_nbytes(tile))
+        shard = self.shards[layout.unit] if self.shards else Shard(layout)
+        for key, nbytes in shard.pages():
+            self.pager.add_page(key, nbytes)
+        kept: dict[int, list[Piece]] = {}
+        for piece in shard.held():
+            kept.setdefault(piece.slot.parameter, []).append(piece)
+        owned: dict[int, list[Piece]] = {}
+        for piece in shard.owned():
+            owned.setdefault(piece.slot.parameter, []).append(piece)
         # On the update's lane: values are made in host memory, and the computation fetches them from there.
         lease = self.pager.lease([layout.key], Intent.FRESH, lane=Lane.UPDATE)
         try:
@@ -167,10 +181,14 @@ class Materializer:
             for slot in layout.slots:
                 parameter = parameters[slot.parameter]
                 values = self._stream(slot, parameter) if streamed else parameter.data
-                slot_view(base, slot).copy_(values)
-                if slot.trainable:
-                    self.store_master(layout.unit, slot, memory_order(values, slot, dtype=values.dtype))
+                flat = memory_order(values, slot, dtype=values.dtype)
+                for piece in kept.get(slot.parameter, ()):
+                    place = base[piece.offset : piece.offset + piece.nbytes].view(slot.dtype)
+                    place.copy_(flat[piece.begin : piece.begin + piece.length])
+                for piece in owned.get(slot.parameter, ()) if slot.trainable else ():
+                    self.store_master(layout.unit, slot, flat[piece.begin : piece.begin + piece.length])
                 # The last reference to the original values, unless their owner keeps one.
+                del flat, values
                 if not parameter.is_meta:
                     parameter.data = self.placeholders.of(slot.shape, slot.dtype, self.device)
         except BaseException as error:
@@ -179,10 +197,17 @@ class Materializer:
         lease.release()
 
 
-def plan_layouts(divided: ModelUnits, *, dtype: torch.dtype, tile_numel: int) -> tuple[UnitLayout, ...]:
-    """Return the layouts of all units, by number. Raises what `plan_layout` raises."""
+def plan_layouts(divided: ModelUnits, *, dtype: torch.dtype, tile_numel: int, ranks: int = 1) -> tuple[UnitLayout, ...]:
+    """Return the layouts of all units, by number, divided over `ranks`. Raises what `plan_layout` raises."""
     return tuple(
-        plan_layout(unit.number, unit.name, [_info(each) for each in unit.members], dtype=dtype, tile_numel=tile_numel)
+        plan_layout(
+            unit.number,
+            unit.name,
+            [_info(each) for each in unit.members],
+            dtype=dtype,
+            tile_numel=tile_numel,
+            ranks=ranks,
+        )
         for unit in divided.units
     )
 

@@ -63,6 +63,16 @@ class OrderRecorder:
         """Whether this step has, so far, done what is expected (False while nothing is)."""
         return self._expected is not None and self._on_course
 
+    def upcoming(self) -> int | None:
+        """The unit that comes next if this step goes on as expected; None if nobody knows, or none comes."""
+        if self._expected is None or not self._on_course:
+            return None
+        ahead = self._expected.accesses
+        for position in range(self.position, len(ahead)):
+            if ahead[position].phase is not Phase.GRADIENT:
+                return ahead[position].unit
+        return None
+
     @property
     def deviations(self) -> int:
         """How many finished steps differed from the one before."""

@@ -1,4 +1,4 @@
-"""Gradients, from autograd into pages.
+"""Gradients of one rank, from autograd into pages (of several: `exchange`).
 
 Owns the leases on GRAD tiles, and for each parameter the flag, the count and the norm of this step's gradient. Does
 not know modules, the order of units or the update. Guarantees the bits of plain accumulation (old plus new, in the
@@ -17,9 +17,8 @@ from torch import nn
 
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
-from tiermem.zero3.collectives import Collectives
-from tiermem.zero3.gather import Lease, Pager
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
+from tiermem.zero3.sources import Lease, Pager
 
 
 class GradientStore:
@@ -35,14 +34,12 @@ class GradientStore:
         pager: Pager,
         layouts: Sequence[UnitLayout],
         parameters: Sequence[nn.Parameter],
-        collectives: Collectives,
         *,
         hold_tiles: bool = True,
     ) -> None:
         self._pager = pager
         self._layouts = tuple(layouts)
         self._parameters = tuple(parameters)
-        self._collectives = collectives
         self._hold_tiles = hold_tiles
         self._places: dict[int, tuple[int, Slot]] = {
             slot.parameter: (layout.unit, slot) for layout in layouts for slot in layout.trainable
@@ -63,7 +60,7 @@ class GradientStore:
             return
         unit, slot = self._places[parameter]
         layout = self._layouts[unit]
-        flat = self._collectives.reduce_scatter(memory_order(_plain(gradient), slot))
+        flat = memory_order(plain(gradient), slot)
         if self._held is not None and self._held[0] != unit:
             self.release()
         if self._hold_tiles and self._held is None and layout.tiles:
@@ -71,7 +68,7 @@ class GradientStore:
         self._store(layout, slot, flat, add=parameter in self._norms)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
-        self._norms[parameter] = torch.linalg.vector_norm(flat, dtype=_norm_dtype(flat.dtype))
+        self._norms[parameter] = torch.linalg.vector_norm(flat, dtype=norm_dtype(flat.dtype))
 
     def release(self) -> None:
         """Give back the tiles of the unit written last."""
@@ -79,6 +76,9 @@ class GradientStore:
             lease = self._held[1]
             self._held = None
             lease.release()
+
+    def line_up(self) -> None:
+        """Wait for other ranks: there are none."""
 
     def numbers(self, unit: int) -> tuple[int, ...]:
         """The global numbers of the unit's parameters that have a gradient in this step, by place."""
@@ -164,12 +164,13 @@ class GradientStore:
                 lease.release()
 
 
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
+def plain(gradient: torch.Tensor) -> torch.Tensor:
     """Dense, and free of a graph of its own (backward with create_graph), in which case it is not changed either."""
     if gradient.layout is not torch.strided:
         gradient = gradient.detach().to_dense()
     return gradient.detach().clone() if gradient.requires_grad else gradient
 
 
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what a norm of gradients of `dtype` is kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32

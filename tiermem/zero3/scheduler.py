@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,24 +24,9 @@ from tiermem.errors import TiermemError
 from tiermem.zero3.engine import backward_number, call_at_backward_end
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.handles import SavedTensorHooks
+from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
-from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.units import ModelUnits
-
-
-class Listener(Protocol):
-    """Who has to know."""
-
-    def unit_needed(self, unit: int) -> None:
-        """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
-        ...
-
-    def gradients_complete(self, unit: int) -> bool:
-        """All gradients that this step will bring for the unit are in its pages; no lease on it is held here.
-
-        Returns whether an update takes them now, after which no more may come.
-        """
-        ...
 
 
 class _Call:
@@ -66,7 +51,7 @@ class GatherScheduler:
         divided: ModelUnits,
         parameters: Sequence[nn.Parameter],
         gatherer: Gatherer,
-        gradients: GradientStore,
+        gradients: Gradients,
         listener: Listener,
         *,
         early: bool = False,
@@ -92,7 +77,7 @@ class GatherScheduler:
         return self._order
 
     @property
-    def gradients(self) -> GradientStore:
+    def gradients(self) -> Gradients:
         """Which parameters have gradients in this step, and their norms."""
         return self._gradients
 
@@ -106,6 +91,7 @@ class GatherScheduler:
         self._watched.clear()
         self._release_backward()
         self._gradients.release()
+        self._gatherer.give_up_ahead()
         self._gatherer.recheck()
 
     def finish_step(self, *, updated: bool = True) -> None:
@@ -204,9 +190,13 @@ class GatherScheduler:
         """Gather a unit for a call or for backward; waits."""
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
-            self._gradients.release()  # so that nothing but the units around it lies in the way of its frame
             self._listener.unit_needed(unit)
             self._order.access(unit, phase)
+            base = self._gatherer.gather(unit)
+            following = self._order.upcoming()
+            if following is not None:
+                self._gatherer.start(following)
+            return base
         return self._gatherer.gather(unit)
 
     def _demand(self, unit: int) -> torch.Tensor:

@@ -1,0 +1,160 @@
+"""The files of manifests: their names, and how they are written, read and removed.
+
+Owns `<name>.<generation>.manifest` in one directory, and the one that is being made beside them. Does not know when a
+commit is one (`commit.py` does). Guarantees that a file which is not ours is never removed or overwritten, and that
+what the drive refuses is reported with operation and path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from typing import Any
+
+from swap import manifest as format_of
+from swap.errors import FormatError, SwapError, SwapFullError, SwapIOError
+from swap.files import sync_directory
+from swap.manifest import Manifest
+from swap.syscalls import SystemCalls
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LARGEST = 1 << 32  # bytes of a manifest; a hundred million entries have less
+
+
+class ManifestFiles:
+    """The manifests called `name` in a directory."""
+
+    def __init__(self, directory: str, name: str, system: SystemCalls) -> None:
+        self.directory = directory
+        self.new = os.path.join(directory, f"{name}.manifest.new")
+        self._name = name
+        self._system = system
+
+    def path(self, generation: int) -> str:
+        """Where the manifest of a generation lies."""
+        return os.path.join(self.directory, f"{self._name}.{generation:020d}.manifest")
+
+    def found(self) -> list[int]:
+        """The generations there are files for."""
+        pattern = re.compile(re.escape(self._name) + r"\.(\d{20})\.manifest")
+        with self._reporting("list", self.directory):
+            matches = [pattern.fullmatch(name) for name in os.listdir(self.directory)]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def read(self, generation: int) -> Manifest:
+        """One of them. Raises FormatError if it is damaged or not ours."""
+        path = self.path(generation)
+        manifest = format_of.parse(_contents(path, self._system), path)
+        if manifest.generation != generation:
+            raise FormatError(f"expected {path!r} to be generation {generation}, found {manifest.generation}")
+        return manifest
+
+    def is_whole(self, generation: int) -> bool:
+        """Whether a manifest can be read."""
+        try:
+            self.read(generation)
+        except FormatError:
+            return False
+        return True
+
+    def is_ours(self, generation: int) -> bool:
+        """Whether a file looks like a manifest of this program, damaged or not."""
+        return self._is_ours(self.path(generation))
+
+    def remove(self, generation: int) -> None:
+        """Remove a manifest. Raises FormatError if it is not ours."""
+        with self._reporting("unlink", self.path(generation)):
+            self._remove(self.path(generation))
+
+    def put_aside(self, generation: int) -> None:
+        """Give a damaged manifest another name."""
+        path = self.path(generation)
+        with self._reporting("rename", path):
+            self._system.rename(path, f"{path}.damaged")
+
+    def drop_new(self) -> None:
+        """Remove what `write_new` has written."""
+        with self._reporting("unlink", self.new):
+            self._system.unlink(self.new)
+
+    def publish_new(self, generation: int) -> None:
+        """Give what `write_new` has written its name."""
+        with self._reporting("rename", self.path(generation)):
+            self._system.rename(self.new, self.path(generation))
+
+    def sync(self) -> None:
+        """Make names durable."""
+        sync_directory(self.directory, self._system)
+
+    def _is_ours(self, path: str) -> bool:
+        return format_of.is_ours(_contents(path, self._system, limit=64))
+
+    def _remove(self, path: str, *, torn: bool = False) -> None:
+        """Remove a manifest; with `torn` also one whose bytes a power cut has lost, which reads as zeros."""
+        if not self._is_ours(path) and not (torn and not any(_contents(path, self._system, limit=64))):
+            raise FormatError(f"expected {path!r} to be a manifest of this program, found something else")
+        self._system.unlink(path)
+
+    def write_new(self, packed: bytes) -> None:
+        """Write a manifest under a name that does not count yet; returns when its bytes are durable."""
+        path = self.new
+        with contextlib.suppress(FileNotFoundError):  # what a run that was killed in here has left
+            os.stat(path, follow_symlinks=False)
+            with self._reporting("unlink", path):
+                self._remove(path, torn=True)
+        with self._reporting("write", path, len(packed)):
+            fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                self._write_all(fd, memoryview(packed), path)
+                self._system.fsync(fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._system.unlink(path)
+                raise
+            finally:
+                self._system.close(fd)
+
+    def _write_all(self, fd: int, left: memoryview, path: str) -> None:
+        done = 0
+        while done < len(left):
+            try:
+                moved = self._system.pwritev(fd, left[done:], done)
+            except InterruptedError:
+                continue
+            if moved == 0:
+                raise SwapIOError("write", path, length=len(left), detail="the device takes no more")
+            done += moved
+
+    @contextlib.contextmanager
+    def _reporting(self, operation: str, path: str, length: int = 0) -> Any:
+        try:
+            yield
+        except SwapError:
+            raise
+        except OSError as error:
+            code = error.errno or errno.EIO
+            if code in _FULL:
+                free = self._system.free_bytes(self.directory)
+                raise SwapFullError(
+                    f"no room for a manifest of {length} bytes in {self.directory!r}: {free} bytes are free "
+                    f"({os.strerror(code)}); the commit before holds"
+                ) from error
+            raise SwapIOError(operation, path, length=length, errno=code) from error
+
+
+def _contents(path: str, system: SystemCalls, *, limit: int = _LARGEST) -> bytes:
+    """The first `limit` bytes of a regular file, links not followed. Raises FormatError and SwapIOError."""
+    try:
+        fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FormatError(f"expected {path!r} to be a file, found something else; it was left alone")
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                return file.read(limit)
+        finally:
+            system.close(fd)
+    except OSError as error:
+        raise SwapIOError("read", path, errno=error.errno or errno.EIO) from error

@@ -1,0 +1,99 @@
+"""`torchrun -m tiermem train`: one rank is killed, torchrun starts all anew, and they go on from the last commit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+import tiermem
+from tiermem.cli.launch import Launch
+from tiermem.cli.train import TrainOptions, train
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+}
+
+
+def start(directory: Path, model: Path) -> subprocess.Popen[str]:
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    ranks += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1", "-m", "tiermem"]
+    what = ["train", "--model", str(model), "--steps", str(STEPS), "--batch", "4", "--seq", "16", "--json"]
+    where = ["--swap-dir", str(directory), "--host-memory", "2MiB", "--param-dtype", "float32"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*ranks, *what, *where, "--resume", "--commit-every", "1"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill_rank_1(program: subprocess.Popen[str], directory: Path) -> None:
+    """As soon as something is committed."""
+    until = time.monotonic() + 100
+    while not list(directory.glob("rank_00001/*.manifest")):
+        assert time.monotonic() < until, "nothing was committed"
+        assert program.poll() is None, program.stderr.read() if program.stderr else ""
+        time.sleep(0.02)
+    for child in psutil.Process(program.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.environ().get("RANK") == "1":
+                child.send_signal(signal.SIGKILL)
+                return
+    raise AssertionError("rank 1 was not found")
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(tmp_path: Path) -> None:
+    model, swap = tmp_path / "config.json", tmp_path / "swap"
+    model.write_text(json.dumps(MODEL))
+    swap.mkdir()
+    program = start(swap, model)
+    try:
+        kill_rank_1(program, swap)
+        out, errors = program.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+    assert program.returncode == 0, errors
+    found = json.loads(out)  # rank 0 alone has printed
+    assert 1 <= len(found["steps"]) < STEPS, "the second attempt did not begin anew"
+    assert sorted(path.name for path in swap.iterdir()) == ["rank_00000", "rank_00001"]
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    options = TrainOptions(model=str(model), steps=STEPS, batch=4, seq=16)
+    config = tiermem.Config(device="cpu", host_memory="4MiB", param_dtype="float32", swap_dirs=[alone])
+    expected = json.loads(train(options, config, Console(file=io.StringIO())).to_json())["steps"][
+        -len(found["steps"]) :
+    ]
+    assert [step["loss"] for step in found["steps"]] == pytest.approx([step["loss"] for step in expected], rel=1e-5)
+    assert [step["tokens"] for step in found["steps"]] == [step["tokens"] for step in expected]
+
+
+def test_a_batch_that_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(tiermem.ConfigError, match=r"--batch 5 cannot be divided over 2 ranks"):
+        Launch(1, 2).check_rows(5)

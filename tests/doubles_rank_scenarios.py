@@ -1,0 +1,394 @@
+"""What ranks do in the tests: training scripts that a single process can repeat on all of the data, and mishaps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tiermem
+
+ROWS, WORDS, LENGTH = 12, 50, 7
+CLIP = 0.5
+
+
+class Odd(nn.Module):
+    """Tied, frozen, smaller than the number of ranks, uneven, used twice, with a gap between parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 20)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(20, 75), nn.GELU(), nn.Linear(75, 20), nn.LayerNorm(20)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(2))
+        self.never = nn.Linear(3, 5)
+        self.head = nn.Linear(20, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers[1][0].weight.requires_grad_(False)
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden + self.layers[0](hidden)) * self.scale.mean()
+
+
+class Routed(nn.Module):
+    """A layer of experts: token t goes to expert t modulo their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            chosen = tokens % len(self.experts) == number
+            if bool(chosen.any()):
+                out[chosen] = expert(hidden[chosen])
+        return out
+
+
+class Experts(nn.Module):
+    """A model of routed layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 16)
+        self.layers = nn.ModuleList(Routed() for _ in range(2))
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, tokens)
+        return self.head(hidden)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=72,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def routed_tokens(step: int) -> torch.Tensor:
+    """The first rows use other experts than the last ones, and one expert nobody."""
+    low = torch.randint(0, 2, (ROWS // 2, LENGTH), generator=torch.Generator().manual_seed(step))
+    return torch.cat([low * 6, 6 + 2 + low]).clamp(max=WORDS - 1)
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    out = model(rows)
+    logits = getattr(out, "logits", out)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+
+
+def part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return rows[rank * len(rows) // size : (rank + 1) * len(rows) // size]
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    steps: int = 3,
+    accumulate: int = 1,
+    clip: bool = True,
+    batch: Callable[[int], torch.Tensor] = tokens,
+) -> list[float]:
+    """The loop of every scenario; one process with size=1 sees all rows."""
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulate):
+            loss = loss_of(model, part(batch(step * accumulate + micro), rank, size)) / accumulate
+            loss.backward()
+            total += float(loss.detach())
+        if clip:
+            optimizer.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def config_for(directory: Path, **settings: Any) -> tiermem.Config:
+    directory.mkdir(exist_ok=True)
+    defaults = {"param_dtype": "float32", "host_memory": "4MiB", "update": "forward", "stall_timeout": 20.0}
+    return tiermem.Config(device="cpu", poison=True, swap_dirs=[directory], **(defaults | settings))
+
+
+def trained(
+    make: Callable[[], nn.Module], directory: Path, rank: int, size: int, *, seed: int = 1, **how: Any
+) -> dict[str, Any]:
+    """Losses of this rank, and what all ranks must agree on: norm, weights, masters, sizes."""
+    settings = {key: how.pop(key) for key in list(how) if key not in ("steps", "accumulate", "clip", "batch")}
+    torch.manual_seed(seed)
+    model = make()
+    with tiermem.offload(model, config_for(directory, **settings)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        losses = train(model, optimizer, rank=rank, size=size, **how)
+        weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+        masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
+        statistics = runtime.statistics()
+    return {
+        "losses": losses,
+        "norm": None if optimizer.grad_norm is None else float(optimizer.grad_norm),
+        "weights": weights,
+        "masters": masters,
+        "tiers": {tier.name: (tier.budget, tier.reserved, tier.high_water) for tier in statistics.tiers},
+        "left": [path.name for path in directory.glob(f"rank_{rank:05d}*")],
+    }
+
+
+def odd(directory: Path, rank: int, size: int) -> Any:
+    return trained(Odd, directory, rank, size)
+
+
+def odd_again(directory: Path, rank: int, size: int) -> Any:
+    """The same; but the ranks other than 0 begin with other values, which must not matter."""
+    return trained(Odd, directory, rank, size, seed=1 + rank)
+
+
+def odd_tight(directory: Path, rank: int, size: int) -> Any:
+    """The least budget there is, and accumulation, whose gradients cannot all be in memory."""
+    torch.manual_seed(1)
+    try:
+        with tiermem.offload(Odd(), config_for(directory, host_memory=4096)):
+            raise AssertionError("a budget of one page should never do")
+    except tiermem.BudgetError as error:
+        least = int(str(error).split("at least ")[1].split()[0])
+    result = trained(Odd, directory, rank, size, host_memory=least, update="step", accumulate=2)
+    return result | {"least": least}
+
+
+def odd_bfloat16(directory: Path, rank: int, size: int) -> Any:
+    return trained(Odd, directory, rank, size, param_dtype="bfloat16")
+
+
+def plain_llama(directory: Path, rank: int, size: int) -> Any:
+    return trained(llama, directory, rank, size, accumulate=2)
+
+
+def routed(directory: Path, rank: int, size: int) -> Any:
+    return trained(Experts, directory, rank, size, batch=routed_tokens)
+
+
+def verbs(directory: Path, rank: int, size: int) -> Any:
+    """Gradients, parameters written by hand, gradients dropped, an infinite one skipped on every rank."""
+    torch.manual_seed(1)
+    model = Odd()
+    with tiermem.offload(model, config_for(directory)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+        loss_of(model, part(tokens(0), rank, size)).backward()
+        gradients = {name: runtime.gradient(parameter) for name, parameter in model.named_parameters()}
+        optimizer.zero_grad()
+        dropped = [runtime.gradient(parameter) for parameter in model.parameters()]
+        with runtime.gathered(model.layers[0], write=True), torch.no_grad():
+            model.layers[0][0].weight.mul_(2.0)
+        written = runtime.parameter(model.layers[0][0].weight)
+        master = runtime.master(model.layers[0][0].weight)
+        with torch.no_grad():
+            evaluated = model(tokens(1)).clone()
+        before = runtime.parameter(model.embedding.weight)
+        loss = loss_of(model, part(tokens(0), rank, size))
+        (loss * (float("inf") if rank == 1 else 1.0)).backward()  # one rank's overflow is everybody's
+        with contextlib.suppress(UserWarning):
+            optimizer.step()
+        same = torch.equal(before, runtime.parameter(model.embedding.weight))
+    return {
+        "gradients": gradients,
+        "dropped": dropped,
+        "written": written,
+        "master": master,
+        "evaluated": evaluated,
+        "skipped": (optimizer.skipped, same),
+    }
+
+
+def another_order(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 runs the layers backwards."""
+    model = Odd()
+    with tiermem.offload(model, config_for(directory)):
+        layers = list(model.layers) if rank != 1 else list(model.layers)[::-1]
+        hidden = model.embedding(tokens(0))
+        for layer in layers:
+            hidden = layer(hidden)
+
+
+def one_fails(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 raises in its second step, between forward and backward."""
+    model = Odd()
+    with tiermem.offload(model, config_for(directory)) as _:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            loss = loss_of(model, part(tokens(step), rank, size))
+            if rank == 1 and step == 1:
+                raise ValueError("the data of rank 1 are spoilt")
+            loss.backward()
+            optimizer.step()
+
+
+def one_cannot_begin(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 finds a foreign file where its swap file should be."""
+    if rank == 1:
+        own = directory / "rank_00001"
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "tiermem.swapfile").write_bytes(b"somebody else's" * 1000)
+    with tiermem.offload(Odd(), config_for(directory)):
+        pass
+
+
+def one_dies(directory: Path, rank: int, size: int) -> Any:
+    """The last rank is gone in the middle of a backward."""
+    model = Odd()
+    with tiermem.offload(model, config_for(directory)):
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            loss = loss_of(model, part(tokens(step), rank, size))
+            if rank == size - 1 and step == 1:
+                os._exit(9)
+            loss.backward()
+            optimizer.step()
+
+
+# Commits
+
+
+def committing(
+    directory: Path, rank: int, size: int, *, steps: int = 4, dies: Callable[[int], None] | None = None
+) -> Any:
+    """Train with a commit after every step, going on from what is there; `dies(step)` is told before each commit."""
+    torch.manual_seed(1)
+    model = Odd()
+    with tiermem.offload(model, config_for(directory), resume="auto") as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+        begun = done = runtime.committed["step"] if runtime.committed else 0
+        losses = []
+        for step in range(done, 4):
+            loss = loss_of(model, part(tokens(step), rank, size))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if dies is not None:
+                dies(step + 1)
+            runtime.commit({"step": step + 1}).wait()
+        weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+    return {"begun": begun, "losses": losses, "weights": weights}
+
+
+def undisturbed(directory: Path, rank: int, size: int) -> Any:
+    return committing(directory.parent.parent / "undisturbed", rank, size)
+
+
+def killed(when: str) -> Callable[[Path, int, int], Any]:
+    """Rank 1 dies inside its second commit: before or after it has published its part, or once all have."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        from swap import CommitStore
+
+        def dies(step: int) -> None:
+            if rank != 1 or step != 2:
+                return
+            name = "retire" if when == "agreed" else "publish"
+            real = getattr(CommitStore, name)
+
+            def fatal(store: CommitStore) -> None:
+                if when == "published":
+                    real(store)
+                os._exit(9)
+
+            setattr(CommitStore, name, fatal)
+
+        return committing(directory.parent.parent / when, rank, size, dies=dies)
+
+    scenario.__name__ = f"killed_{when}"
+    return scenario
+
+
+def resumed(when: str) -> Callable[[Path, int, int], Any]:
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        return committing(directory.parent.parent / when, rank, size)
+
+    scenario.__name__ = f"resumed_{when}"
+    return scenario
+
+
+def one_cannot_commit(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1's disk is full at the second commit: nobody has it, training goes on, the third one succeeds."""
+    from swap import CommitStore, SwapFullError
+
+    torch.manual_seed(1)
+    model = Odd()
+    told = ""
+    with tiermem.offload(model, config_for(directory)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            loss_of(model, part(tokens(step), rank, size)).backward()
+            optimizer.step()
+            real = CommitStore.prepare
+            if rank == 1 and step == 1:
+
+                def full(*_: Any, **__: Any) -> None:
+                    raise SwapFullError("the disk of rank 1 is full")
+
+                CommitStore.prepare = full
+            try:
+                runtime.commit({"step": step + 1}).wait()
+            except Exception as error:  # noqa: BLE001 - told apart by the test
+                told = f"{type(error).__name__}: {error}"
+                held = runtime.committed
+            CommitStore.prepare = real
+        last = runtime.committed
+    return {"told": told, "held": held, "last": last}
+
+
+def other_sizes(directory: Path, rank: int, size: int) -> Any:
+    """A commit of two ranks, found by three, and by one."""
+    return committing(directory.parent.parent / "undisturbed", rank, size)
+
+
+SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
+    function.__name__: function
+    for function in (
+        odd,
+        odd_again,
+        odd_tight,
+        odd_bfloat16,
+        plain_llama,
+        routed,
+        verbs,
+        another_order,
+        one_fails,
+        one_cannot_begin,
+        one_dies,
+        undisturbed,
+        one_cannot_commit,
+        other_sizes,
+        *(make(when) for make in (killed, resumed) for when in ("prepared", "published", "agreed")),
+    )
+}

@@ -1,0 +1,118 @@
+"""Real processes as ranks: one interpreter imports everything once and forks the ranks of each world.
+
+Run as a program it forks, for every job it is given, that many processes; each initialises torch.distributed with gloo
+and carries out the job's scenarios one after the other. What a scenario returns, or raises, is saved per rank. Nothing
+waits longer than its limit, and no child outlives the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 120.0  # seconds for all jobs of a call together
+STALL = 20.0  # seconds the ranks wait for each other
+
+
+@dataclass
+class Report:
+    """What a rank brought: `value`, or `error` (its class name and text)."""
+
+    value: Any = None
+    error: tuple[str, str] | None = None
+    seconds: float = 0.0
+
+
+Reports = dict[tuple[int, str], list[Report | None]]
+
+
+def run_jobs(directory: Path, jobs: list[tuple[int, list[str]]], *, limit: float = LIMIT) -> Reports:
+    """Carry out jobs of (ranks, scenarios); reports by (ranks, scenario), in rank order; None: the rank died."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    arguments = [sys.executable, __file__, str(directory), json.dumps(jobs), str(limit)]
+    program = subprocess.Popen(arguments, env=environment, start_new_session=True)
+    try:
+        code = program.wait(limit + 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)  # ranks too, whatever happened
+        program.wait()
+    assert code == 0, f"the ranks did not end in time, or could not begin ({code})"
+    reports: Reports = {}
+    for number, (size, names) in enumerate(jobs):
+        for name in names:
+            files = [directory / f"{number}.{name}.{rank}" for rank in range(size)]
+            reports[size, name] = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+    return reports
+
+
+def values(reports: list[Report | None]) -> list[Any]:
+    """What every rank returned; fails with the traceback of one that raised."""
+    for rank, report in enumerate(reports):
+        assert report is not None, f"rank {rank} died"
+        assert report.error is None, f"rank {rank}: {report.error[1]}"
+    return [report.value for report in reports if report is not None]
+
+
+def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) -> None:
+    import doubles_rank_scenarios as scenarios
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    wait = dt.timedelta(seconds=STALL)
+    store = directory / f"{number}.store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
+    for name in names:
+        own = directory / f"{number}.{name}"
+        own.mkdir(exist_ok=True)
+        report, started = Report(), time.monotonic()
+        try:
+            report.value = scenarios.SCENARIOS[name](own / "swap", rank, size)
+        except Exception as error:  # noqa: BLE001 - reported
+            report.error = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
+        report.seconds = time.monotonic() - started
+        (directory / f"{number}.{name}.{rank}").write_bytes(pickle.dumps(report))
+
+
+def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
+    import doubles_rank_scenarios  # noqa: F401 - and torch with it, once for all ranks
+
+    until = time.monotonic() + limit
+    for number, (size, names) in enumerate(jobs):
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                try:
+                    _rank(directory, number, rank, size, names)
+                finally:
+                    sys.stderr.flush()
+                    os._exit(0)
+            children.append(child)
+        while children and time.monotonic() < until:
+            children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+            time.sleep(0.02)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        if children:
+            sys.exit(f"{len(children)} of {size} ranks of job {number} did not end")
+
+
+if __name__ == "__main__":
+    sys.modules.setdefault("doubles_ranks", sys.modules["__main__"])
+    Report.__module__ = "doubles_ranks"
+    _main(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3]))

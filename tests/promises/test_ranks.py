@@ -1,0 +1,161 @@
+"""Several ranks have the numbers of one process on all of the data, and tell each other when something goes wrong.
+
+Tolerance: in float32 the mean over ranks is rounded once more than the sum over rows, about 1e-7 of a gradient, and
+AdamW divides by its magnitude; after three steps at lr=1e-3 weights may differ by 1e-6. Runs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import doubles_rank_scenarios as scenarios
+import pytest
+import torch
+from doubles_ranks import Reports, run_jobs, values
+from doubles_training import PlainAdamW
+
+SIZES = (2, 3, 4)
+NUMBERS = ["odd", "odd_again"]
+MORE = ["odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs", "another_order", "one_fails", "one_cannot_begin"]
+NEAR = {"atol": 1e-6, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    directory = tmp_path_factory.mktemp("ranks")
+    return run_jobs(
+        directory, [(2, [*NUMBERS, *MORE]), (4, [*NUMBERS, "routed"]), (3, [*NUMBERS, "one_fails", "one_dies"])]
+    )
+
+
+def plain(make: Any, **how: Any) -> tuple[list[float], float, torch.nn.Module]:
+    torch.manual_seed(1)
+    model = make()
+    optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    losses = scenarios.train(model, optimizer, **how)
+    return losses, float(optimizer.grad_norm), model
+
+
+def check(found: list[dict[str, Any]], expected: tuple[list[float], float, torch.nn.Module], near: Any = None) -> None:
+    losses, norm, model = expected
+    near = near or NEAR
+    mean = torch.tensor([each["losses"] for each in found]).mean(dim=0)
+    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=near["rtol"])
+    for each in found:
+        assert each["norm"] == found[0]["norm"], "all ranks know the same norm"
+        assert each["norm"] == pytest.approx(norm, rel=near["rtol"])
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(each["weights"][name].float(), parameter.detach().float(), **near)
+            assert torch.equal(each["weights"][name], found[0]["weights"][name])
+            assert torch.equal(each["masters"][name], found[0]["masters"][name])
+        budget, reserved, high_water = each["tiers"]["HOST"]
+        assert reserved <= high_water <= budget
+        assert each["left"] == [], "nothing was committed, so nothing is kept"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_numbers_of_one_process_on_all_rows(reports, size):
+    check(values(reports[size, "odd"]), plain(scenarios.Odd))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_repeats_bit_by_bit_and_begins_with_the_values_of_rank_0(reports, size):
+    first, second = values(reports[size, "odd"]), values(reports[size, "odd_again"])
+    for one, other in zip(first, second, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["norm"] == other["norm"]
+        for name, weights in one["weights"].items():
+            assert torch.equal(weights, other["weights"][name]), name
+
+
+def test_gradients_without_room_go_to_swap(reports):
+    """The least budget, with two batches a step: a step's gradients are far more than it."""
+    found = values(reports[2, "odd_tight"])
+    check(found, plain(scenarios.Odd, accumulate=2))
+    trained = sum(parameter.numel() for parameter in scenarios.Odd().parameters() if parameter.requires_grad)
+    assert all(each["tiers"]["SWAP"][2] > 0 for each in found)
+    assert all(each["tiers"]["HOST"][0] == each["least"] for each in found)
+    assert trained > 0
+
+
+def test_bfloat16(reports):
+    check(values(reports[2, "odd_bfloat16"]), plain(scenarios.Odd), near={"atol": 6e-3, "rtol": 2e-2})
+
+
+def test_llama(reports):
+    check(values(reports[2, "plain_llama"]), plain(scenarios.llama, accumulate=2))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_that_only_some_ranks_use(reports, size):
+    check(values(reports[size, "routed"]), plain(scenarios.Experts, batch=scenarios.routed_tokens))
+
+
+def test_verbs_are_of_all_ranks(reports):
+    torch.manual_seed(1)
+    model = scenarios.Odd()
+    scenarios.loss_of(model, scenarios.tokens(0)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        model.layers[0][0].weight.mul_(2.0)
+        expected = model(scenarios.tokens(1))
+    for found in values(reports[2, "verbs"]):
+        for name, gradient in gradients.items():
+            if gradient is None:
+                assert found["gradients"][name] is None, name
+            else:
+                torch.testing.assert_close(found["gradients"][name], gradient, **NEAR)
+        assert found["dropped"] == [None] * len(found["dropped"])
+        assert torch.equal(found["written"], model.layers[0][0].weight)
+        assert torch.equal(found["master"], model.layers[0][0].weight)
+        torch.testing.assert_close(found["evaluated"], expected)
+        assert found["skipped"] == (1, True)
+
+
+def test_each_rank_keeps_its_part(reports):
+    """Disk per rank: the unsharded run's divided by the ranks, and a page for each tile and unit besides."""
+    sizes = {size: values(reports[size, "odd"])[0]["tiers"]["SWAP"][0] for size in SIZES}
+    assert sizes[4] < sizes[3] < sizes[2]
+    pages = 7 * 4 * 2 * 4096  # units x pages of each x copies
+    assert 4 * (sizes[4] - pages) <= 2 * sizes[2] <= 4 * sizes[4]
+
+
+# What goes wrong
+
+
+def errors(reports: list[Any]) -> list[tuple[str, str]]:
+    assert all(report is not None and report.error is not None for report in reports), reports
+    return [report.error for report in reports]
+
+
+def test_another_order_is_an_error_on_every_rank_naming_ranks_and_units(reports):
+    for kind, text in errors(reports[2, "another_order"]):
+        assert kind == "TiermemError"
+        assert "rank 0 gathers unit 2 (layers.0)" in text
+        assert "rank 1 gathers unit 4 (layers.2)" in text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_others_learn_which_rank_failed_and_why(reports, size):
+    found = errors(reports[size, "one_fails"])
+    assert found[1][0] == "ValueError"
+    for rank, (kind, text) in enumerate(found):
+        if rank != 1:
+            assert kind == "TiermemError"
+            assert "rank 1: closed its runtime because of ValueError: the data of rank 1 are spoilt" in text
+    assert all(report.seconds < 15 for report in reports[size, "one_fails"])
+
+
+def test_a_rank_that_cannot_begin_is_told_to_all(reports):
+    found = errors(reports[2, "one_cannot_begin"])
+    assert found[0][0] == "TiermemError"
+    assert "rank 1: FormatError" in found[0][1]
+    assert found[1][0] == "FormatError"
+
+
+def test_a_rank_that_dies_is_named(reports):
+    *living, dead = reports[3, "one_dies"]
+    assert dead is None
+    for kind, text in errors(living):
+        assert kind == "TiermemError"
+        assert "no word from rank 2" in text

@@ -1,0 +1,164 @@
+"""What can be known of a run before anything is opened.
+
+Owns the division of a model into units, the sharing out of budgets, the layouts, and what this rank keeps of them. Does
+not open, write or hook anything. Guarantees that what cannot be served is refused here, with neither model nor disk
+touched, and that all ranks draw the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tiermem.config import Config, resolve_host_memory
+from tiermem.errors import ConfigError
+from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.machine import available_host_memory
+from tiermem.optim.tiles import Segment, UnitState, state_nbytes
+from tiermem.pager.extents import DURABLE
+from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.schedule import Schedule
+from tiermem.planner.device import DeviceFootprint
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, rounded
+from tiermem.planner.steps import plan_step
+from tiermem.runtime.beginning import Beginning
+from tiermem.runtime.company import Company, find_company
+from tiermem.runtime.record import check_layout, layout_record
+from tiermem.runtime.shares import share_out
+from tiermem.zero3.layout import UnitLayout
+from tiermem.zero3.materialize import plan_layouts
+from tiermem.zero3.order import Access
+from tiermem.zero3.shards import Shard, shards_of
+from tiermem.zero3.units import ModelUnits, Wanted, find_units
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What can be known before anything is opened."""
+
+    divided: ModelUnits
+    layouts: tuple[UnitLayout, ...]
+    states: dict[int, UnitState]
+    footprint: Footprint
+    host_nbytes: int
+    shards: tuple[Shard, ...]
+    device: DeviceFootprint | None = None
+
+    def swap_nbytes(self, *, commits: bool) -> int:
+        """Bytes that all pages take on disk: with `commits` twice those that training changes.
+
+        What is never trained has one copy, and the largest of it room for another, should somebody write into it.
+        """
+        frozen = [rounded(shard.nbytes) for shard in self.shards if not shard.layout.trainable]
+        total = sum(rounded(nbytes) for _, nbytes in self.pages())
+        if not commits:
+            return total
+        changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE)
+        return total + changing - sum(frozen) + max(frozen, default=0)
+
+    def pages(self) -> list[tuple[PageKey, int]]:
+        """Every page that has a home on disk, with its size in bytes."""
+        pages: list[tuple[PageKey, int]] = []
+        for shard in self.shards:
+            pages.extend(shard.pages())
+        pages.extend(self.state_pages())
+        return pages
+
+    def plan(self, accesses: Sequence[Access], update: str) -> Schedule:
+        """The pager's schedule of a step with these accesses of units, updated as `update` says."""
+        tiles = {unit: state.tiles for unit, state in self.states.items()}
+        return plan_step(accesses, tiles, update, self.shards, beside=self.footprint.beside)
+
+    def state_pages(self) -> list[tuple[PageKey, int]]:
+        """The pages of optimizer state with their sizes in bytes."""
+        return [
+            (PageKey(unit, Kind.STATE, tile), state.state_nbytes(tile))
+            for unit, state in self.states.items()
+            for tile in range(state.tiles)
+        ]
+
+
+def draw(
+    model: nn.Module,
+    config: Config,
+    units: Wanted,
+    beginning: Beginning | None = None,
+    company: Company | None = None,
+) -> Blueprint:
+    """Divide the model and share the budget out; opens nothing. With a `company` of several all ranks draw the same.
+
+    Raises:
+        ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
+        ConfigError: the model or a setting cannot be served.
+        BudgetError: the host budget is too small; names the largest unit and the least that works.
+    """
+    _check(config)
+    divided = find_units(model, units)
+    company = company or find_company(config)
+    ranks, whole = company.size, config.stage < 3 and company.size > 1
+    sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE, ranks=ranks)
+    available = available_host_memory() // company.neighbours
+    host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype)
+    beginning = beginning or Beginning()
+    footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel)
+    layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel, ranks=ranks)
+    if beginning.record is not None:
+        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
+    shards = shards_of(layouts, company.rank, whole=whole)
+    states = {shard.unit: _unit_state(shard) for shard in shards if shard.layout.trainable}
+    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, device)
+
+
+def _check(config: Config) -> None:
+    if config.moments != "float32":
+        raise ConfigError(f"moments={config.moments!r}: this version keeps moments in float32; use moments='float32'")
+
+
+def _unit_state(shard: Shard) -> UnitState:
+    segments = tuple(
+        Segment(piece.slot.parameter, piece.slot.start + piece.begin - shard.begin, piece.length)
+        for piece in shard.owned()
+        if piece.slot.trainable
+    )
+    layout = shard.layout
+    return UnitState(
+        layout.unit, layout.dtype, segments, shard.trainable_numel, layout.tile_numel, param_start=shard.page_begin
+    )
+
+
+def _sizes(divided: ModelUnits, shards: Sequence[Shard], dtype: torch.dtype) -> list[UnitSize]:
+    nested = _nested(divided, [shard.layout for shard in shards])
+    state_itemsize = state_nbytes(dtype, 64) // 64 if any(shard.layout.trainable for shard in shards) else 1
+    return [
+        UnitSize(
+            name=shard.layout.name,
+            param_nbytes=shard.nbytes,
+            trainable_numel=shard.layout.part_numel,
+            grad_itemsize=dtype.itemsize,
+            state_itemsize=state_itemsize,
+            nested_nbytes=nested[shard.unit][0],
+            nested_count=nested[shard.unit][1],
+            ranks=shard.layout.ranks,
+            gathered_nbytes=shard.gathered_nbytes,
+        )
+        for shard in shards
+    ]
+
+
+def _nested(divided: ModelUnits, layouts: Sequence[UnitLayout]) -> dict[int, tuple[int, int]]:
+    """For each unit the most bytes, and the largest number, of others that a module call needing it holds meanwhile."""
+    named = {id(module): name for name, module in divided.model.named_modules()}
+    points = {named[id(point.module)]: point.units for point in divided.points}
+    most = {layout.unit: (0, 0) for layout in layouts}
+    for name, units in points.items():
+        parts = name.split(".") if name else []
+        around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
+        held = {unit for outer in around for unit in points.get(outer, ())} | set(units)
+        for unit in units:
+            beside = sum(rounded(layouts[other].nbytes) for other in held if other != unit)
+            most[unit] = max(most[unit][0], beside), max(most[unit][1], len(held) - 1)
+    return most

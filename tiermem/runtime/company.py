@@ -1,0 +1,125 @@
+"""The ranks of one run: who takes part, how they talk, and where each keeps its files.
+
+Owns the choice of the group, the two lines of talk (one of the computation, one of commits, which run beside it), and
+what ranks must agree on before anything is opened. Does not know units or pages. Guarantees that a run of one process
+has none of it, and that what goes wrong on one rank while a run begins is told to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tiermem.config import Config
+from tiermem.errors import TiermemError
+from tiermem.zero3.collectives import Collectives, SingleProcess
+from tiermem.zero3.ranks import Ranks, members_of, next_name
+
+T = TypeVar("T")
+RANK_PREFIX = "rank_"
+
+
+@dataclass(frozen=True)
+class Company:
+    """Those who train together. `computing` and `committing` are used by one thread each."""
+
+    computing: Collectives
+    committing: Collectives
+    neighbours: int = 1  # how many of them are on this machine
+    run: int = 0  # by which the parts of a commit are known to belong together
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return self.computing.rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.computing.size
+
+    def together(self, what: str, action: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+        """See `together`, on the line of the computation."""
+        return together(self.computing, what, action, undo)
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers that the ranks give."""
+        return min(told[0] for told in self.computing.tell([number]))
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave. May be called twice."""
+        self.computing.close(reason)
+        self.committing.close(reason)
+
+
+def together(ranks: Collectives, what: str, action: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+    """Do something on every rank; if it fails on one, all raise: that one its error, the others TiermemError.
+
+    `undo`: takes back what was done here where another rank has failed.
+    """
+    failure: BaseException | None = None
+    result: list[T] = []
+    try:
+        result.append(action())
+    except BaseException as error:  # noqa: BLE001 - told to the others, then raised
+        failure = error
+    reasons = ranks.tell_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if any(reasons):
+        undo(result[0])
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        raise TiermemError(f"another rank could not {what}: {told}")
+    return result[0]
+
+
+def find_company(config: Config, mesh: Any = None) -> Company:
+    """The ranks to train with: those of `mesh` (a DeviceMesh of one dimension, or a process group), else all.
+
+    Waits for all of them. Without torch.distributed, or alone in the group: one process.
+    """
+    alone = SingleProcess()
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return Company(alone, alone)
+    members = None if mesh is None else members_of(mesh)
+    if (torch.distributed.get_world_size() if members is None else len(members)) == 1:
+        return Company(alone, alone)
+    device = torch.device("cuda" if config.device.startswith("cuda") else "cpu")
+    name = next_name()
+    computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
+    committing = Ranks(members, timeout=config.stall_timeout, device=torch.device("cpu"), name=f"{name}/committing")
+    host = zlib.crc32(socket.gethostname().encode())
+    neighbours = sum(told[0] == host for told in computing.tell([host]))
+    run = computing.tell([secrets.randbits(62)])[0][0]
+    return Company(computing, committing, neighbours, run)
+
+
+def own_directories(config: Config, company: Company) -> Config:
+    """`config` with this rank's subdirectory of each swap directory, which is made; one process has none."""
+    if company.size == 1:
+        return config
+    paths = [path / f"{RANK_PREFIX}{company.rank:05d}" for path in config.swap_paths]
+    for path in paths:
+        _make(path)
+    return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])
+
+
+def leave_directories(config: Config, company: Company) -> None:
+    """Remove this rank's subdirectories where nothing is left in them."""
+    for path in config.swap_paths if company.size > 1 else ():
+        with contextlib.suppress(OSError):  # something is: a commit, or what is not ours
+            path.rmdir()
+
+
+def _make(path: Path) -> None:
+    if path.parent.is_dir():  # else whoever opens it says that it is missing
+        path.mkdir(mode=0o700, exist_ok=True)

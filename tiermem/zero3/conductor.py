@@ -1,0 +1,183 @@
+"""One issuer of collectives, in one order on every rank.
+
+Owns the thread that issues, the queue of operations, and the comparison of what the ranks are about to do. Does not
+know pages or gradients: an operation is a few functions. Guarantees that operations are issued in the order in which
+the computation asked for them, never from a completion; that ranks which are about to do different things all get an
+error naming ranks and units instead of a hang; and that after the first error every operation raises it.
+
+The announcement. Before an operation every rank tells the others what it is about to do. All the same: they do it.
+A gradient is different: which units have one may depend on the data (experts without tokens), so a rank that
+announces one is served by all, whatever they announced themselves; who has none contributes nothing. Then the others
+announce theirs again. Anything else that differs is an error, at the same place on every rank.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.collectives import Collectives
+
+T = TypeVar("T")
+Serve = Callable[[int, Any, Sequence[bool]], None]
+
+
+class Act(enum.IntEnum):
+    """What is done together."""
+
+    GATHER = 0
+    REDUCE = 1
+    SETTLE = 2
+    LOOK = 3
+    CLOSE = 4
+
+
+_WORDS = {
+    Act.GATHER: "gathers",
+    Act.REDUCE: "adds up gradients of",
+    Act.SETTLE: "ends a backward or a step",
+    Act.LOOK: "reads the state of",
+    Act.CLOSE: "closes its runtime",
+}
+_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[T]):
+    """One thing that all ranks do together.
+
+    Attributes:
+        act: what.
+        unit: of which unit, or -1.
+        prepare: what has to be there before; may wait, and may fail without harm to the others.
+        action: given what `prepare` returned; the ranks take part in the same collectives.
+        undo: gives back what `prepare` returned (None, if it was not called) where `action` is not reached.
+        bucket: for REDUCE: the gradients.
+    """
+
+    act: Act
+    unit: int = -1
+    prepare: Callable[[], Any] = lambda: None
+    action: Callable[[Any], T] = lambda _: None  # type: ignore[assignment,return-value]
+    undo: Callable[[Any], None] = lambda _: None
+    bucket: Any = None
+
+
+class Conductor:
+    """Issues the operations of one run. Used from the compute thread."""
+
+    def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
+        """`names`: of the units, for messages."""
+        self._collectives = collectives
+        self._names = names
+        self._issuer = ThreadPoolExecutor(1, "tiermem-ranks")
+        self._serve: Serve | None = None
+        self._broken: BaseException | None = None
+        self._announced = 0
+
+    @property
+    def announced(self) -> int:
+        """How many announcements there were; the same on every rank after the same operation."""
+        return self._announced
+
+    def connect(self, serve: Serve) -> None:
+        """Take `serve(unit, bucket or None, who sends)` for adding gradients up."""
+        self._serve = serve
+
+    def start(self, operation: Operation[T]) -> Future[T]:
+        """Queue an operation; the future has its result or its error."""
+        return self._issuer.submit(self._carry_out, operation)
+
+    def run(self, operation: Operation[T]) -> T:
+        """Do an operation now, after those queued; waits."""
+        return self.start(operation).result()
+
+    def close(self) -> None:
+        """Leave together, or say why alone. May be called twice; raises nothing."""
+        failure = sys.exception()
+        if self._broken is None:
+            self._issuer.submit(self._take_leave, failure).exception()
+        self._issuer.shutdown(wait=True)
+        self._broken = self._broken or TiermemError("this runtime is closed; offload the model again to go on")
+
+    def _take_leave(self, failure: BaseException | None) -> None:
+        reason = f"closed its runtime because of {_text(failure)}" if failure is not None else "closed its runtime"
+        try:
+            if failure is None:
+                self._carry_out(Operation(Act.CLOSE))
+        finally:
+            self._collectives.close(reason)
+
+    def _carry_out(self, operation: Operation[T]) -> T:
+        failure: BaseException | None = None
+        prepared = None
+        try:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                prepared = operation.prepare()
+            except BaseException as error:  # noqa: BLE001 - told to the others, then raised
+                failure = error
+            while self._go_round(operation, failure):
+                pass
+        except BaseException as error:
+            operation.undo(prepared)
+            self._break(error)
+            raise
+        try:
+            return operation.action(prepared)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _go_round(self, operation: Operation[Any], failure: BaseException | None) -> bool:
+        """Announce, and serve those who add gradients up; whether to announce again, as not all are here yet."""
+        told = self._announce(operation, failure)
+        self._add_up(operation, told)
+        return operation.act is not Act.REDUCE and any(each[0] == Act.REDUCE for each in told)
+
+    def _announce(self, operation: Operation[Any], failure: BaseException | None) -> list[list[int]]:
+        own = [int(operation.act), operation.unit, 0 if failure is None else _FAILED]
+        told = self._collectives.tell(own)
+        self._announced += 1
+        if any(each[2] == _FAILED for each in told):
+            reasons = self._collectives.tell_text("" if failure is None else _text(failure))
+            if failure is not None:
+                raise failure
+            failed = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+            raise TiermemError(f"rank {self._collectives.rank} stops because another rank has failed: {failed}")
+        others = {tuple(each[:2]) for each in told if each[0] != Act.REDUCE}
+        if len(others) > 1:
+            raise TiermemError(
+                f"the ranks do different things: {self._difference(told)}. All ranks must run the same modules in the "
+                "same order; where the data decides which modules run (experts), make what surrounds them one unit "
+                "(units=), so that only its gradients differ"
+            )
+        return told
+
+    def _difference(self, told: Sequence[Sequence[int]]) -> str:
+        who: dict[str, list[str]] = {}
+        for rank, (act, unit, _) in enumerate(told):
+            what = _WORDS[Act(act)] + (f" unit {unit} ({self._names[unit]})" if unit >= 0 else "")
+            who.setdefault(what, []).append(str(rank))
+        return ", ".join(f"rank {' and '.join(ranks)} {what}" for what, ranks in who.items())
+
+    def _add_up(self, operation: Operation[Any], told: Sequence[Sequence[int]]) -> None:
+        for unit in sorted({each[1] for each in told if each[0] == Act.REDUCE}):
+            senders = [each[0] == Act.REDUCE and each[1] == unit for each in told]
+            if self._serve is None:
+                raise TiermemError("gradients came before anybody could take them; this is a bug in tiermem")
+            self._serve(unit, operation.bucket if senders[self._collectives.rank] else None, senders)
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = self._broken or error
+        self._collectives.close(_text(error))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,310 @@
+"""Gradients of several ranks, from autograd into the pages of the rank that updates them.
+
+Owns the bucket in which one unit's gradients are collected, the exchange that adds the buckets of all ranks up, and
+for each parameter whether it has a gradient in this step and its norm. Does not know modules or the update. Guarantees
+that all ranks agree on which parameters have a gradient and on every bit of their norms, that a parameter without one
+on some ranks counts as zeros there, and that the sum over ranks is taken in rank order, so that runs repeat bit by bit.
+
+A gradient's way. Contributions are added up in the bucket, in the parameter's dtype, until the unit is left: its last
+expected gradient has come, another unit's comes, or backward ends. Then the bucket is exchanged tile by tile: each rank
+receives all ranks' slices of what it owns, adds them (16-bit ones in float32), divides by the number of ranks, and adds
+the mean to its GRAD tile. One rounding, whatever the number of ranks; no more bytes on the wire than a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from tiermem.pager.page import Intent, PageKey
+from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.conductor import Act, Conductor, Operation
+from tiermem.zero3.layout import Slot, memory_order
+from tiermem.zero3.reduce import norm_dtype, plain
+from tiermem.zero3.shards import Shard, bucket_ranges
+from tiermem.zero3.sources import Lease, Pager
+
+# Elements added up at once: what is outside the budget stays small, and in the cache.
+_SLICE = 1 << 16
+
+
+class Bucket:
+    """One unit's gradients on their way. `present`: the parameters that have contributed."""
+
+    def __init__(self, shard: Shard, lease: Lease) -> None:
+        self.shard = shard
+        self.lease = lease
+        self.present: set[int] = set()
+
+    def tensor(self) -> torch.Tensor:
+        """The elements: 1-D, in the unit's dtype."""
+        return self.lease.tensor(self.shard.bucket_key).view(self.shard.layout.dtype)
+
+
+class RankGradients:
+    """As `reduce.GradientStore`, for several ranks. `parameters` by global number.
+
+    `accumulate` and the other verbs are for the compute thread; `serve` runs on the conductor's.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        shards: Sequence[Shard],
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        conductor: Conductor,
+        *,
+        beside: bool,
+    ) -> None:
+        """`beside`: whether a bucket may be exchanged while the next is filled; else it is waited for."""
+        self._pager = pager
+        self._shards = tuple(shards)
+        self._parameters = tuple(parameters)
+        self._collectives = collectives
+        self._conductor = conductor
+        self._beside = beside
+        self._places: dict[int, tuple[Shard, Slot]] = {
+            slot.parameter: (shard, slot) for shard in shards for slot in shard.layout.trainable
+        }
+        self._open: Bucket | None = None
+        self._under_way: Future[None] | None = None
+        self._norms: dict[int, torch.Tensor] = {}
+        self._written: set[PageKey] = set()
+        self._lined_up = -1
+        conductor.connect(self.serve)
+
+    def accumulate(self, parameter: int) -> None:
+        """Move `p.grad` of this parameter into its unit's bucket. Waits for the bucket's page."""
+        owner = self._parameters[parameter]
+        gradient, owner.grad = owner.grad, None
+        if gradient is None:
+            return
+        shard, slot = self._places[parameter]
+        flat = memory_order(plain(gradient), slot)
+        bucket = self._bucket(shard)
+        whole = bucket.tensor()
+        for cut in bucket_ranges(shard, slot):
+            place = whole[cut.start : cut.start + cut.length]
+            fresh = flat[cut.begin : cut.begin + cut.length]
+            if parameter in bucket.present:
+                place.add_(fresh)
+            else:
+                place.copy_(fresh)
+        bucket.present.add(parameter)
+
+    def release(self) -> None:
+        """Start adding the unit written last up."""
+        bucket, self._open = self._open, None
+        if bucket is None:
+            return
+        whole = bucket.tensor()
+        for slot in bucket.shard.layout.trainable:
+            if slot.parameter not in bucket.present:
+                for cut in bucket_ranges(bucket.shard, slot):
+                    whole[cut.start : cut.start + cut.length].zero_()
+        del whole
+        undo = bucket.lease.release
+        operation: Operation[None] = Operation(Act.REDUCE, bucket.shard.unit, undo=lambda _: undo(), bucket=bucket)
+        self._under_way = self._conductor.start(operation)
+        if not self._beside:
+            self._wait()
+
+    def line_up(self) -> None:
+        """Wait until all ranks have come here, and all gradients until here are added up. Collective.
+
+        Nothing to wait for where nothing was done together since the last time, which is the same on every rank.
+        """
+        self.release()
+        self._wait()
+        if self._conductor.announced != self._lined_up:
+            self._conductor.run(Operation(Act.SETTLE))
+            self._lined_up = self._conductor.announced
+
+    def numbers(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of the unit's parameters that have a gradient in this step on some rank, by place."""
+        return tuple(number for number in self.trainable(unit) if number in self._norms)
+
+    def trainable(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of all the unit's trainable parameters, by place."""
+        return tuple(slot.parameter for slot in self._shards[unit].layout.trainable)
+
+    def norm(self, parameter: int) -> torch.Tensor:
+        """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
+        return self._norms[parameter]
+
+    def read(self, parameter: int) -> torch.Tensor | None:
+        """Return a copy of this step's gradient in the parameter's shape, or None if it has none. Collective."""
+        if parameter not in self._norms:
+            return None
+        shard, slot = self._places[parameter]
+        whole = torch.zeros(slot.numel, dtype=slot.dtype)
+
+        def fill() -> None:
+            for piece in shard.owned():
+                if piece.slot is slot:
+                    start = slot.start + piece.begin - shard.begin
+                    self._copy_out(shard, start, whole[piece.begin : piece.begin + piece.length])
+
+        self._conductor.run(
+            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._collectives, shard, slot, whole))
+        )
+        return whole.as_strided(slot.shape, slot.stride)
+
+    def reset(self) -> None:
+        """Begin a new step: the pages now belong to whoever took note of them."""
+        self.release()
+        self._wait()
+        self._written.clear()
+        self._norms.clear()
+
+    def forget(self, parameters: Sequence[int]) -> None:
+        """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
+        for parameter in parameters:
+            self._norms.pop(parameter, None)
+        for shard in self._shards:
+            if not self.numbers(shard.unit):
+                self._written.difference_update(shard.layout.gradient_key(tile) for tile in range(shard.tiles))
+
+    def drop(self) -> None:
+        """Forget this step's gradients and their pages."""
+        self.release()
+        self._wait()
+        pages = list(self._written)
+        self.reset()
+        if pages:
+            self._pager.start_discard(pages)
+
+    def serve(self, unit: int, bucket: Bucket | None, senders: Sequence[bool]) -> None:
+        """Take part in adding a unit up, with this rank's gradients or without any. On the conductor's thread."""
+        shard = self._shards[unit]
+        try:
+            present = self._present(shard, bucket)
+            squares = self._exchange(shard, bucket, senders, present)
+        finally:
+            if bucket is not None:
+                self._pager.start_discard([shard.bucket_key])
+                bucket.lease.release()
+        told = self._collectives.tell_floats(squares)
+        for index, number in enumerate(self.trainable(unit)):
+            if present[index]:
+                total = math.sqrt(sum(each[index] for each in told))
+                self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype))
+
+    def _bucket(self, shard: Shard) -> Bucket:
+        if self._open is not None and self._open.shard is not shard:
+            self.release()
+        if self._open is None:
+            self._wait()
+            self._open = Bucket(shard, self._pager.lease([shard.bucket_key], Intent.FRESH))
+        return self._open
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _present(self, shard: Shard, bucket: Bucket | None) -> list[bool]:
+        own = bucket.present if bucket is not None else set()
+        told = self._collectives.tell([int(number in own) for number in self.trainable(shard.unit)])
+        return [any(each) for each in zip(*told, strict=True)]
+
+    def _exchange(
+        self, shard: Shard, bucket: Bucket | None, senders: Sequence[bool], present: Sequence[bool]
+    ) -> list[float]:
+        """Add up, store, and return this rank's share of each parameter's squared norm."""
+        squares = [0.0] * len(present)
+        layout, ranks = shard.layout, self._collectives.size
+        received = self._pager.lease([shard.received_key], Intent.FRESH)
+        try:
+            room = received.tensor(shard.received_key).view(layout.dtype)
+            sent = bucket.tensor() if bucket is not None else room[:0]
+            at = 0
+            for tile in range(shard.exchanges):
+                length = shard.exchange_length(tile)
+                parts = room[: length * ranks]
+                self._collectives.exchange(parts, sent[at : at + length * ranks], senders)
+                at += length * ranks
+                if tile < shard.tiles:
+                    count = shard.tile_length(tile)
+                    mean = [
+                        part[:count] for part, sends in zip(parts.view(ranks, length), senders, strict=True) if sends
+                    ]
+                    average(mean, ranks)
+                    self._store(shard, tile, mean[0], present, squares)
+        finally:
+            self._pager.start_discard([shard.received_key])
+            received.release()
+        return squares
+
+    def _store(
+        self, shard: Shard, tile: int, mean: torch.Tensor, present: Sequence[bool], squares: list[float]
+    ) -> None:
+        """Add one tile of the mean to what it had in this step."""
+        key = shard.layout.gradient_key(tile)
+        lease = self._pager.lease([key], Intent.WRITE if key in self._written else Intent.FRESH)
+        try:
+            self._written.add(key)
+            page = lease.tensor(key).view(shard.layout.dtype)
+            low = tile * shard.layout.tile_numel
+            high = low + shard.tile_length(tile)
+            for index, slot in enumerate(shard.layout.trainable):
+                begin = max(slot.start - shard.begin, low) - low
+                end = min(slot.start + slot.numel - shard.begin, high) - low
+                if begin >= end or not present[index]:
+                    continue
+                fresh, kept = mean[begin:end], page[begin:end]
+                if slot.parameter in self._norms:
+                    fresh.add_(kept)
+                kept.copy_(fresh)
+                norm = torch.linalg.vector_norm(fresh, dtype=norm_dtype(fresh.dtype))
+                squares[index] += float(norm) ** 2
+        except BaseException as error:
+            lease.fail(error)
+            raise
+        lease.release()
+
+    def _copy_out(self, shard: Shard, start: int, out: torch.Tensor) -> None:
+        """Copy elements from `start` on of this rank's gradient tiles."""
+        done = 0
+        while done < out.numel():
+            tile, inside = divmod(start + done, shard.layout.tile_numel)
+            count = min(shard.tile_length(tile) - inside, out.numel() - done)
+            key = shard.layout.gradient_key(tile)
+            lease = self._pager.lease([key], Intent.READ)
+            try:
+                out[done : done + count].copy_(lease.tensor(key).view(out.dtype)[inside : inside + count])
+            finally:
+                lease.release()
+            done += count
+
+
+def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor) -> None:
+    """Complete `whole`, a parameter's elements of which this rank has filled in its own, with those of the others.
+
+    One rank after the other tells what it owns; for looking at single parameters, not for training.
+    """
+    if collectives.size == 1 or not whole.numel():
+        return
+    every = torch.empty(collectives.size * whole.numel() * whole.element_size(), dtype=torch.uint8)
+    collectives.all_gather(every, whole.view(torch.uint8))
+    told = every.view(collectives.size, -1)
+    for rank in range(collectives.size):
+        for piece in Shard(shard.layout, rank).owned():
+            if piece.slot.parameter == slot.parameter:
+                theirs = told[rank].view(whole.dtype)
+                whole[piece.begin : piece.begin + piece.length] = theirs[piece.begin : piece.begin + piece.length]
+
+
+def average(parts: Sequence[torch.Tensor], ranks: int) -> None:
+    """Put the sum of `parts`, in their order, divided by `ranks` into the first; 16-bit ones are added in float32."""
+    exact = torch.float32 if parts[0].dtype.itemsize < 4 else parts[0].dtype
+    for begin in range(0, parts[0].numel(), _SLICE):
+        total = parts[0][begin : begin + _SLICE].to(exact, copy=True)
+        for part in parts[1:]:
+            total.add_(part[begin : begin + _SLICE])
+        parts[0][begin : begin + _SLICE] = total.div_(ranks)

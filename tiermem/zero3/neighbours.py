@@ -1,0 +1,71 @@
+"""What the scheduler asks of its neighbours: where gradients go, and who has to know.
+
+Owns the two protocols. Does not know who implements them: gradients go to `reduce.GradientStore` or, with several
+ranks, to `exchange.RankGradients`; the listener is the runtime's. Guarantees nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Listener(Protocol):
+    """Who has to know."""
+
+    def unit_needed(self, unit: int) -> None:
+        """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
+        ...
+
+    def gradients_complete(self, unit: int) -> bool:
+        """All gradients that this step will bring for the unit are in its pages; no lease on it is held here.
+
+        Returns whether an update takes them now, after which no more may come.
+        """
+        ...
+
+
+class Gradients(Protocol):
+    """Where gradients go: `reduce.GradientStore`, or with several ranks `exchange.RankGradients`."""
+
+    def accumulate(self, parameter: int) -> None:
+        """Take `p.grad` of this parameter."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the unit written last."""
+        ...
+
+    def line_up(self) -> None:
+        """Wait until all ranks have come here, with all their gradients."""
+        ...
+
+    def numbers(self, unit: int) -> tuple[int, ...]:
+        """The unit's parameters that have a gradient in this step, by place."""
+        ...
+
+    def trainable(self, unit: int) -> tuple[int, ...]:
+        """All the unit's trainable parameters, by place."""
+        ...
+
+    def norm(self, parameter: int) -> torch.Tensor:
+        """The L2 norm of a gradient accumulated so far, 0-d."""
+        ...
+
+    def read(self, parameter: int) -> torch.Tensor | None:
+        """A copy of a gradient in the parameter's shape."""
+        ...
+
+    def reset(self) -> None:
+        """Begin a new step: the pages now belong to whoever took note of them."""
+        ...
+
+    def forget(self, parameters: Sequence[int]) -> None:
+        """Forget these parameters' gradients only."""
+        ...
+
+    def drop(self) -> None:
+        """Forget this step's gradients and their pages."""
+        ...

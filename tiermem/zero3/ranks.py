@@ -1,0 +1,222 @@
+"""The ranks of a run, over torch.distributed.
+
+Owns the process groups of one run: one for short messages (gloo), one for tensors (gloo on CPUs, NCCL on GPUs). Does
+not know units or the order of operations. Guarantees that no operation waits longer than the timeout, and that one
+which fails because of another rank raises a TiermemError naming the ranks that are gone, with their reason if they
+left one.
+
+Who is gone. A rank that fails or leaves writes its reason into the store of torch.distributed before it closes its
+connections; the others then get an error from the transport, write a reason of their own, and look whose is missing.
+Under torchrun the store is kept by the agent, so it outlives any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime as dt
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiermem.errors import ConfigError, TiermemError
+
+# How long those who notice that somebody is gone wait for each other's word, seconds. A rank in the middle of a long
+# computation notices late and is then among those who are named as silent.
+_WORD_SECONDS = 5.0
+_LONGEST_TEXT = 2000
+_RUNS = itertools.count()  # tells the runs of one process apart in the store; the same on every rank
+
+
+class Ranks:
+    """The processes of one run. Not thread-safe: one thread issues (see `conductor`)."""
+
+    def __init__(self, members: Sequence[int] | None, *, timeout: float, device: torch.device, name: str) -> None:
+        """`members`: global ranks, None: all. Every one of them calls this at the same time.
+
+        `timeout`: seconds without an answer after which an operation fails. `name`: of this group, among all groups of
+        the run the same on every rank.
+        """
+        self._members = list(range(dist.get_world_size())) if members is None else list(members)
+        if dist.get_rank() not in self._members:
+            raise ConfigError(f"mesh= names ranks {self._members}; this process is rank {dist.get_rank()}")
+        self.rank = self._members.index(dist.get_rank())
+        self.size = len(self._members)
+        self._timeout = timeout
+        self._messages = self._group("gloo", everybody=members is None)
+        self._tensors = self._group("nccl", everybody=members is None) if device.type == "cuda" else self._messages
+        self._device = device
+        self._prefix = f"tiermem/{name}/{'-'.join(map(str, self._members))}"
+        self._closed = False
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """See `Collectives`."""
+        all_parts, own = _apart(whole), _apart(shard)
+        self._call(lambda: _gather_into()(all_parts, own, group=self._tensors))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[bool]) -> None:
+        """See `Collectives`."""
+        received, sent = _apart(received), _apart(sent)
+        length = received.numel() // self.size
+        sending = senders[self.rank]
+        if all(senders):
+            self._call(lambda: dist.all_to_all_single(received, sent, group=self._tensors))
+            return
+        packed = torch.empty(length * sum(senders), dtype=received.dtype, device=received.device)
+        given = sent if sending else received[:0]
+        incoming = [length if each else 0 for each in senders]
+        outgoing = [length if sending else 0] * self.size
+        self._call(lambda: dist.all_to_all_single(packed, given, incoming, outgoing, group=self._tensors))
+        for index, sender in enumerate(index for index, each in enumerate(senders) if each):
+            received[sender * length : (sender + 1) * length] = packed[index * length : (index + 1) * length]
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """See `Collectives`."""
+        flat = values if values.is_contiguous() else values.contiguous()
+        data = flat.reshape(-1).view(torch.uint8)  # any dtype
+        if data.numel():
+            self._call(lambda: dist.broadcast(data, src=self._members[0], group=self._messages))
+        if flat is not values:
+            values.copy_(flat)
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See `Collectives`."""
+        return self._tell(torch.tensor(list(numbers), dtype=torch.int64))
+
+    def tell_floats(self, numbers: Sequence[float]) -> list[list[float]]:
+        """See `Collectives`."""
+        return self._tell(torch.tensor(list(numbers), dtype=torch.float64))
+
+    def tell_text(self, text: str) -> list[str]:
+        """See `Collectives`."""
+        data = text.encode()[:_LONGEST_TEXT]
+        told = self.tell([len(data), *data, *[0] * (_LONGEST_TEXT - len(data))])
+        return [bytes(each[1 : 1 + each[0]]).decode(errors="replace") for each in told]
+
+    def close(self, reason: str | None = None) -> None:
+        """See `Collectives`. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if reason is not None:
+            self._leave_word(reason)
+        groups = {id(each): each for each in (self._messages, self._tensors)}
+        self._messages = self._tensors = None  # the connections end with the last reference, and others see that
+        while groups:
+            with contextlib.suppress(RuntimeError, ValueError):  # gone with the process group of the program
+                dist.destroy_process_group(groups.popitem()[1])
+
+    def _group(self, backend: str, *, everybody: bool) -> Any:
+        wait = dt.timedelta(seconds=self._timeout)
+        if everybody:
+            return dist.new_group(None, timeout=wait, backend=backend)
+        return dist.new_group(self._members, timeout=wait, backend=backend, use_local_synchronization=True)
+
+    def _tell(self, numbers: torch.Tensor) -> list[list[Any]]:
+        if not numbers.numel():
+            return [[] for _ in range(self.size)]
+        told = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
+        self._call(lambda: _gather_into()(told, numbers, group=self._messages))
+        return [each.tolist() for each in told.view(self.size, -1)]
+
+    def _call(self, operation: Callable[[], Any]) -> None:
+        if self._closed:
+            raise TiermemError("this rank has left the run; offload the model again to go on")
+        try:
+            operation()
+        except RuntimeError as error:  # what torch.distributed raises, whatever has happened
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> TiermemError:
+        """Who is gone, and why, as far as anybody says."""
+        if self._device.type == "cuda":
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        else:
+            first = str(error).split(". This is typically")[0].rpartition("] ")[2] or type(error).__name__
+        self.close(f"lost another rank ({first})")
+        words = dict(self._words())
+        told = [f"rank {rank}: {word}" for rank, word in words.items() if not word.startswith("lost another rank")]
+        silent = [rank for rank in range(self.size) if rank not in words and rank != self.rank]
+        if silent:
+            told.append(
+                f"no word from rank {', '.join(map(str, silent))}: it has died, hangs or is busy for longer than "
+                f"stall_timeout={self._timeout:g} s"
+            )
+        why = "; ".join(told) or "no rank says why"
+        return TiermemError(f"rank {self.rank} cannot go on without the others ({first}): {why}")
+
+    def _leave_word(self, reason: str) -> None:
+        store = _store()
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # whoever kept the store may be the one who is gone
+                store.set(f"{self._prefix}/{self.rank}", reason[:_LONGEST_TEXT])
+
+    def _words(self) -> Iterator[tuple[int, str]]:
+        """What the others have left, waiting a while for those who have not noticed yet."""
+        store = _store()
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        until = time.monotonic() + min(_WORD_SECONDS, self._timeout)
+        while store is not None and missing:
+            for rank in list(missing):
+                key = f"{self._prefix}/{rank}"
+                try:
+                    if not store.check([key]):
+                        continue
+                    word = store.get(key).decode(errors="replace")
+                except RuntimeError:
+                    return
+                missing.remove(rank)
+                yield rank, word
+            if time.monotonic() > until:
+                return
+            if missing:
+                time.sleep(0.05)
+
+
+def next_name() -> str:
+    """A name for the groups of the next run; the same on every rank, if all begin their runs in the same order."""
+    return str(next(_RUNS))
+
+
+def members_of(mesh: Any) -> list[int]:
+    """The global ranks of a DeviceMesh of one dimension or of a process group. Raises ConfigError for anything else."""
+    group = mesh
+    if hasattr(mesh, "get_group"):
+        if getattr(mesh, "ndim", 1) != 1:
+            raise ConfigError(
+                f"mesh= expects one dimension, found {mesh.ndim}: pass mesh['name'] of the one to shard over"
+            )
+        group = mesh.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"mesh= expects a DeviceMesh or a process group, found {type(mesh).__name__}")
+    return list(dist.get_process_group_ranks(group))
+
+
+def _gather_into() -> Callable[..., Any]:
+    # The same function, renamed in torch 2.13; the old name warns there.
+    found: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return found
+
+
+def _apart(values: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor that shares no storage with `values` (1-D, contiguous), on CPUs.
+
+    The transport holds on to what it was given for a moment longer than its answer takes. Who holds a frame is counted
+    ("Leak guard" in gather.py), and all ranks must come to the same count.
+    """
+    if values.device.type != "cpu" or not values.numel():
+        return values
+    area = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
+    return torch.frombuffer(area, dtype=values.dtype)
+
+
+def _store() -> Any:
+    """The store of torch.distributed, or None if this torch keeps it elsewhere."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    with contextlib.suppress(RuntimeError, ValueError):
+        return find() if find is not None else None
+    return None

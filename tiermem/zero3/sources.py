@@ -1,0 +1,250 @@
+"""Where the bytes of a unit come from when it is gathered.
+
+Owns the leases behind a gathered unit: its own page, or a transient page into which the shards of all ranks have come.
+Does not know `param.data` or when a unit is due. Guarantees that a gathered unit's bytes stay where they are until it
+is released, that what was written into them is in this rank's page afterwards, and that one unit is fetched ahead at
+most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from tiermem.pager.page import Intent, Lane, PageKey
+from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.conductor import Act, Conductor, Operation
+from tiermem.zero3.engine import viewers
+from tiermem.zero3.layout import UnitLayout
+from tiermem.zero3.shards import Shard
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Lease(Protocol):
+    """The part of a pager's lease used here."""
+
+    def tensor(self, key: PageKey) -> torch.Tensor:
+        """The page's bytes, 1-D uint8."""
+        ...
+
+    def release(self) -> None:
+        """Give the hold back."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Give the hold back; the contents are garbage."""
+        ...
+
+
+class Pager(Protocol):
+    """The part of the pager used by this package."""
+
+    def add_page(self, key: PageKey, nbytes: int) -> None:
+        """Announce a page."""
+        ...
+
+    def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
+        """Hold pages near the computation, or (update's lane) in host memory; waits."""
+        ...
+
+    def start_discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget the contents of pages."""
+        ...
+
+
+class HeldUnit(Protocol):
+    """A unit's bytes, held."""
+
+    @property
+    def base(self) -> torch.Tensor:
+        """All bytes of the unit: 1-D uint8, beginning their storage."""
+        ...
+
+    @property
+    def viewers(self) -> int:
+        """How many hold on to the bytes while nobody but the lease does."""
+        ...
+
+    def release(self) -> None:
+        """Give them back; what was written is kept if they were taken to be written."""
+        ...
+
+
+class UnitSource(Protocol):
+    """Gives out units by number."""
+
+    def take(self, unit: int, *, writable: bool) -> HeldUnit:
+        """Hold a unit; waits. Collective: all ranks take the same units in the same order."""
+        ...
+
+    def start(self, unit: int) -> None:
+        """Begin to fetch the unit that will be taken next. Does not wait; another one fetched ahead is given up."""
+        ...
+
+    def give_up(self) -> None:
+        """Give back what was fetched ahead and not taken: it may change."""
+        ...
+
+
+class _Leased:
+    """A unit whose bytes are one page."""
+
+    __slots__ = ("_lease", "base", "viewers")
+
+    def __init__(self, lease: Lease, key: PageKey) -> None:
+        self._lease = lease
+        self.base = lease.tensor(key)
+        self.viewers = viewers(self.base)
+
+    def release(self) -> None:
+        self.base = _NOTHING  # the frame is free from here on
+        self._lease.release()
+
+
+class LocalUnits:
+    """One rank: the page is the unit, and the pager's own look-ahead is all there is to fetch."""
+
+    def __init__(
+        self, pager: Pager, layouts: Sequence[UnitLayout], *, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before()`: called before a unit is taken; lets go of whatever need not be held beside it."""
+        self._pager = pager
+        self._before = before
+        self._keys = tuple(layout.key for layout in layouts)
+
+    def take(self, unit: int, *, writable: bool) -> HeldUnit:
+        """Lease the unit's page."""
+        self._before()  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
+        key = self._keys[unit]
+        return _Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
+
+    def start(self, unit: int) -> None:
+        """Nothing to do."""
+
+    def give_up(self) -> None:
+        """Nothing to do."""
+
+
+class _Gathered:
+    """A unit in its transient page."""
+
+    def __init__(self, pager: Pager, shard: Shard, lease: Lease) -> None:
+        self.base = lease.tensor(shard.gathered_key)
+        # Now, before the exchange: the transport may look at the bytes for a moment longer than its answer takes.
+        self.viewers = viewers(self.base)
+        self._pager = pager
+        self._shard = shard
+        self._lease = lease
+        self.writable = False
+
+    def release(self) -> None:
+        """Keep this rank's part if it may have been written; every rank keeps its own."""
+        try:
+            if self.writable:
+                own = self._pager.lease([self._shard.layout.key], Intent.WRITE)
+                try:
+                    for mine, whole in sections(self._shard, own.tensor(self._shard.layout.key), self.base):
+                        start = self._shard.rank * mine.numel()
+                        mine.copy_(whole[start : start + mine.numel()])
+                finally:
+                    own.release()
+        finally:
+            self.base = _NOTHING
+            self._pager.start_discard([self._shard.gathered_key])
+            self._lease.release()
+
+
+class RankUnits:
+    """Several ranks, each with a shard of every unit."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        shards: Sequence[Shard],
+        collectives: Collectives,
+        conductor: Conductor,
+        needed: Callable[[int], None],
+        *,
+        ahead: bool,
+    ) -> None:
+        """`needed(unit)`: wait until no update of the unit is pending; called by the issuer too if `ahead`."""
+        self._pager = pager
+        self._shards = shards
+        self._collectives = collectives
+        self._conductor = conductor
+        self._needed = needed
+        self._is_ahead = ahead
+        self._ahead: tuple[int, Future[HeldUnit]] | None = None
+
+    def take(self, unit: int, *, writable: bool) -> HeldUnit:
+        """Gather the unit from all ranks, or wait for it if that has begun."""
+        ahead = self._ahead
+        if ahead is not None and ahead[0] == unit and not writable:
+            self._ahead = None
+            return ahead[1].result()
+        self.give_up()
+        return self._conductor.run(self._gathering(unit, writable=writable))
+
+    def start(self, unit: int) -> None:
+        """Begin to gather a unit ahead, where there is room for that."""
+        if self._is_ahead and (self._ahead is None or self._ahead[0] != unit):
+            self.give_up()
+            self._ahead = unit, self._conductor.start(self._gathering(unit, writable=False))
+
+    def give_up(self) -> None:
+        """Wait for what is fetched ahead and let go of it: all ranks have begun it, so it cannot be called off."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[1].exception() is None:  # else whatever comes next raises it
+            ahead[1].result().release()
+
+    def _gathering(self, unit: int, *, writable: bool) -> Operation[HeldUnit]:
+        shard = self._shards[unit]
+        own = shard.layout.key
+
+        def prepare() -> tuple[Lease, _Gathered]:
+            self._needed(unit)
+            mine = self._pager.lease([own], Intent.READ)
+            try:
+                gathered = self._pager.lease([shard.gathered_key], Intent.FRESH)
+            except BaseException:
+                mine.release()
+                raise
+            return mine, _Gathered(self._pager, shard, gathered)
+
+        def action(held: tuple[Lease, _Gathered]) -> HeldUnit:
+            mine, gathered = held
+            try:
+                for part, whole in sections(shard, mine.tensor(own), gathered.base):
+                    self._collectives.all_gather(whole, part)
+            except BaseException:
+                gathered.release()
+                raise
+            finally:
+                mine.release()
+            gathered.writable = writable
+            return gathered
+
+        def undo(held: tuple[Lease, _Gathered] | None) -> None:
+            for each in held or ():
+                each.release()
+
+        return Operation(Act.GATHER, unit, prepare, action, undo)
+
+
+def sections(shard: Shard, own: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The trainable and the frozen section, where there is one: (this rank's part in its page, the whole)."""
+    layout = shard.layout
+    trainable = layout.part_numel * layout.dtype.itemsize
+    begin, frozen = layout.frozen_begin, layout.frozen_part
+    found = []
+    if trainable:
+        start = shard.page_begin * layout.dtype.itemsize
+        found.append((own[start : start + trainable], whole[: trainable * layout.ranks]))
+    if frozen:
+        start = begin + shard.rank * frozen if shard.whole else shard.frozen_offset
+        found.append((own[start : start + frozen], whole[begin : begin + frozen * layout.ranks]))
+    return found
