@@ -23,11 +23,13 @@ from tiermem.memory.links import Link
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, PageKey
+from tiermem.planner.footprint import UnitSize
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
+from tiermem.runtime.shares import share_out
 
 SOME = (
     "stack, tied embedding",
@@ -161,6 +163,12 @@ def test_a_simulated_device_needs_a_size(tmp_path):
     with pytest.raises(tiermem.ConfigError, match="device_memory: expected a size"):
         tiermem.offload(Stack(), tiermem.Config(device="simulated", swap_dirs=[tmp_path], host_memory="64MiB"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_ranks_with_a_device_are_refused(tmp_path):
+    config = config_for(tmp_path, 64 * MIB, "step", device="simulated", device_memory=64 * MIB)
+    with pytest.raises(tiermem.ConfigError, match="2 ranks"):
+        share_out(config, [UnitSize("unit", 4096, 1024, 4, 8, ranks=2)], 64 * MIB)
 
 
 @pytest.mark.parametrize("update", UPDATES)
