@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
 
 import tiermem
 
@@ -25,15 +25,19 @@ def main() -> None:
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
     stalls, read, written = [], [], []
+    edges: dict[str, list[int]] = {}
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+        device = next(model.parameters()).device
 
         def loss_of(tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count
             return loss
 
         def step(tokens: torch.Tensor) -> float:
-            micro_batches = [tokens.roll(shift, 1) for shift in range(count)]
+            batch = tokens.to(device)
+            micro_batches = [batch.roll(shift, 1) for shift in range(count)]
             if vertical:
                 losses = runtime.forward_backward(micro_batches, loss_of)
             else:
@@ -51,6 +55,9 @@ def main() -> None:
             stalls.append(last.stall_seconds)
             read.append(last.bytes_read)
             written.append(last.bytes_written)
+            for edge in last.edges:
+                edges.setdefault(edge.name, []).append(edge.nbytes)
+            finish(device)
             return sum(float(loss.detach()) for loss in losses)
 
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -59,7 +66,13 @@ def main() -> None:
             step,
             parameters=parameters,
             baseline=baseline,
-            details=lambda: {"stall_seconds": stalls, "bytes_read": read, "bytes_written": written},
+            details=lambda: {
+                "stall_seconds": stalls,
+                "bytes_read": read,
+                "bytes_written": written,
+                "edges": edges,
+                **device_details(device),
+            },
         )
 
 

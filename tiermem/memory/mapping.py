@@ -24,7 +24,8 @@ class Mapping:
 
     __slots__ = ("_map", "_view", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
+        """`huge`: ask for huge pages, where all of the memory is going to be used and none given back early."""
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self._view = memoryview(self._map)
@@ -32,7 +33,7 @@ class Mapping:
         # on physical memory would not hold where the system hands them out unasked.
         # Fork: a child would share the pages copy-on-write, so that every later write here costs a second copy, and
         # O_DIRECT reads in flight during the fork may land in the wrong copy (see NOTES in open(2)).
-        for advice in ("MADV_NOHUGEPAGE", "MADV_DONTFORK"):
+        for advice in ("MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):  # a kernel without the feature does not need the advice
                     self._map.madvise(getattr(mmap, advice))

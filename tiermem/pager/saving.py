@@ -58,9 +58,9 @@ class Saving:
             for page in unsaved:  # all at once: the drive's queue is the place to wait in
                 self._service.save(page)
             for page in unsaved:
-                while page.valid and Tier.SWAP not in page.valid and page.error is None:
+                # Again before each wait: what kept it (a copy to the device, a writer) may have ended meanwhile.
+                while self._is_unsaved(page):
                     await self._next_event()
-                    self._service.save(page)
         return then()
 
     def protection(self, copies: Copies, *, keep_discarded: bool) -> Protection:
@@ -73,6 +73,11 @@ class Saving:
             self._next_event,
             keep_discarded=keep_discarded,
         )
+
+    def _is_unsaved(self, page: Page) -> bool:
+        """Start writing the page down if that can be done now; whether that is still to be waited for."""
+        self._service.save(page)
+        return bool(page.valid) and Tier.SWAP not in page.valid and page.error is None
 
     def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
         found = [page for page in self._residency.pages.values() if page.key.kind in kinds and page.valid]
