@@ -28,6 +28,7 @@ from swap.generations import Copy, Generations, GenerationsStatistics, Mark
 from swap.manifest import Entry, Manifest
 from swap.recovery import Leftovers, Recovered, find_leftovers, recover, verify
 from swap.requests import Operation, Priority, Request
+from swap.scratch import ScratchSpace
 from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
 from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
 from swap.syscalls import SystemCalls
@@ -60,6 +61,7 @@ __all__ = [
     "Priority",
     "Recovered",
     "Request",
+    "ScratchSpace",
     "SpaceStatistics",
     "SwapClosedError",
     "SwapError",

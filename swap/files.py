@@ -112,6 +112,11 @@ class SwapFile:
         """Wait until the file's name is durable. Raises SwapIOError."""
         sync_directory(os.path.dirname(self.path), self._system)
 
+    def forget_name(self) -> None:
+        """Remove the file's name and its lock: it lasts as long as it is open. Raises SwapIOError if removing fails."""
+        _unlink_if_same(self.path, os.fstat(self.fileno()))
+        self._lock.release(remove=True)
+
     def close(self, *, remove: bool = False) -> None:
         """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails."""
         if self._fd < 0:

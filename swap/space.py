@@ -278,6 +278,16 @@ class SwapSpace:
             self.engine.close()
         except SwapError as error:
             errors.append(error)
+        try:
+            self.close_files(remove=remove)
+        except SwapError as error:
+            errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def close_files(self, *, remove: bool = False) -> None:
+        """Close all files, of a space whose engine is another's; raise the first error at the end. Idempotent."""
+        errors: list[SwapError] = []
         for file in self._files:
             try:
                 file.close(remove=remove)

@@ -51,6 +51,18 @@ def test_vertical_accumulation_has_the_same_losses_and_reads_less(tmp_path: Path
     assert found[1][-1]["bytes_read"] < 0.6 * found[0][-1]["bytes_read"]
 
 
+def test_offloaded_activations_give_the_same_losses(tmp_path: Path) -> None:
+    losses = []
+    for more in ([], ["--offload-activations", "--gradient-checkpointing"]):
+        done = run_train(
+            *("--model", "llama-5m", "--steps", "2", "--batch", "2", "--seq", "256", "--json"),
+            *("--host-memory", "16MiB", "--swap-dir", str(tmp_path), *more),
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append([step["loss"] for step in json.loads(done.stdout)["steps"]])
+    assert losses[0] == losses[1]
+
+
 def test_an_impossible_budget_is_one_line(tmp_path: Path) -> None:
     done = run_train("--model", "llama-tiny", "--steps", "1", "--host-memory", "4KiB", "--swap-dir", str(tmp_path))
     assert done.returncode == 1

@@ -80,7 +80,13 @@ def test_the_budget_never_takes_a_tile_for_smaller_than_it_is(state: UnitState) 
     itemsize, exact = (state_itemsize(state.dtype, quantized=kind) for kind in (coded, False))
     wide = sum(segment.numel for segment in state.segments if not segment.quantized) if coded else 0
     size = UnitSize(
-        "unit", 1, state.numel, state.dtype.itemsize, itemsize, wide_numel=wide, wide_itemsize=exact - itemsize
+        "unit",
+        param_nbytes=1,
+        trainable_numel=state.numel,
+        grad_itemsize=state.dtype.itemsize,
+        state_itemsize=itemsize,
+        wide_numel=wide,
+        wide_itemsize=exact - itemsize,
     )
     for tile in range(state.tiles):
         assert state.state_nbytes(tile) <= _state_tile(size, state.tile_numel)

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from limits import run_limited, run_python_limited
+from limits import LimitedRun, run_limited, run_python_limited
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,4 +48,59 @@ def test_half_a_billion_parameters_train_in_one_gibibyte(tmp_path: Path) -> None
     assert report["state_bytes"] > 8 * report["host_memory"]
     assert report["peak_rss_bytes"] < 1024 * MIB
     assert len(report["steps"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+_LONG = """
+import contextlib, resource, sys, torch, tiermem
+from torch import nn
+
+seq, directory, threshold = int(sys.argv[1]), sys.argv[2], "256KiB"
+
+class Layer(nn.Module):
+    def __init__(self, width=192):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.joint, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.joint(self.norms[0](x)).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+torch.manual_seed(0)
+model = nn.Sequential(*(Layer() for _ in range(14)))
+x, target = torch.randn(2, 1, seq, 192)
+runtime = None
+if directory:
+    config = tiermem.Config(host_memory="64MiB", swap_dirs=[directory], param_dtype="float32", device="cpu")
+    runtime = tiermem.offload(model, config)
+optimizer = (torch.optim.AdamW if runtime is None else tiermem.AdamW)(model.parameters(), lr=1e-3)
+for _ in range(2):
+    with contextlib.nullcontext() if runtime is None else runtime.offload_activations(threshold):
+        loss = nn.functional.mse_loss(model(x), target)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+if runtime is not None:
+    runtime.close()
+"""
+
+
+def test_a_sequence_that_plain_training_cannot_hold_trains_with_offloaded_activations(tmp_path: Path) -> None:
+    limit = 720 * MIB
+
+    def train(seq: int, directory: str) -> LimitedRun:
+        command = [sys.executable, "-c", _LONG, str(seq), directory]
+        return run_limited(command, limit, timeout_seconds=120, cwd=ROOT)
+
+    short = train(256, "")
+    assert short.completed.returncode == 0, short.completed.stderr
+    assert train(3072, "").was_killed
+    long = train(3072, str(tmp_path))
+    assert long.completed.returncode == 0, long.completed.stderr
+    assert len(long.completed.stdout.split()) == 2
     assert list(tmp_path.iterdir()) == []

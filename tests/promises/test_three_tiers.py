@@ -312,3 +312,35 @@ def test_copies_wait_for_what_was_asked_of_the_device_before(update, tmp_path):
     expected = plain(scenario.make, scenario.script)
     check(Outcome(trainee.noted, weights | {"head.weight": weights["embed.weight"]}), expected)
     assert device.met > 20, "copies met what the computation had left on their frames"
+
+
+def test_activations_stay_where_they_are_beside_a_device(tmp_path):
+    config = config_for(tmp_path, 64 * MIB, "step", device="simulated", device_memory=64 * MIB)
+    with (
+        tiermem.offload(Stack(), config) as runtime,
+        pytest.raises(tiermem.ConfigError, match="offload_activations"),
+        runtime.offload_activations(),
+    ):
+        pass
+
+
+def test_early_updates_that_do_not_count_leave_nothing_on_the_device(tmp_path):
+    """Clipped, or skipped for an infinite gradient: "backward" has the bits of "step", whatever it took back."""
+    masters = []
+    for update in ("step", "backward"):
+        torch.manual_seed(1)
+        model = Stack()
+        config = config_for(tmp_path, 64 * MIB, update, device="simulated", device_memory=64 * MIB)
+        with tiermem.offload(model, config) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+            for number in range(6):
+                torch.manual_seed(number)
+                (tokens_batch(model) * (float("inf") if number == 3 else 0.01 if number % 2 else 50.0)).backward()
+                with contextlib.suppress(UserWarning):
+                    optimizer.step()
+                optimizer.zero_grad()
+            masters.append([runtime.master(parameter) for parameter in model.parameters()])
+            assert optimizer.skipped == 1
+            if update == "backward":
+                assert runtime.statistics().total.redone > 0
+    assert all(map(torch.equal, *masters))

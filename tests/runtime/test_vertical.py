@@ -14,6 +14,7 @@ from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_un
 from torch import nn
 
 import tiermem
+from tiermem.planner.footprint import PASSING
 
 UPDATES = ("step", "forward", "backward")
 COUNTS = (3, 4, 4, 2)
@@ -195,7 +196,7 @@ class Counted:
 
     def __init__(self, directory) -> None:
         self.model = Wide(width=64, depth=8)
-        nbytes = 4 * largest_unit(self.model, directory)
+        nbytes = 4 * largest_unit(self.model, directory) + PASSING
         self.runtime = tiermem.offload(self.model, config_for(directory, nbytes, "step", look_ahead=0))
         self.optimizer = tiermem.AdamW(self.model.parameters(), lr=1e-2)
 

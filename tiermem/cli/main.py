@@ -34,6 +34,11 @@ def tiermem() -> None:
     """Train PyTorch models larger than memory."""
 
 
+def _check_resume(resume: bool, named: bool) -> None:
+    if resume and not named:
+        raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
+
+
 @app.command()
 def train(
     model: options.Model = "llama-20m",
@@ -54,6 +59,7 @@ def train(
     moments: options.Moments = None,
     config: options.ConfigFile = None,
     gradient_checkpointing: options.GradientCheckpointing = False,
+    offload_activations: options.OffloadActivations = False,
     resume: options.Resume = False,
     keep: options.Keep = False,
     commit_every: options.CommitEvery = 0,
@@ -65,8 +71,7 @@ def train(
     endurance: options.Endurance = None,
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
-    if resume and not (swap_dir or config):
-        raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
+    _check_resume(resume, bool(swap_dir or config))
     quiet_libraries()
     from tiermem.cli import train as training
     from tiermem.cli.launch import launched
@@ -83,6 +88,7 @@ def train(
         texts=tuple(text or ()),
         tokenizer=tokenizer,
         gradient_checkpointing=gradient_checkpointing,
+        offload_activations=offload_activations,
         resume=resume,
         keep=keep,
         commit_every=commit_every,

@@ -56,6 +56,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="A tiermem con
 GradientCheckpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward instead of keeping them.")
 ]
+OffloadActivations = Annotated[
+    bool, typer.Option("--offload-activations", help="Keep large activations in the budget and on disk until backward.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the swap directories hold.")]
 Keep = Annotated[
     bool, typer.Option("--keep", help="Commit at the end and leave the swap files; --resume goes on from there.")

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class TrainOptions:
     texts: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
     resume: bool = False
     keep: bool = False
     commit_every: int = 0
@@ -146,7 +148,8 @@ class Training:
         options = self.options
         rows = batch(self.source, seed=options.seed, number=number, rows=options.batch, length=options.seq)
         tokens = self.launch.part(rows).to(next(self.model.parameters()).device)
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
+        with self.runtime.offload_activations() if options.offload_activations else nullcontext():
+            loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
         return loss
 
     def commit(self) -> None:

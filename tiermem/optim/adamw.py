@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError
+from tiermem.optim.scaling import record_finite, unscaling_factor
 from tiermem.optim.service import StepResult, UpdateService
 from tiermem.optim.updates import Settings
 from tiermem.registry import registry
@@ -79,21 +80,30 @@ class AdamW(torch.optim.Optimizer):
             self._group_of[index] = group
         self._steps.update(service.attach_optimizer(self, indices) or {})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    # torch.amp.GradScaler looks for these: it then leaves unscaling and skipping to `step`.
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Update the parameters that have gradients; return what `closure`, if given, returned.
 
         Depending on `Config.update` the updates are done, or only queued, when this returns; an error of one is raised
         here, by the next use of its unit or by the next step. A gradient norm that is not finite skips the step.
+        `grad_scaler` is given by `torch.amp.GradScaler.step`: gradients are unscaled first, before any clipping.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        result = self._runtime().step(self)
+        self._refuse_plain_gradients()
+        if grad_scaler is None:
+            result = self._runtime().step(self)
+        else:
+            result = self._runtime().step(self, unscale=unscaling_factor(grad_scaler, self))
+            record_finite(grad_scaler, self, finite=not result.skipped)
         self._last = StepResult(result.grad_norm if result.grad_norm is not None else self.grad_norm, result.skipped)
         if result.skipped:
             self.skipped += 1
-            if self.skipped == 1:
+            if self.skipped == 1 and grad_scaler is None:
                 warnings.warn(
                     "a step was skipped because its gradient norm is not finite; optimizer.skipped counts such steps",
                     stacklevel=3,
@@ -168,6 +178,15 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[self._index_of[parameter]] = group
+
+    def _refuse_plain_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a .grad, which would be ignored: gradients of "
+                    "an offloaded model are pages. Either it was frozen when it was offloaded (set requires_grad "
+                    "before tiermem.offload), or .grad was assigned (change gradients with parameter.register_hook)"
+                )
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -57,7 +57,7 @@ class UpdateCoordinator:
         """The parameters that an optimizer has."""
         return [number for number, owner in self._source_of.items() if owner is source]
 
-    def step(self, source: SettingsSource) -> StepResult:
+    def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient. In the "step" schedule this waits and raises the errors of the updates.
 
         In the others, an error of an earlier step's update is raised here, or by `unit_needed`. A gradient norm that
@@ -66,6 +66,8 @@ class UpdateCoordinator:
         if source not in self._source_of.values():
             raise ConfigError("another optimizer was made for the same parameters since; step that one")
         self._queue.raise_failed()  # before anything is claimed for a step that makes no sense any more
+        if unscale != 1.0:
+            self._unscale(source, unscale)
         norm: torch.Tensor | None = None
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
@@ -227,6 +229,15 @@ class UpdateCoordinator:
         """Whether the norm over these gradients is finite, and what they are to be multiplied by."""
         scales = (self._scale_of.get(p, 1.0) for p in parameters)
         return all(map(is_finite, scales)) and is_finite(total_norm(self._gradients.norms(parameters)))
+
+    def _unscale(self, source: SettingsSource, factor: float) -> None:
+        if self._schedule.early and not self._keeps_gradients:
+            raise ConfigError(
+                "update='backward' updates units while their gradients are still scaled; choose update='forward', "
+                "'step' or 'auto' for loss scaling"
+            )
+        for parameter in self._with_gradient(source):
+            self._scale_of[parameter] = self._scale_of.get(parameter, 1.0) * factor
 
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         parameters = self._with_gradient(source)

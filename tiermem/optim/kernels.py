@@ -153,6 +153,7 @@ def _update_slice(
 def scaled_grad(grad: torch.Tensor, grad_scale: float, workspace: Workspace) -> torch.Tensor:
     """Return a slice of gradients in float32, after scaling in its own dtype as `clip_grad_norm_` does.
 
+    float16 is scaled in float32: undoing a loss scale in float16 would lose what the scale was there to keep.
     The result is `grad` itself or scratch, valid until the next slice.
     """
     numel = grad.numel()
@@ -161,6 +162,8 @@ def scaled_grad(grad: torch.Tensor, grad_scale: float, workspace: Workspace) -> 
         return grad if grad.dtype == torch.float32 else grad32.copy_(grad)
     if grad.dtype == torch.float32:
         return torch.mul(grad, grad_scale, out=grad32)
+    if grad.dtype == torch.float16:
+        return grad32.copy_(grad).mul_(grad_scale)
     narrow = workspace.integers.view(grad.dtype)[:numel]
     torch.mul(grad, grad_scale, out=narrow)
     return grad32.copy_(narrow)

@@ -55,8 +55,11 @@ class UpdateService(Protocol):
         Returns how many updates those of them have had that come from a resumed run.
         """
 
-    def step(self, source: SettingsSource) -> StepResult:
-        """Update every parameter of `source` that has a gradient, according to the schedule."""
+    def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
+        """Update every parameter of `source` that has a gradient, according to the schedule.
+
+        `unscale`: what gradients are multiplied by first; where they have been used up, only 1.
+        """
 
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` so that their norm is at most `max_norm`; return the norm before."""

@@ -131,7 +131,10 @@ class Ahead:
         later = []
         while pending:
             key, position = pending[0]
-            page = self._residency.pages[key]
+            page = self._residency.pages.get(key)
+            if page is None:  # removed since it was chosen
+                pending.popleft()
+                continue
             wanted = page.valid and tier not in page.frames and page.error is None
             if wanted and not page.doomed and not page.exclusive:
                 if below not in page.valid or page.move is not None:

@@ -18,7 +18,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
-from tiermem.pager.page import Page, Transfer
+from tiermem.pager.page import Page, PageKey, Transfer
 
 Done = Callable[[BaseException | None], None]
 
@@ -38,11 +38,13 @@ class Chain:
         arenas: one arena for each memory tier.
         edges: the edge for each (source, target) pair of neighbours.
         alignment: frames take whole multiples of this many bytes, on every tier.
+        forget: called with the name of a page that is removed for good.
     """
 
     arenas: Mapping[Tier, Arena]
     edges: Mapping[tuple[Tier, Tier], Edge]
     alignment: int = FRAME_ALIGNMENT
+    forget: Callable[[PageKey], None] = lambda _: None
 
     @cached_property  # asked at every change of a page
     def memory_tiers(self) -> tuple[Tier, ...]:
@@ -98,7 +100,7 @@ class SwapReadEdge:
     def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
         """Start reading the page's extent into its HOST frame."""
         extent, expected = self._extents.for_read(page.key)
-        request = self._extents.space.start_read(
+        request = self._extents.space_of(page.key).start_read(
             extent,
             _bytes_for(page, extent),
             priority=priority,
@@ -131,7 +133,7 @@ class SwapWriteEdge:
             done(error)
 
         try:
-            request = extents.space.start_write(
+            request = extents.space_of(key).start_write(
                 extent, _bytes_for(page, extent), priority=priority, on_done=ended, checksum=extents.checksums
             )
         except BaseException:
@@ -170,6 +172,7 @@ def device_chain(host: Arena, top: Arena, device: Device, extents: Extents) -> C
             (Tier.HOST, Tier.DEVICE): CopyEdge(device, Tier.HOST, Tier.DEVICE),
             (Tier.DEVICE, Tier.HOST): CopyEdge(device, Tier.DEVICE, Tier.HOST),
         },
+        forget=below.forget,
     )
 
 
@@ -178,4 +181,5 @@ def host_chain(arena: Arena, extents: Extents) -> Chain:
     return Chain(
         arenas={Tier.HOST: arena},
         edges={(Tier.SWAP, Tier.HOST): SwapReadEdge(extents), (Tier.HOST, Tier.SWAP): SwapWriteEdge(extents)},
+        forget=extents.forget,
     )

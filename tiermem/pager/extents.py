@@ -15,6 +15,7 @@ from swap.blocks import align_up
 from swap.errors import SwapError
 from swap.extents import Extent, Piece
 from swap.generations import Copy, Generations
+from swap.scratch import ScratchSpace
 from swap.space import SwapSpace
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Kind, PageKey
@@ -40,17 +41,37 @@ class Extents:
         `generations` and `plain` are what an earlier run left, claimed already.
         """
         self.space = space
+        self.scratch = ScratchSpace(space)  # activations: nobody knows beforehand how many there will be
         self.generations = generations or Generations(space)
         self.checksums = checksums or compare
         self._compare = compare
         self._lock = threading.Lock()
         self._plain = {key: Copy(extent, None) for key, extent in (plain or {}).items()}
+        self._scratched: dict[PageKey, tuple[SwapSpace, Extent]] = {}
+
+    def space_of(self, key: PageKey) -> SwapSpace:
+        """The space by which the page's extent is read and written; ask after `for_write` or `for_read`."""
+        if key.kind is not Kind.ACTIVATION:
+            return self.space
+        with self._lock:
+            return self._scratched[key][0]
+
+    def forget(self, key: PageKey) -> None:
+        """The page is no more: give its scratch extent back, if it has one. No transfer of it may be in flight."""
+        with self._lock:
+            found = self._scratched.pop(key, None)
+        if found is not None:
+            self.scratch.free(*found)
 
     def for_write(self, key: PageKey, nbytes: int) -> Extent:
         """The extent the next write of a page goes to; end it with `written` or `failed`. Raises SwapFullError."""
         if key.kind in DURABLE:
             return self.generations.extent_for_write(key, nbytes)
         with self._lock:
+            if key.kind is Kind.ACTIVATION:
+                if key not in self._scratched:
+                    self._scratched[key] = self.scratch.allocate(nbytes)
+                return self._scratched[key][1]
             if key not in self._plain:
                 self._plain[key] = Copy(self.space.allocate(align_up(nbytes)), None)
             return self._plain[key].extent
@@ -59,7 +80,7 @@ class Extents:
         """All of the page is in `extent` now."""
         if key.kind in DURABLE:
             self.generations.written(key, extent, checksum)
-        else:
+        elif key.kind is not Kind.ACTIVATION:
             with self._lock:
                 self._plain[key] = Copy(extent, checksum)
 
@@ -71,6 +92,8 @@ class Extents:
     def for_read(self, key: PageKey) -> tuple[Extent, int | None]:
         """Where the page lies, and the checksum to expect (None: do not compare)."""
         try:
+            if key.kind is Kind.ACTIVATION:
+                return self._scratched[key][1], None
             copy = self.generations.current(key) if key.kind in DURABLE else self._plain[key]
         except (SwapError, KeyError) as error:
             raise InvariantError(f"{key}: expected an extent to read from; this is a bug in tiermem") from error

@@ -7,6 +7,7 @@ with leases or with an error, and that a lease nobody receives any more is given
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +129,11 @@ class PendingLease:
             self.give_up()
             raise
         if self._lease is None:
-            raise self._error or InvariantError("a lease was settled with nothing; this is a bug in tiermem")
+            if self._error is None:
+                raise InvariantError("a lease was settled with nothing; this is a bug in tiermem")
+            # A copy: the page keeps its error, and an error that is raised keeps the frames it passes, here those of
+            # the model, and with them the graph and whatever that holds.
+            raise copy.copy(self._error) from self._error
         return self._lease
 
     def give_up(self) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.process import HomeProcess
 
 T = TypeVar("T")
 Message = Callable[[], object]
@@ -33,6 +34,7 @@ class LoopThread:
         self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
         self._shut = False
         self._ended = False
+        self._home = HomeProcess()
         self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -41,8 +43,15 @@ class LoopThread:
         """Whether the caller is on the loop's thread."""
         return threading.get_ident() == self._thread.ident
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child of the process whose loop it is: the thread was not forked with it."""
+        return not self._home.is_here
+
     def post(self, message: Message) -> bool:
         """Run `message` on the loop soon. Never waits; False (and nothing is done) after `shut`."""
+        if self.is_foreign:  # first: another thread may have held the door when the process was forked
+            return False
         with self._door:
             if self._shut:
                 return False
@@ -86,6 +95,9 @@ class LoopThread:
 
     def start_task(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; the future carries its result or error. Raises TiermemError after `shut`."""
+        if self.is_foreign:
+            coroutine.close()
+            raise closed()
         with self._door:
             if not self._shut:
                 return asyncio.run_coroutine_threadsafe(coroutine, self.asyncio)
@@ -94,6 +106,8 @@ class LoopThread:
 
     def shut(self) -> bool:
         """Take no more messages from outside. False if that is so already."""
+        if self.is_foreign:
+            return False
         with self._door:
             was_open, self._shut = not self._shut, True
         return was_open
@@ -137,4 +151,6 @@ class LoopThread:
 
 def closed() -> TiermemError:
     """The error of whoever comes too late."""
-    return TiermemError("the pager is closed; a closed runtime cannot be used again")
+    return TiermemError(
+        "the pager is closed; a closed runtime cannot be used again, nor can one in a forked child of its process"
+    )

@@ -45,16 +45,26 @@ class Pager:
 
     # Doors for other threads
 
-    def add_page(self, key: PageKey, nbytes: int, *, saved: bool = False) -> None:
+    def add_page(self, key: PageKey, nbytes: int, *, saved: bool = False, replace: bool = False) -> bool:
         """Make a new page of `nbytes` bytes known. Waits for the loop.
 
-        `saved`: an earlier run has written it, and its chain knows where it lies in SWAP.
+        `saved`: an earlier run has written it, and its chain knows where it lies in SWAP. `replace`: one of that
+        name is removed first, contents, error and extent; False, and nothing is done, while it is leased or moves.
 
         Raises:
             CapacityError: a tier could not even hold this page alone.
             InvariantError: the name is taken, or there are no bytes.
         """
-        self._loop.call(lambda: self._core.residency.add(key, nbytes, saved=saved))
+        residency = self._core.residency
+
+        def add() -> bool:
+            before = residency.pages.get(key) if replace else None
+            if before is not None and not residency.remove(before):
+                return False
+            residency.add(key, nbytes, saved=saved)
+            return True
+
+        return self._loop.call(add)
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> PendingLease:
         """Ask for a lease on pages; computation leases on the top tier, the update in HOST.

@@ -10,7 +10,7 @@ Invariants (checked by `check_invariants`, which tests call after every event):
     I8  A frame whose lease is given back carries the fence given with it; its arena hands that on (`unhold`).
 
 Transitions: `add`, `allocate`, `hold`, `grant`, `unhold`, `start_move`, `finish_move`, `drop`, `discard`,
-`revert`, `fail`.
+`revert`, `fail`, `remove`.
 Owns the pages and their frames. Does not know who waits, threads, or when to do what. Guarantees that each transition
 either keeps the invariants or raises before it changes anything.
 """
@@ -198,6 +198,20 @@ class Residency:
         """The contents are garbage: whoever uses the page from now on gets `error` (I7)."""
         page.error = page.error or error
         self.census.note(page)
+
+    def remove(self, page: Page) -> bool:
+        """Make the page unknown, contents and extent gone; False, and nothing is done, while it is held or moves."""
+        if page.is_leased or page.move is not None:
+            return False
+        page.valid.clear()
+        for tier in list(page.frames):
+            self._free(page, tier)
+        self.census.note(page)
+        del self.pages[page.key]
+        self._last_use.pop(page.key, None)
+        self.total -= page.room
+        self.chain.forget(page.key)
+        return True
 
     def reclassify(self) -> None:
         """The forecast has changed: order all candidates anew."""

@@ -8,6 +8,7 @@ names the largest unit and the least budget that works.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ SMALLEST_TILE = 2048
 # A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
 # many in hand. Measured with a budget of 512 MiB: 16 MiB moves more than 8 (fewer wake-ups) and than 32 (less ahead).
 _SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
+# Left for activations to pass through, unless the budget is so small that nothing else would fit.
+PASSING = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Footprint:
         look_ahead: bytes fetched ahead at most.
         lag: bytes that updates may keep in memory while they lag behind backward; zero in serial.
         least: the smallest budget that would work, bytes.
+        passing: bytes beside what computation and update must hold to get on, an update with one tile in hand: what
+            comes and goes (activations) may be leased in them.
     """
 
     tile_numel: int
@@ -93,6 +98,7 @@ class Footprint:
     look_ahead: int
     lag: int
     least: int
+    passing: int = 0
 
 
 def rounded(nbytes: int) -> int:
@@ -141,13 +147,15 @@ def plan_footprint(
             f"parameters) needs at least {least} bytes to be computed and updated; "
             f"set host_memory to {least} bytes or more, or pass smaller units"
         )
-    for hold_tiles, depth, serial, beside in _RANKS if units and units[0].ranks > 1 else _ALONE:
+    ways = _RANKS if units and units[0].ranks > 1 else _ALONE
+    for passing, (hold_tiles, depth, serial, beside) in itertools.product((PASSING, 0), ways):
         sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
         for tile_numel in sizes if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
             update = _update_bytes(units, tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
-            if needed <= budget:
+            free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps))
+            if needed <= budget and free >= passing:
                 spare = budget - needed
                 return Footprint(
                     tile_numel=tile_numel,
@@ -159,6 +167,7 @@ def plan_footprint(
                     look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
                     lag=0 if serial else _lag(units, spare),
                     least=least,
+                    passing=free,
                 )
     raise BudgetError(f"host_memory is {budget} bytes; no tile size fits (least budget {least} bytes)")
 

@@ -22,6 +22,7 @@ def plan_step(
     shards: Sequence[Shard] = (),
     *,
     beside: bool = False,
+    touches: Sequence[tuple[int, PageKey]] = (),
 ) -> Schedule:
     """The schedule of a step like the recorded one.
 
@@ -32,6 +33,7 @@ def plan_step(
             in forward order).
         shards: what this rank keeps of each unit; needed with several ranks, whose transient pages want room too.
         beside: whether the next unit is gathered while one is computed.
+        touches: pages of activations, each with the number of accesses that came before it.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
     if transit and beside:
@@ -52,13 +54,19 @@ def plan_step(
         else:
             after.setdefault(last[unit] if update == "backward" else len(accesses) - 1, []).append(unit)
 
+    touched: dict[int, list[PageKey]] = {}
+    for position, key in touches:
+        touched.setdefault(position, []).append(key)
+
     def walk() -> Iterator[tuple[Lane, PageKey]]:
         for index, access in enumerate(accesses):
+            yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
             for unit in before.get(index, ()):
                 yield from _update(unit, tiles[unit])
             yield from _compute(access, tiles.get(access.unit, 0), transit.get(access.unit))
             for unit in after.get(index, ()):
                 yield from _update(unit, tiles[unit])
+        yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
 
     return schedule_of(walk())
 

@@ -71,10 +71,10 @@ class Blueprint:
         pages.extend(self.state_pages())
         return pages
 
-    def plan(self, accesses: Sequence[Access], update: str) -> Schedule:
-        """The pager's schedule of a step with these accesses of units, updated as `update` says."""
+    def plan(self, accesses: Sequence[Access], touches: Sequence[tuple[int, PageKey]], update: str) -> Schedule:
+        """The pager's schedule of a step with these accesses of units and touches, updated as `update` says."""
         tiles = {unit: state.tiles for unit, state in self.states.items()}
-        return plan_step(accesses, tiles, update, self.shards, beside=self.footprint.beside)
+        return plan_step(accesses, tiles, update, self.shards, beside=self.footprint.beside, touches=touches)
 
     def state_pages(self) -> list[tuple[PageKey, int]]:
         """The pages of optimizer state with their sizes in bytes."""

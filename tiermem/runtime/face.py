@@ -7,6 +7,7 @@ Guarantees that a closed runtime says so, and that closing twice is harmless.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,10 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.overlap import OverlapReport, explain_stalls
+from tiermem.process import HomeProcess
 from tiermem.registry import registry
+from tiermem.runtime.abandoned import abandon
+from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.beginning import agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.capture import start_commit, start_snapshot
@@ -31,10 +35,13 @@ from tiermem.runtime.closing import Closing
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.house import House, build
+from tiermem.runtime.places import Places
 from tiermem.runtime.record import optimizer_state, plain
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.runtime.vertical import forward_backward
 from tiermem.stats import Statistics
+from tiermem.zero3.activations import ActivationStore
+from tiermem.zero3.guards import ModelGuards, refuse_placeholders
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
@@ -62,8 +69,7 @@ def offload(
         units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
-            the model; buffers found there are loaded too. All of it must fit; with `init` parameters may be missing
-            from it. Not read when a run is continued.
+            the model; buffers found there too. All must fit; with `init` some may be missing. Not read in a resume.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
@@ -97,6 +103,8 @@ def offload(
             source = SnapshotSource(beginning.snapshot, model, compare=config.verify != "never")
         elif weights is not None and beginning.manifest is None:
             source = open_weights(weights, model, partial=init is not None)
+        elif beginning.manifest is None:
+            refuse_placeholders(model)
         blueprint = draw(model, own, units, beginning, company)
         return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
@@ -111,9 +119,12 @@ class Runtime(Closing):
         self._house = house
         self._config = config or house.config
         self._closed = False
+        self._home = HomeProcess()
+        self._activations: ActivationStore | None = None
+        self._guards = ModelGuards(house.divided, house.gatherer)
+        self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
         self._writing = 0  # how many `gathered(write=True)` are open
-        self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
-        self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
+        self._places = Places(house)
 
     @property
     def config(self) -> Config:
@@ -227,7 +238,7 @@ class Runtime(Closing):
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the fp32 master of a trainable parameter, after all updates; waits for them. Collective."""
-        unit, slot = self._find(parameter)
+        unit, slot = self._places.find(parameter)
         house = self._open()
         if not slot.trainable:
             return self.parameter(parameter).float()
@@ -243,7 +254,7 @@ class Runtime(Closing):
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient accumulated so far in this step, the mean over ranks, or None. Waits. Collective."""
-        unit, slot = self._find(parameter)
+        unit, slot = self._places.find(parameter)
         house = self._open()
         house.ledger.line_up()
         if not house.ledger.is_readable(unit, slot.parameter):
@@ -262,7 +273,7 @@ class Runtime(Closing):
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else parameters
-        units = list(dict.fromkeys(self._find(parameter)[0] for parameter in wanted))
+        units = list(dict.fromkeys(self._places.find(parameter)[0] for parameter in wanted))
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:
@@ -310,6 +321,24 @@ class Runtime(Closing):
         """
         return forward_backward(self._open(), micro_batches, loss)
 
+    @contextmanager
+    def offload_activations(self, threshold: int | str = "1MiB") -> Iterator[None]:
+        """Keep what autograd saves for backward in pages: HOST as far as the budget goes, the rest in SWAP.
+
+        Put it around the forward; backward may be inside or outside. With torch.utils.checkpoint it keeps the inputs of
+        the checkpointed parts, without it all activations. `threshold`: bytes (or text, "1MiB") below which a saved
+        tensor stays where it is. The numbers do not change. Room on disk is taken as it is needed and given back by
+        `close`. One thread at a time; tensors that are not on the CPU are left alone.
+
+        Raises BudgetError, naming the least that works, if the budget leaves no room to pass tensors through; inside,
+        forward and backward raise swap.SwapFullError where the disk is full, or an I/O error.
+        """
+        house = self._open()
+        if self._activations is None:
+            self._activations = make_store(house)
+        with paging(house, self._activations, threshold):
+            yield
+
     def settle(self) -> None:
         """Wait until no update is pending. Raises the error of one that failed."""
         self._open().coordinator.wait_updates()
@@ -322,9 +351,10 @@ class Runtime(Closing):
             remove: delete the swap files and what is committed in them; False: keep them. Default: they are kept if
                 something is committed, and deleted otherwise.
 
-        Raises the error of an update or a commit that failed; everything is closed nevertheless.
+        Raises the error of an update or a commit that failed; everything is closed nevertheless. A runtime that is
+        dropped without this is closed by Python, late and with a ResourceWarning.
         """
-        if self._closed:
+        if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
             return
         house = self._open()
         try:
@@ -334,15 +364,12 @@ class Runtime(Closing):
                 restore(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
         finally:
             self._closed = True
+            self._abandoned.detach()
+            self._guards.close()
             house.close(remove=remove)
 
     def _open(self) -> House:
+        self._home.check()
         if self._closed:
             raise TiermemError("this runtime is closed; offload the model again to go on")
         return self._house
-
-    def _find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
-        number = self._number_of.get(id(parameter))
-        if number is None:
-            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
-        return self._slot_of[number]

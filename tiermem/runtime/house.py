@@ -118,9 +118,9 @@ class House:
             leave_directories(self.config, self.company)
 
         self.steps.close()
-        self.conductor.close()  # first, so that others who wait for this rank in vain know it soon
-        actions = [self.coordinator.wait_updates, self.snapshots.close, self.commits.close, self.scheduler.close]
-        close_all([*actions, self.updater.close, close_storage, self.company.close])
+        # The conductor first, so that others who wait for this rank in vain know it soon.
+        actions = [self.conductor.close, self.coordinator.wait_updates, self.snapshots.close, self.commits.close]
+        close_all([*actions, self.scheduler.close, self.updater.close, close_storage, self.company.close])
         for parameter in self.parameters:
             registry.detach(parameter)
 

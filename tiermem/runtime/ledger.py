@@ -16,8 +16,10 @@ from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
+from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import Schedule
+from tiermem.process import HomeProcess
 from tiermem.stats import Counters
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Access, Phase, StepOrder
@@ -138,7 +140,7 @@ class Steps:
         pager: Pager,
         counters: Counters,
         *,
-        plan: Callable[[Sequence[Access], str], Schedule],
+        plan: Callable[[Sequence[Access], Sequence[tuple[int, PageKey]], str], Schedule],
         schedule: UpdateSchedule,
     ) -> None:
         self._coordinator = coordinator
@@ -148,9 +150,10 @@ class Steps:
         self._counters = counters
         self._plan = plan
         self._schedule = schedule
-        self._planned: tuple[tuple[Access, ...], str] = ((), "")
+        self._planned: tuple[tuple[Access, ...], tuple[tuple[int, PageKey], ...], str] = ((), (), "")
         self._resumed: dict[int, int] = {}
         self._closed = False
+        self._home = HomeProcess()
         self.number = 0  # steps done
 
     def resume(self, number: int, counts: Mapping[int, int]) -> None:
@@ -168,20 +171,20 @@ class Steps:
         self._coordinator.attach_optimizer(source, parameters)
         return {number: self._resumed[number] for number in parameters if number in self._resumed}
 
-    def step(self, source: SettingsSource) -> StepResult:
+    def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
         scheduler = self._ledger.scheduler
         self._ledger.line_up()
         self._ledger.require_free(self._ledger.with_gradients())
-        result = self._coordinator.step(source)
+        result = self._coordinator.step(source, unscale=unscale)
         if self._ledger.close_step(self._coordinator.owned, updated=not result.skipped):
             order = scheduler.order.expected
             self._hurry_in_forward_order(order)
             acts_as = self._schedule.acts_as
-            if order is not None and (order.accesses, acts_as) != self._planned:
-                self._planned = order.accesses, acts_as
-                self._pager.set_schedule(self._plan(order.accesses, acts_as))
+            if order is not None and (order.accesses, order.touches, acts_as) != self._planned:
+                self._planned = order.accesses, order.touches, acts_as
+                self._pager.set_schedule(self._plan(order.accesses, order.touches, acts_as))
             else:
                 self._pager.begin_step()
             self._counters.step()
@@ -214,5 +217,6 @@ class Steps:
         self._coordinator.wait_updates()
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise TiermemError("the runtime of these parameters is closed; offload the model again to go on")

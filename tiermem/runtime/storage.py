@@ -68,9 +68,14 @@ class Storage:
 
     def tiers(self) -> tuple[TierStatistics, ...]:
         """Budget, reserved bytes and high-water mark of each tier, from far to near."""
-        swap = self.space.statistics()
+        swap, scratch = self.space.statistics(), self.extents.scratch
         return (
-            TierStatistics(Tier.SWAP.name, swap.nbytes, swap.allocated, swap.high_water),
+            TierStatistics(
+                Tier.SWAP.name,
+                swap.nbytes + scratch.nbytes,
+                swap.allocated + scratch.allocated,
+                swap.high_water + scratch.high_water,
+            ),
             *(
                 TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
                 for tier, arena in sorted(self.arenas.items())
@@ -87,7 +92,8 @@ class Storage:
         forget = [self.store.discard] if remove else []  # before the files: a commit must never outlive its bytes
         device = [self.device.close] if self.device is not None else []
         arenas = [arena.close for arena in self.arenas.values()]
-        close_all([self.pager.close, *device, *arenas, *forget, lambda: self.space.close(remove=remove)])
+        scratch, space = self.extents.scratch, self.space
+        close_all([self.pager.close, *device, *arenas, *forget, scratch.close, lambda: space.close(remove=remove)])
 
 
 def close_all(actions: list[Callable[[], None]]) -> None:

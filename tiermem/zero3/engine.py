@@ -72,6 +72,16 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)  # noqa: SLF001 - torch documents it, under this name
 
 
+def is_transformed() -> bool:
+    """Whether this runs inside torch.func.grad, jvp or another transform that wraps tensors; vmap is not counted."""
+    try:
+        functorch = torch._C._functorch  # noqa: SLF001
+        top = functorch.peek_interpreter_stack()
+        return top is not None and top.key() != functorch.TransformType.Vmap
+    except AttributeError as error:
+        raise _moved("torch._C._functorch.peek_interpreter_stack") from error
+
+
 def _unused(_: Any) -> Any:
     raise TiermemError("these hooks are never active")
 

@@ -125,6 +125,8 @@ class Gatherer:
         if writable and state.presence is not Presence.SHARDED:
             raise TiermemError(f"unit {state.layout.name} is in use and cannot be written now: {self.explain(unit)}")
         self._placeholders.check(f"unit {state.layout.name}")
+        if state.presence is not Presence.GATHERED:
+            self._check_converted(state)
         base = state.base if state.base is not None else self._take(state, writable=writable)
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
             parameter.data = slot_view(base, slot)
@@ -228,6 +230,20 @@ class Gatherer:
         self._lingering.discard(state.layout.unit)
         held.release()
         return True
+
+    def _check_converted(self, state: _UnitState) -> None:
+        """Raise TiermemError if the placeholders were converted (`model.half()`); mended first, so it is said once."""
+        for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+            if parameter.dtype != slot.dtype:
+                found = parameter.dtype
+                for unit, other in enumerate(self._units):
+                    if other.presence is Presence.SHARDED:
+                        self.put_placeholders(unit)
+                raise TiermemError(
+                    f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), "
+                    f"but its values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: "
+                    "choose Config(param_dtype=...), and convert what else there is before tiermem.offload"
+                )
 
     @staticmethod
     def _written(state: _UnitState) -> str | None:

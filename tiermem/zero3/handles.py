@@ -48,7 +48,7 @@ class Handle:
         self.tally.alive -= 1
 
 
-class _Kept:
+class Kept:
     """An ordinary saved tensor. Autograd does not compare versions of hooked tensors, so that is done here."""
 
     __slots__ = ("tensor", "version")
@@ -59,17 +59,12 @@ class _Kept:
         self.version = version(self.tensor)
 
     def restore(self) -> torch.Tensor:
-        found = version(self.tensor)
-        if found != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {found}; expected "
-                f"version {self.version} instead."
-            )
+        """The tensor. Raises RuntimeError if it was changed in place since."""
+        refuse_changed(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
 
-class _Foreign:
+class Foreign:
     """What the hooks outside made of a tensor."""
 
     __slots__ = ("packed", "unpack")
@@ -87,22 +82,30 @@ class _Scope:
     def __init__(self, hooks: SavedTensorHooks, outer: tuple[Pack, Unpack] | None) -> None:
         self.hooks = hooks
         self.outer = outer
-        # One object each, so that it can be recognised again on torch's stack.
-        self.pair = (self.pack, self.unpack)
+        # One object each, so that it can be recognised again on torch's stack. A circle, which `leave` opens: the pair
+        # covered may be a checkpoint's, and with it all that the checkpoint keeps would wait for the cycle collector.
+        self.pair: tuple[Pack, Unpack] | None = (self.pack, self.unpack)
+
+    @property
+    def active_pair(self) -> tuple[Pack, Unpack]:
+        """The pair on torch's stack, until `leave`."""
+        if self.pair is None:
+            raise TiermemError("saved-tensor hooks were left twice")
+        return self.pair
 
     def pack(self, tensor: torch.Tensor) -> Any:
         handle = self.hooks.recognise(tensor)
         if handle is not None:
             return handle
         if self.outer is None:
-            return _Kept(tensor)
+            return Kept(tensor)
         pack, unpack = self.outer
-        return _Foreign(pack(tensor), unpack)
+        return Foreign(pack(tensor), unpack)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             return self.hooks.restore(packed)
-        if isinstance(packed, _Foreign):
+        if isinstance(packed, Foreign):
             return packed.unpack(packed.packed)
         return packed.restore()  # type: ignore[no-any-return]
 
@@ -112,6 +115,16 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
+
+
+def refuse_changed(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
+    """Raise RuntimeError, in torch's words, unless `tensor` is still at version `expected`; `shape` as it was saved."""
+    found = version(tensor)
+    if found != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(shape)}] is at version {found}; expected version {expected} instead."
+        )
 
 
 class SavedTensorHooks:
@@ -136,7 +149,7 @@ class SavedTensorHooks:
         if outer is not None and self._owns(outer):
             return False
         scope = _Scope(self, outer)
-        push_hooks(*scope.pair)
+        push_hooks(*scope.active_pair)
         self._stack.scopes.append(scope)
         return True
 
@@ -144,12 +157,13 @@ class SavedTensorHooks:
         """Undo the latest `enter` that pushed. Raises TiermemError if somebody else's hooks lie on top."""
         scope = self._stack.scopes.pop()
         top = top_hooks()
-        if top is None or top[0] is not scope.pair[0]:
+        if top is None or top[0] is not scope.active_pair[0]:
             raise TiermemError(
                 "saved-tensor hooks were left in another order than they were entered: a module entered "
                 "torch.autograd.graph.saved_tensors_hooks in its forward and did not leave it"
             )
         pop_hooks()
+        scope.pair = None
 
     def outstanding(self, unit: int) -> int:
         """How many saved views of this unit a living graph still has."""

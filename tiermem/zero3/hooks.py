@@ -1,57 +1,147 @@
-"""The functions that are registered on modules, parameters and tensors, and what they pass on.
+"""The hooks of an offloaded model, as objects: what they call, and what becomes of them when the model is copied.
 
-Owns their signatures, which are torch's, and the search for tensors in whatever a module returns. Does not know what is
-done when they are called. Guarantees that a hook holds on to nothing but what it passes on.
+Owns the callables that are registered on modules and parameters. Does not know when anything is due: each passes on to
+the scheduler. Guarantees that an offloaded model is neither copied nor pickled with its values paged out: whoever tries
+is told how to do it, and a copy made while the values are there is a plain model, with hooks that do nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-
-def before_hook(call: Callable[[nn.Module, tuple[int, ...]], None], units: tuple[int, ...]) -> Callable[..., None]:
-    """A forward pre-hook (with keyword arguments) that calls `call(module, units)`."""
-
-    def before(module: nn.Module, _: Any, __: Any) -> None:
-        call(module, units)
-
-    return before
+from tiermem.errors import TiermemError
 
 
-def after_hook(call: Callable[[nn.Module], None]) -> Callable[..., None]:
-    """A forward hook that calls `call(module)`."""
+class BoundHook:
+    """A hook that belongs to this model and to no copy of it. `is_there()`: whether the values are gathered now."""
 
-    def after(module: nn.Module, _: Any, __: Any) -> None:
-        call(module)
+    def __init__(self, is_there: Callable[[], bool]) -> None:
+        self._is_there = is_there
+        self._untraced: Callable[..., None] | None = None
 
-    return after
+    def __call__(self, *arguments: Any) -> None:
+        """What a module calls. Dynamo (torch.compile) does not look inside: it breaks its graph here and goes on."""
+        act = self._untraced
+        if act is None:
+            # Importing dynamo costs seconds and memory; whoever compiles has done so.
+            if "torch._dynamo" not in sys.modules:
+                self.act(*arguments)
+                return
+            act = self._untraced = torch.compiler.disable(self.act)  # type: ignore[no-untyped-call]
+        act(*arguments)
+
+    def act(self, *arguments: Any) -> None:
+        """What there is to do; the subclasses know."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Nothing:
+        self._check("copied (copy.deepcopy, AveragedModel)")
+        return _Nothing()
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        self._check("pickled (torch.save of the module, sending it to another process)")
+        return _Nothing, ()
+
+    def _check(self, what: str) -> None:
+        if not self._is_there():
+            raise TiermemError(
+                f"an offloaded model was {what} while its parameters are paged out; put "
+                "`with runtime.gathered(model):` around it, if it fits into host_memory, to get a plain model"
+            )
 
 
-def output_hook(demand: Callable[[int], torch.Tensor], units: tuple[int, ...]) -> Callable[..., None]:
-    """Bring units when backward reaches the outputs of a module.
+class _Nothing:
+    """What is left of a hook in a copy."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class LastHook:
+    """A forward hook that runs behind all others of its module, also those registered later; always called."""
+
+    def __init__(self, module: nn.Module, hook: BoundHook) -> None:
+        self._module = module
+        self._hook = hook
+        self._handle = module.register_forward_hook(hook, always_call=True)
+
+    def renew(self) -> None:
+        """Go behind what was registered since the last time."""
+        hooks = self._handle.hooks_dict_ref()
+        if hooks is not None and next(reversed(hooks)) != self._handle.id:
+            self._handle.remove()
+            self._handle = self._module.register_forward_hook(self._hook, always_call=True)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+
+class BeforeCall(BoundHook):
+    """Forward pre-hook with keyword arguments. `last`: what will run behind the call."""
+
+    def __init__(
+        self,
+        call: Callable[[nn.Module, tuple[int, ...]], None],
+        units: tuple[int, ...],
+        last: LastHook,
+        is_there: Callable[[], bool],
+    ) -> None:
+        super().__init__(is_there)
+        self._call = call
+        self._units = units
+        self._last = last
+
+    def act(self, module: nn.Module, *_: Any) -> None:
+        """The module is about to run."""
+        self._last.renew()
+        self._call(module, self._units)
+
+
+class AfterCall(BoundHook):
+    """Forward hook."""
+
+    def __init__(self, call: Callable[[nn.Module], None], is_there: Callable[[], bool]) -> None:
+        super().__init__(is_there)
+        self._call = call
+
+    def act(self, module: nn.Module, *_: Any) -> None:
+        """The module has run."""
+        self._call(module)
+
+
+class OutputHook(BoundHook):
+    """Forward hook: bring units when backward reaches the outputs of a module.
 
     Only early, in general. It matters for a module that checkpoints a part of its own forward which reads its own
     parameters (most Hugging Face layers do so): nothing else is called before that part runs again.
     """
 
-    def arrived(_: torch.Tensor) -> None:
-        for unit in units:
-            demand(unit)
+    def __init__(
+        self, demand: Callable[[int], torch.Tensor], units: tuple[int, ...], is_there: Callable[[], bool]
+    ) -> None:
+        super().__init__(is_there)
+        self._demand = demand
+        self._units = units
 
-    def after(_: nn.Module, __: Any, output: Any) -> None:
+    def act(self, _: nn.Module, __: Any, output: Any) -> None:
+        """The module has run: watch its outputs."""
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._arrived)  # type: ignore[no-untyped-call]
 
-    return after
+    def _arrived(self, _: torch.Tensor) -> None:
+        for unit in self._units:
+            self._demand(unit)
 
 
 def gradient_hook(call: Callable[[int, int], None], unit: int, number: int) -> Callable[[torch.Tensor], None]:
-    """A hook on a parameter that has received a gradient, which calls `call(unit, number)`."""
+    """A hook for after the gradient of parameter `number` has been accumulated."""
 
     def arrived(_: torch.Tensor) -> None:
         call(unit, number)

@@ -1,7 +1,7 @@
 """The order in which a step uses its units, recorded so that the next step can be planned.
 
-Owns the record of one step and the frozen result of the last one. Does not know pages, modules or what is done with
-the order. Guarantees that a frozen order never changes, and that a step which deviates is recorded like any other:
+Owns the record of one step and the frozen result of the last one. Does not know modules or what is done with the
+order. Guarantees that a frozen order never changes, and that a step which deviates is recorded like any other:
 a surprise is counted, never an error.
 """
 
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from tiermem.pager.page import PageKey
 
 
 class Phase(enum.Enum):
@@ -32,10 +34,15 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """A finished step: accesses in order, and gradient contributions by global parameter number (absent: none)."""
+    """A finished step: accesses in order, and gradient contributions by global parameter number (absent: none).
+
+    `touches`: pages of activations that were written or read, each with how many accesses came before it. They are no
+    part of the comparison: how many there are depends on the input.
+    """
 
     accesses: tuple[Access, ...] = ()
     contributions: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    touches: tuple[tuple[int, PageKey], ...] = field(default=(), compare=False)
 
 
 class OrderRecorder:
@@ -45,6 +52,7 @@ class OrderRecorder:
         self._expected: StepOrder | None = None
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
+        self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
         self._deviations = 0
 
@@ -86,6 +94,10 @@ class OrderRecorder:
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
         self._accesses.append(access)
 
+    def touch(self, key: PageKey) -> None:
+        """Note that a page of activations is written or read after the accesses so far."""
+        self._touches.append((self.position, key))
+
     def contribution(self, parameter: int) -> int:
         """Note that a gradient arrived; returns how many have arrived for this parameter in this step."""
         self._contributions[parameter] += 1
@@ -113,11 +125,12 @@ class OrderRecorder:
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
         if not contributions and self._expected is not None:
             contributions = self._expected.contributions
-        step = StepOrder(tuple(self._accesses), contributions)
+        step = StepOrder(tuple(self._accesses), contributions, tuple(self._touches))
         if self._expected is not None and step != self._expected:
             self._deviations += 1
         self._expected = step
         self._accesses = []
         self._contributions = Counter()
+        self._touches = []
         self._on_course = True
         return step

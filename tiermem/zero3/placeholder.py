@@ -44,6 +44,16 @@ class Placeholders:
             )
 
 
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a placeholder, of this model or another: one marker, expanded (strides of zero).
+
+    One without dimensions cannot be told from a value, and is not taken for one.
+    """
+    if tensor.is_meta or tensor.numel() == 0 or tensor.dim() == 0 or any(tensor.stride()):
+        return False
+    return _is_marker(tensor.detach().flatten()[0])
+
+
 def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """NaN where there is one; the smallest value of integers, False, as they have none."""
     if dtype.is_floating_point or dtype.is_complex:

@@ -21,10 +21,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import backward_number, call_at_backward_end
+from tiermem.process import HomeProcess
+from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
+from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
-from tiermem.zero3.hooks import after_hook, before_hook, gradient_hook, may_checkpoint_itself, output_hook
+from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gradient_hook, may_checkpoint_itself
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
@@ -50,7 +52,7 @@ class _Stack(threading.local):
 
 
 class GatherScheduler:
-    """Hooks a divided model. `parameters` by global number.
+    """Hooks a divided model. `parameters` by global number. `saved`: what keeps handles in the graph.
 
     `order` says what units were used in which order. `early`: announce units as complete during backward; a gradient
     that comes after that is an error, unless the listener undoes what it did.
@@ -71,7 +73,7 @@ class GatherScheduler:
         self._listener = listener
         self._early = early
         self.order = OrderRecorder()
-        self._saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
+        self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         self._stack = _Stack()
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
@@ -80,7 +82,8 @@ class GatherScheduler:
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
+        self._home = HomeProcess()
+        self._hooks: list[RemovableHandle | LastHook] = []
         self._install(divided, parameters)
 
     @property
@@ -106,7 +109,7 @@ class GatherScheduler:
         self.settle()
         for unit in self._touched:
             if updated:
-                self._saved.values_changed(unit)
+                self.saved.values_changed(unit)
         self._touched.clear()
         self._gradients.reset()
         self.order.finish()
@@ -129,12 +132,12 @@ class GatherScheduler:
         for unit in [unit for unit in self._touched if not self._gradients.numbers(unit)]:
             del self._touched[unit]
             if updated:
-                self._saved.values_changed(unit)
+                self.saved.values_changed(unit)
 
     def take_back(self, units: Iterable[int]) -> None:
         """The updates of these units were undone: more gradients may come, and graphs on the new values are stale."""
         for unit in units:
-            self._saved.values_changed(unit)
+            self.saved.values_changed(unit)
             self._touched[unit] = False
 
     def close(self) -> None:
@@ -145,14 +148,16 @@ class GatherScheduler:
         self.settle()
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
+        there = all_gathered(divided, self._gatherer)
         for point in divided.points:
             module = point.module
             # First in and last out: the hooks of others see gathered parameters.
-            before = before_hook(self._before_call, point.units)
+            last = LastHook(module, AfterCall(self._after_call, there))
+            before = BeforeCall(self._before_call, point.units, last, there)
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(after_hook(self._after_call), always_call=True))
+            self._hooks.append(last)
             if may_checkpoint_itself(module):
-                self._hooks.append(module.register_forward_hook(output_hook(self._demand, point.units)))
+                self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
                 hook = gradient_hook(self._gradient_arrived, unit, member.number)
@@ -160,6 +165,12 @@ class GatherScheduler:
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
+        self._home.check()
+        if is_transformed():
+            raise TiermemError(
+                "an offloaded model was called inside torch.func.grad, vjp, jvp or another of its kind; they know "
+                "no saved-tensor hooks; use loss.backward() or torch.autograd.grad instead"
+            )
         call = _Call(module)
         outermost = not self._stack.calls
         self._stack.calls.append(call)  # first of all: the after-hook runs even if what follows raises
@@ -170,7 +181,7 @@ class GatherScheduler:
             self._gatherer.hold(unit)
             call.units.append(unit)
         if torch.is_grad_enabled():
-            call.pushed = self._saved.enter()
+            call.pushed = self.saved.enter()
 
     def _after_call(self, module: nn.Module) -> None:
         if not any(call.module is module for call in self._stack.calls):
@@ -186,7 +197,7 @@ class GatherScheduler:
             for unit in call.units:
                 last.callback(self._let_go, unit)
             if call.pushed:
-                last.callback(self._saved.leave)
+                last.callback(self.saved.leave)
 
     def _let_go(self, unit: int) -> None:
         if self._gatherer.unhold(unit) or unit in self._backward:
@@ -282,7 +293,7 @@ class GatherScheduler:
             or not self.order.all_arrived(self._gradients.trainable(unit))
         ):
             return
-        if self._saved.outstanding(unit) or self._gatherer.holds(unit):
+        if self.saved.outstanding(unit) or self._gatherer.holds(unit):
             return
         self._gradients.release()
         self._backward.pop(unit, None)

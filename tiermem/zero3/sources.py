@@ -42,7 +42,7 @@ class Lease(Protocol):
 class Pager(Protocol):
     """The part of the pager used by this package."""
 
-    def add_page(self, key: PageKey, nbytes: int) -> None:
+    def add_page(self, key: PageKey, nbytes: int) -> object:
         """Announce a page."""
         ...
 

@@ -1,0 +1,311 @@
+"""Ways of writing a training loop, each against plain PyTorch: the same losses, gradients and weights, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from doubles_models import CheckpointingBlock, Stack, mlp
+from doubles_training import Script, Trainee, check, offloaded, plain
+from torch import nn
+from torch.optim import lr_scheduler
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.3),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "one cycle, which turns betas too": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=6),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "in sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "on plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 40, (2, 5))
+
+
+def backward(trainee: Trainee, loss: torch.Tensor, **how) -> None:
+    loss.backward(**how)
+    trainee.note(loss)
+
+
+def scheduled(name: str) -> Script:
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        scheduler = SCHEDULERS[name](optimizer)
+        for _ in range(5):
+            loss = trainee.model(tokens()).square().mean()
+            backward(trainee, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(loss.item()) if name == "on plateau" else scheduler.step()
+
+    return script
+
+
+def groups_change(trainee: Trainee) -> None:
+    first, *others = trainee.model.layers
+    optimizer = trainee.adamw(first.parameters(), lr=1e-2)
+    for step in range(6):
+        if step == 2:
+            optimizer.add_param_group({"params": others[0].parameters(), "lr": 3e-3, "weight_decay": 0.5})
+        if step == 4:
+            optimizer.param_groups[0].update(lr=1e-4, betas=(0.5, 0.6), eps=1e-5)
+        backward(trainee, trainee.model(tokens()).square().mean())
+        optimizer.step()
+        trainee.model.zero_grad()
+        optimizer.zero_grad()
+
+
+def two_optimizers(trainee: Trainee) -> None:
+    parts = trainee.model.layers[:1], nn.ModuleList([*trainee.model.layers[1:], trainee.model.head])
+    optimizers = [trainee.adamw(part.parameters(), lr=lr) for part, lr in zip(parts, (1e-2, 1e-3), strict=True)]
+    for _ in range(4):
+        backward(trainee, trainee.model(tokens()).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def forward_twice(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for _ in range(3):
+        first, second = trainee.model(tokens()), trainee.model(tokens())
+        backward(trainee, (first * second).mean())
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backward_twice(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss = trainee.model(tokens()).square().mean()
+        backward(trainee, loss, retain_graph=True)
+        backward(trainee, 2 * loss)
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_models(trainee: Trainee) -> None:
+    torch.manual_seed(7)
+    teacher = mlp()
+    reading = nn.Linear(40, 6)
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    other = torch.optim.AdamW([*teacher.parameters(), *reading.parameters()], fused=True)
+    for _ in range(3):
+        backward(trainee, teacher(reading(trainee.model(tokens()))).square().mean())
+        trainee.note(teacher[0].weight.grad)
+        optimizer.step(), other.step()
+        optimizer.zero_grad(), other.zero_grad()
+
+
+def parts_outside(trainee: Trainee) -> None:
+    model = trainee.model
+    optimizer = trainee.adamw(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        x = model.embed(tokens())
+        backward(trainee, model.layers[1].down(model.layers[0](x).repeat(1, 1, 2)).square().mean())
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_of_inputs_only(trainee: Trainee) -> None:
+    trainee.model.requires_grad_(False)
+    x = torch.randn(2, 5, 12, requires_grad=True)
+    trainee.note(torch.autograd.grad(trainee.model.layers[0](x).square().sum(), x)[0])
+    trainee.model.requires_grad_(True)
+
+
+def autograd_grad(trainee: Trainee) -> None:
+    loss = trainee.model(tokens()).square().mean()
+    for gradient in torch.autograd.grad(loss, list(trainee.model.parameters())):
+        trainee.note(gradient)
+    trainee.note_gradients()  # none: they went to the caller
+
+
+def closure(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = trainee.model(tokens()).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        trainee.note(optimizer.step(evaluate))
+
+
+def hooks_of_ones_own(trainee: Trainee) -> None:
+    model = trainee.model
+    model.layers[0].register_forward_hook(lambda _, __, out: out * 2)
+    model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    model.layers[1].register_full_backward_hook(lambda _, grads, __: tuple(3 * grad for grad in grads))
+    model.layers[2].down.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    model.layers[2].register_forward_hook(lambda module, _, __: trainee.note(module.down.weight))
+    optimizer = trainee.adamw(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        backward(trainee, model(tokens()).square().mean())
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def frozen_for_a_while(trainee: Trainee) -> None:
+    layer = trainee.model.layers[1]
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for step in range(6):
+        layer.requires_grad_(step not in (2, 3))
+        backward(trainee, trainee.model(tokens()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluation_between(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for _ in range(3):
+        backward(trainee, trainee.model(tokens()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        trainee.model.eval()
+        with torch.no_grad():
+            trainee.note(trainee.model(tokens()))
+        with torch.inference_mode():
+            trainee.note(trainee.model(tokens()).clone())
+        trainee.model.train()
+
+
+def autocast(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = trainee.model(tokens()).float().square().mean()
+        backward(trainee, loss)
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_state_round_trip(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for step in range(4):
+        backward(trainee, trainee.model(tokens()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+def compiled(of: str) -> Script:
+    def script(trainee: Trainee) -> None:
+        model = trainee.model
+        run = torch.compile(model, backend="eager") if of == "whole" else model
+        for layer in model.layers if of == "units" else ():
+            layer.compile(backend="eager")
+        optimizer = trainee.adamw(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            backward(trainee, run(tokens()).square().mean())
+            trainee.note_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+SCRIPTS: dict[str, Script] = {
+    "groups change": groups_change,
+    "two optimizers": two_optimizers,
+    "forward twice": forward_twice,
+    "two models": two_models,
+    "parts outside their parent": parts_outside,
+    "autograd.grad of parameters": autograd_grad,
+    "closure": closure,
+    "hooks of one's own": hooks_of_ones_own,
+    "frozen for a while": frozen_for_a_while,
+    "evaluation between": evaluation_between,
+    "autocast": autocast,
+    "optimizer state round trip": optimizer_state_round_trip,
+}
+
+
+def compare(make: Callable[[], nn.Module], script: Script, directory, update: str = "forward", budget="tight") -> None:
+    check(offloaded(make, script, directory, update=update, budget=budget), plain(make, script))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rate_schedulers(name, tmp_path):
+    compare(Stack, scheduled(name), tmp_path)
+
+
+@pytest.mark.parametrize("update", ["forward", "step"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_loops(name, update, tmp_path):
+    compare(Stack, SCRIPTS[name], tmp_path, update)
+
+
+@pytest.mark.parametrize("update", ["forward", "step"])
+def test_backward_twice_with_retain_graph(update, tmp_path):
+    compare(Stack, backward_twice, tmp_path, update)
+
+
+def test_gradients_of_inputs_only(tmp_path):
+    compare(Stack, gradients_of_inputs_only, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it meets in torch itself
+@pytest.mark.parametrize("of", ["units", "whole"])
+def test_torch_compile(of, tmp_path):
+    """Hooks are where dynamo stops: what lies between them is compiled, or nothing is; the numbers stay."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        compare(Stack, compiled(of), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "weight_norm, the old one", "spectral_norm", "parametrize"])
+def test_weights_computed_from_others(kind, tmp_path):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    def make() -> nn.Module:
+        model = mlp()
+        for layer in (model[0], model[2]):
+            if kind == "weight_norm":
+                nn.utils.parametrizations.weight_norm(layer)
+            elif kind == "spectral_norm":
+                nn.utils.parametrizations.spectral_norm(layer)
+            elif kind == "parametrize":
+                nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+            else:
+                nn.utils.weight_norm(layer)
+        return model
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for _ in range(3):
+            backward(trainee, trainee.model(torch.randn(4, 6)).square().sum())
+            trainee.note_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with contextlib.ExitStack() as stack:
+        if "old" in kind:
+            stack.enter_context(pytest.warns(FutureWarning))
+        compare(make, script, tmp_path)
+
+
+def test_a_layer_that_checkpoints_itself_under_autocast(tmp_path):
+    def make() -> nn.Module:
+        model = Stack(mode="inner")
+        assert isinstance(model.layers[0], CheckpointingBlock)
+        return model
+
+    compare(make, autocast, tmp_path)

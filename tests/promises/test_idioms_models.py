@@ -1,0 +1,346 @@
+"""What people do with a model beside calling it: useful, or refused with what to do. Never NaN in silence."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_models import Stack, mlp
+from doubles_training import config_for
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+import tiermem
+
+MIB = 1 << 20
+
+
+def offload(model: nn.Module, directory: Path, **settings) -> tiermem.Runtime:
+    return tiermem.offload(model, config_for(directory, 8 * MIB, "forward", **settings))
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 40, (2, 5))
+
+
+def values(runtime: tiermem.Runtime) -> dict[str, torch.Tensor]:
+    return {name: runtime.parameter(parameter) for name, parameter in runtime.model.named_parameters()}
+
+
+def same_state(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+# Copies.
+
+
+def test_deepcopy_is_refused_unless_gathered_and_then_gives_a_plain_model(tmp_path):
+    model = Stack()
+    plain = copy.deepcopy(model)
+    x = tokens()
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.TiermemError, match="gathered"):
+            copy.deepcopy(model)
+        with runtime.gathered(model):
+            twin = copy.deepcopy(model)
+        assert same_state(twin.state_dict(), plain.state_dict())
+        twin(x).sum().backward()
+        plain(x).sum().backward()
+        assert torch.equal(twin.embed.weight.grad, plain.embed.weight.grad)
+        assert runtime.gradient(model.embed.weight) is None, "the copy's gradients are its own"
+        model(x).sum().backward()
+        assert torch.equal(runtime.gradient(model.embed.weight), plain.embed.weight.grad)
+
+
+def test_saving_a_module_is_refused_unless_gathered(tmp_path):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.TiermemError, match="pickled"):
+            torch.save(model, io.BytesIO())
+        buffer = io.BytesIO()
+        with runtime.gathered(model):
+            torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        x = torch.randn(3, 6)
+        assert torch.equal(loaded(x), plain(x))
+
+
+def test_an_average_of_the_weights_is_made_and_updated_while_gathered(tmp_path):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.TiermemError, match="AveragedModel"):
+            AveragedModel(model)
+        with runtime.gathered(model):
+            average = AveragedModel(model)
+        expected = AveragedModel(plain)
+        optimizer, other = tiermem.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+        for _ in range(3):
+            x = torch.randn(4, 6)
+            model(x).sum().backward(), plain(x).sum().backward()
+            optimizer.step(), other.step()
+            other.zero_grad()
+            with runtime.gathered(model):
+                average.update_parameters(model)
+            expected.update_parameters(plain)
+        assert same_state(average.state_dict(), expected.state_dict())
+
+
+# State dicts.
+
+
+def test_state_dict_is_refused_unless_gathered(tmp_path):
+    model = Stack()
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with offload(model, tmp_path) as runtime:
+        for part in (model, model.layers[0], model.layers[0].up):
+            with pytest.raises(tiermem.TiermemError, match=r"runtime\.gathered"):
+                part.state_dict()
+        with runtime.gathered(model):
+            assert same_state(model.state_dict(), plain)
+        with runtime.gathered(model.layers[0]):
+            assert same_state(model.layers[0].state_dict(prefix="layers.0."), {})
+        tiermem.AdamW(model.parameters()).state_dict()
+        runtime.close(restore_model=True)
+    assert same_state(model.state_dict(), plain)
+
+
+@pytest.mark.parametrize("module_by_module", [False, True])
+def test_load_state_dict_is_refused_unless_gathered_for_writing(module_by_module, tmp_path):
+    torch.manual_seed(1)
+    other = Stack().state_dict()
+    torch.manual_seed(2)
+    model = Stack()
+    with offload(model, tmp_path) as runtime:
+        before = values(runtime)
+        with pytest.raises(tiermem.TiermemError, match="write=True"):
+            model.load_state_dict(other)
+        with pytest.raises(tiermem.TiermemError, match="assign"), runtime.gathered(model, write=True):
+            model.load_state_dict(Stack().state_dict(), assign=True)
+        assert same_state(values(runtime), before)
+        if module_by_module:
+            for name, layer in model.layers.named_children():
+                prefix = f"layers.{name}."
+                own = {key.removeprefix(prefix): value for key, value in other.items() if key.startswith(prefix)}
+                with runtime.gathered(layer, write=True):
+                    layer.load_state_dict(own)
+        else:
+            with runtime.gathered(model, write=True):
+                model.load_state_dict(other)
+        loaded = values(runtime)
+        assert all(
+            torch.equal(loaded[name], other[name]) for name in loaded if not module_by_module or "layers" in name
+        )
+        optimizer = tiermem.AdamW(model.parameters())
+        model(tokens()).sum().backward()
+        optimizer.step()
+
+
+def test_reinitialising_while_gathered(tmp_path):
+    model = Stack()
+    with offload(model, tmp_path) as runtime:
+        with runtime.gathered(model.layers[1], write=True):
+            torch.manual_seed(3)
+            model.layers[1].up.reset_parameters()
+        torch.manual_seed(3)
+        fresh = nn.Linear(12, 24)
+        assert torch.equal(runtime.parameter(model.layers[1].up.weight), fresh.weight)
+        assert torch.equal(runtime.master(model.layers[1].up.weight), fresh.weight)
+
+
+# Conversions.
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda model: model.to(torch.bfloat16)])
+def test_another_dtype_is_refused_by_the_next_call_and_undone(convert, tmp_path):
+    model = Stack()
+    x = tokens()
+    expected = model(x).detach()
+    with offload(model, tmp_path):
+        convert(model)
+        with pytest.raises(tiermem.TiermemError, match="param_dtype"):
+            model(x)
+        assert torch.equal(model(x), expected)
+
+
+def test_what_converts_nothing_is_harmless(tmp_path):
+    model = Stack()
+    x = tokens()
+    expected = model(x).detach()
+    with offload(model, tmp_path):
+        for convert in (nn.Module.cpu, nn.Module.float, nn.Module.share_memory, lambda m: m.to("cpu", torch.float32)):
+            convert(model)
+            assert torch.equal(model(x), expected)
+        nn.DataParallel(model)(x)  # without GPUs it is a call
+
+
+# Gradients in places where they are not looked for.
+
+
+def test_a_gradient_that_would_be_ignored_is_an_error(tmp_path):
+    model = mlp()
+    model[0].requires_grad_(False)
+    with offload(model, tmp_path) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        model[0].requires_grad_(True)
+        model(torch.randn(2, 6)).sum().backward()
+        assert model[0].weight.grad is not None
+        with pytest.raises(tiermem.ConfigError, match="frozen when it was offloaded"):
+            optimizer.step()
+        model[0].requires_grad_(False)
+        optimizer.zero_grad()
+        model(torch.randn(2, 6)).sum().backward()
+        optimizer.step()
+        model[2].weight.grad = torch.zeros_like(model[2].weight)
+        with pytest.raises(tiermem.ConfigError, match="assigned"):
+            optimizer.step()
+        assert runtime.gradient(model[2].weight) is None
+
+
+def test_torchs_own_clipping_finds_nothing_and_ours_says_what_to_use(tmp_path):
+    """A remark of the table: no check can catch it, because nothing of ours is called."""
+    model = mlp()
+    with offload(model, tmp_path):
+        optimizer = tiermem.AdamW(model.parameters())
+        model(torch.randn(2, 6)).sum().backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
+        assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+
+
+def test_vectors_of_parameters_are_made_while_gathered(tmp_path):
+    model = mlp()
+    expected = nn.utils.parameters_to_vector(model.parameters()).detach()
+    with offload(model, tmp_path) as runtime:
+        assert nn.utils.parameters_to_vector(model.parameters()).isnan().all(), "placeholders show"
+        with runtime.gathered(model):
+            assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), expected)
+
+
+def test_hooks_after_accumulation_see_the_gradient_only_if_they_were_there_first(tmp_path):
+    model = mlp()
+    seen = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
+    with offload(model, tmp_path):
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
+        model(torch.randn(2, 6)).sum().backward()
+    assert seen == [True, False]
+
+
+# Function transforms.
+
+
+def test_functional_calls_and_vmap_work_and_functional_gradients_are_refused(tmp_path):
+    model = mlp()
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        expected, ones = model(x), {name: torch.ones_like(p) for name, p in model.named_parameters()}
+        other = torch.func.functional_call(model, ones, x)
+    with offload(model, tmp_path):
+        with torch.no_grad():
+            assert torch.equal(torch.func.functional_call(model, ones, x), other)
+            assert torch.allclose(torch.func.vmap(model)(x), expected)
+        for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f))):
+            with pytest.raises(tiermem.TiermemError, match=r"torch\.func\.grad"):
+                transform(lambda x: model(x).sum())(x)
+        assert torch.equal(model(x), expected)
+
+
+# The end.
+
+
+def test_a_model_whose_runtime_is_closed_says_so(tmp_path):
+    model = mlp()
+    x = torch.randn(2, 6)
+    offload(model, tmp_path).close()
+    with pytest.raises(tiermem.TiermemError, match="restore_model=True"):
+        model(x)
+    with pytest.raises(tiermem.ConfigError, match="no values"):
+        offload(model, tmp_path)
+    for parameter in model.parameters():
+        parameter.data = torch.ones(parameter.shape)
+    assert model(x).isfinite().all()
+    with offload(model, tmp_path):
+        assert model(x).isfinite().all()
+
+
+def test_a_closed_run_is_continued_by_its_own_model(tmp_path):
+    model = mlp()
+    x = torch.randn(2, 6)
+    with offload(model, tmp_path) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        model(x).sum().backward()
+        optimizer.step()
+        runtime.commit().wait()
+        expected = model(x).detach()
+    with tiermem.offload(model, config_for(tmp_path, 8 * MIB, "forward"), resume=True) as runtime:
+        assert torch.equal(model(x), expected)
+        runtime.close(remove=True)
+
+
+def test_a_runtime_that_is_dropped_is_closed_with_a_warning(tmp_path):
+    model = mlp()
+    runtime = offload(model, tmp_path)
+    optimizer = tiermem.AdamW(model.parameters())
+    model(torch.randn(2, 6)).sum().backward()
+    optimizer.step()
+    held = [runtime]
+    del runtime
+    with pytest.warns(ResourceWarning, match="never closed"):
+        held.clear()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(tiermem.TiermemError, match="restore_model=True"):
+        model(torch.randn(2, 6))
+    with pytest.raises(tiermem.TiermemError):
+        optimizer.step()
+
+
+def test_a_dropped_runtime_keeps_what_is_committed(tmp_path):
+    model = mlp()
+    runtime = offload(model, tmp_path)
+    runtime.commit({"kept": True}).wait()
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        del runtime
+        gc.collect()
+    with tiermem.offload(mlp(), config_for(tmp_path, 8 * MIB, "forward"), resume=True) as runtime:
+        assert runtime.committed == {"kept": True}
+        runtime.close(remove=True)
+
+
+# Processes.
+
+
+class Rows(torch.utils.data.Dataset):
+    """A data set whose workers are forked while the model, which it even refers to, is offloaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((6,), float(index))
+
+
+def test_forked_data_loader_workers(tmp_path):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with offload(model, tmp_path):
+        optimizer, other = tiermem.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+        for _ in range(2):
+            loader = DataLoader(Rows(model), batch_size=4, num_workers=2, multiprocessing_context="fork")
+            for batch in loader:
+                ours, theirs = model(batch).square().sum(), plain(batch).square().sum()
+                assert torch.equal(ours, theirs)
+                ours.backward(), theirs.backward()
+                optimizer.step(), other.step()
+                optimizer.zero_grad(), other.zero_grad()

@@ -1,0 +1,117 @@
+"""Generation with an offloaded Llama, and adapters on a frozen base."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_training import Trainee, check, config_for, least_budget, offloaded, plain
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tiermem
+from tiermem.pager.page import Kind
+
+MIB = 1 << 20
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_generation_gives_the_same_tokens_and_writes_nothing(sample: bool, tmp_path: Path) -> None:
+    model = llama()
+    prompt = torch.randint(0, 64, (2, 5))
+    how = {"max_new_tokens": 12, "do_sample": sample, "pad_token_id": 0}
+    torch.manual_seed(3)
+    expected = copy.deepcopy(model).generate(prompt, **how)
+    budget = least_budget(model, tmp_path)
+    with tiermem.offload(model, config_for(tmp_path, budget, "forward")) as runtime:
+        written = runtime.statistics().total.bytes_written
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(prompt, **how), expected)
+        moved = runtime.statistics().total
+        assert moved.bytes_read > 0
+        assert moved.bytes_written <= written + budget, "only what had never been written down"
+
+
+class Adapted(nn.Module):
+    """Low-rank adaptation of a linear layer (Hu et al., "LoRA", 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / rank)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+def adapted() -> Stack:
+    model = Stack(width=32)
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
+    return model
+
+
+def train_adapters(trainee: Trainee) -> None:
+    trained = [parameter for parameter in trainee.model.parameters() if parameter.requires_grad]
+    optimizer = trainee.adamw(trained, lr=1e-2)
+    for _ in range(4):
+        loss = trainee.model(torch.randint(0, 40, (2, 5))).square().mean()
+        loss.backward()
+        trainee.note(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("update", ["forward", "step"])
+def test_adapters_on_a_frozen_base(update: str, tmp_path: Path) -> None:
+    check(offloaded(adapted, train_adapters, tmp_path, update=update, budget="tight"), plain(adapted, train_adapters))
+
+
+def test_only_adapters_have_state_and_frozen_units_are_not_written_again(tmp_path: Path) -> None:
+    model = adapted()
+    wanted = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding, Adapted))]
+    with tiermem.offload(model, config_for(tmp_path, 96 << 10, "step"), units=wanted) as runtime:
+        house = runtime._house
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        in_states = sum(state.numel for state in house.states._units.values())
+        assert trained <= in_states < 2 * trained
+        frozen = {layout.key for layout in house.layouts if not layout.trainable}
+        assert frozen
+        house.storage.pager.flush()
+        generations = {key: house.storage.extents.generations.current(key) for key in frozen}
+        train_adapters(Trainee(model, tiermem.AdamW, runtime.gradient))
+        house.storage.pager.flush()
+        assert {key: house.storage.extents.generations.current(key) for key in frozen} == generations
+        assert not any(key.kind is not Kind.PARAM for key in frozen)
+
+
+def test_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw([p for p in trainee.model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):
+            tokens = torch.randint(0, 64, (2, 8))
+            loss = trainee.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            trainee.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(offloaded(make, script, tmp_path, update="forward", budget="tight"), plain(make, script))

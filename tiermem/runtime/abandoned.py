@@ -1,0 +1,45 @@
+"""A runtime that nobody closed.
+
+Owns what happens when one is collected, or is still open when the interpreter ends. Does not know why. Guarantees that
+its threads end and its files go or stay as `Runtime.close` would have it, with a ResourceWarning, and that in a forked
+child nothing is touched.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from tiermem.process import HomeProcess
+from tiermem.runtime.house import House
+from tiermem.runtime.storage import close_all
+from tiermem.zero3.guards import ModelGuards
+
+
+def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
+    """Close a house whose runtime is gone. Called by a finalizer: on any thread, also as the interpreter ends."""
+    if not home.is_here:
+        return
+    directories = ", ".join(map(str, house.config.swap_paths))
+    warnings.warn(
+        f"a tiermem runtime over {directories} was never closed; use `with tiermem.offload(...)` or call close()",
+        ResourceWarning,
+        stacklevel=2,
+    )
+
+    def close() -> None:
+        try:
+            close_all([guards.close, lambda: house.close(remove=None)])
+        except Exception as error:  # noqa: BLE001 - there is nobody to raise it to
+            warnings.warn(f"closing the runtime over {directories}: {error}", ResourceWarning, stacklevel=2)
+
+    # The garbage may have been collected on a thread that closing waits for: the pager's, or the update's.
+    closing = threading.Thread(target=close, name="tiermem-close") if _is_ours() else None
+    if closing is None:
+        close()
+    else:
+        closing.start()
+
+
+def _is_ours() -> bool:
+    return threading.current_thread().name.startswith("tiermem-")

@@ -1,0 +1,56 @@
+"""Activations beside parameters in one pager: what `Runtime.offload_activations` needs.
+
+Owns the size of their pages, and the time in which their hooks are active. Does not know how they are kept
+(`zero3.activations`). Guarantees that the bytes leased for them are bytes which no other lease is ever counted on to
+give back, and that the hooks are off when the block has ended, whatever ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tiermem.errors import BudgetError, ConfigError
+from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.sizes import parse_bytes
+from tiermem.memory.tiers import Tier
+from tiermem.planner.footprint import PASSING
+from tiermem.runtime.house import House
+from tiermem.zero3.activations import ActivationHooks, ActivationStore
+
+# Two pieces are leased at one time (see `ActivationStore`); each costs a message there and back, whatever its size.
+_PIECES = 2
+
+
+def make_store(house: House) -> ActivationStore:
+    """Where the model's activations are kept.
+
+    Raises BudgetError if the budget leaves no room to pass them through, ConfigError beside a device.
+    """
+    footprint, storage = house.footprint, house.storage
+    if storage.device is not None:
+        raise ConfigError(
+            f"offload_activations with device={house.config.device!r}: activations are offloaded from host memory only "
+            "so far; use device='cpu', or gradient checkpointing"
+        )
+    if footprint.passing < PASSING:
+        raise BudgetError(
+            f"host_memory is {storage.arenas[Tier.HOST].capacity} bytes, of which parameters, gradients and updates "
+            f"leave {footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory to "
+            f"{footprint.least + PASSING} bytes or more"
+        )
+    piece = min(footprint.passing // _PIECES, house.config.block_nbytes) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    return ActivationStore(storage.pager, house.scheduler.order.touch, piece_nbytes=piece)
+
+
+@contextmanager
+def paging(house: House, store: ActivationStore, threshold: int | str) -> Iterator[None]:
+    """Keep what autograd saves in the body in pages of `store`, from `threshold` bytes a storage on."""
+    hooks = ActivationHooks(store, house.scheduler.saved, parse_bytes(threshold))
+    hooks.enter()
+    try:
+        yield
+    finally:
+        if not hooks.is_on_top:
+            house.scheduler.settle()  # what an interrupted forward has left on top
+        hooks.leave()

@@ -1,0 +1,99 @@
+"""What is refused on an offloaded model because it would give or lose values in silence.
+
+Owns the hooks on `state_dict` and `load_state_dict`, and the one that is left behind when the runtime is closed. Does
+not know how values come or go. Guarantees that `state_dict()` never hands out placeholders, that `load_state_dict`
+never writes into them or puts other parameters in their place, and that a model whose runtime is closed says so
+instead of computing with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tiermem.errors import ConfigError, TiermemError
+from tiermem.zero3.gather import Gatherer, Presence
+from tiermem.zero3.hooks import BoundHook
+from tiermem.zero3.placeholder import is_placeholder
+from tiermem.zero3.units import ModelUnits
+
+
+class ModelGuards:
+    """The guards of one model, from construction to `close`."""
+
+    def __init__(self, divided: ModelUnits, gatherer: Gatherer) -> None:
+        self._modules = [module for module in divided.model.modules() if _own(module)]
+        self._handles: list[RemovableHandle] = []
+        there = all_gathered(divided, gatherer)
+        for module in self._modules:
+            self._handles.append(module.register_state_dict_pre_hook(_Reading(there)))  # type: ignore[no-untyped-call]
+            loading = _Loading(there)
+            self._handles.append(module.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """The runtime ends: allow what was refused, but refuse to compute with what is left of the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._modules:
+            if any(map(is_placeholder, _own(module))):
+                module.register_forward_pre_hook(_refuse_closed)
+
+
+def all_gathered(divided: ModelUnits, gatherer: Gatherer) -> Callable[[], bool]:
+    """A function that says whether the values of all units are there now."""
+    units = range(len(divided.units))
+    return lambda: all(gatherer.presence(unit) is Presence.GATHERED for unit in units)
+
+
+def refuse_placeholders(model: nn.Module) -> None:
+    """Raise ConfigError if a parameter of `model` is a placeholder: taken for weights they would be NaN."""
+    for name, parameter in model.named_parameters():
+        if is_placeholder(parameter):
+            raise ConfigError(
+                f"parameter {name} has no values: the runtime it was offloaded by was closed without "
+                "restore_model=True; build the model again, or continue a commit with resume=True"
+            )
+
+
+class _Reading(BoundHook):
+    def act(self, module: nn.Module, *_: Any) -> None:
+        """`state_dict()` is about to read the module's own parameters."""
+        if any(map(is_placeholder, _own(module))):
+            raise TiermemError(
+                f"state_dict() of {type(module).__name__} while its parameters are paged out would be full of NaN; use "
+                "runtime.parameter(p) for one of them, or `with runtime.gathered(model):` around it and copy what you "
+                "keep, if the whole model fits into host_memory"
+            )
+
+
+class _Loading(BoundHook):
+    def act(self, module: nn.Module, _: Any, __: str, local_metadata: dict[str, Any], *___: Any) -> None:
+        """`load_state_dict()` is about to write into the module's own parameters."""
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise TiermemError(
+                "load_state_dict(assign=True) would put other parameters in the place of offloaded ones, and nobody "
+                "would page or train them; use `with runtime.gathered(model, write=True):` and assign=False"
+            )
+        if any(map(is_placeholder, _own(module))):
+            raise TiermemError(
+                f"load_state_dict() into {type(module).__name__} while its parameters are paged out; put "
+                "`with runtime.gathered(module, write=True):` around it, for the whole model if it fits into "
+                "host_memory, else module by module; or load before tiermem.offload"
+            )
+
+
+def _refuse_closed(module: nn.Module, _: Any) -> None:
+    """Left on a module for good: does nothing once its parameters have values again."""
+    if any(map(is_placeholder, _own(module))):
+        raise TiermemError(
+            f"{type(module).__name__} was called after its runtime was closed: its parameters are gone; use "
+            "close(restore_model=True) to keep them, or tiermem.offload(..., resume=True) to go on from a commit"
+        )
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
