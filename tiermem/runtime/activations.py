@@ -36,8 +36,8 @@ def make_store(house: House) -> ActivationStore:
     if footprint.passing < PASSING:
         raise BudgetError(
             f"host_memory is {storage.arenas[Tier.HOST].capacity} bytes, of which parameters, gradients and updates "
-            f"leave {footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory to "
-            f"{footprint.least + PASSING} bytes or more"
+            f"leave {footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory "
+            f"to {footprint.least + PASSING} bytes or more"
         )
     piece = min(footprint.passing // _PIECES, house.config.block_nbytes) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     return ActivationStore(storage.pager, house.scheduler.order.touch, piece_nbytes=piece)
