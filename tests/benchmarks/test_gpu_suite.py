@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,24 +13,32 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, script: str = "tools/gpu_suite.py") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
+def load(folder: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_suite_runs_on_a_simulated_device_and_writes_one_result(tmp_path: Path) -> None:
-    done = run(
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The suite in this process, which has torch already; what it starts are processes of their own."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return load("tools", "gpu_suite").main(arguments)
+
+
+def test_the_suite_runs_on_a_simulated_device_and_writes_one_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        monkeypatch,
         *("--simulated", "--tests", "states_on_disk", "--contenders", "everything on swap"),
         *("--directory", str(tmp_path), "--results", str(tmp_path / "results")),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, capfd.readouterr()
     text, raw = sorted((tmp_path / "results").iterdir(), key=lambda path: path.suffix, reverse=True)
     assert (text.suffix, raw.suffix) == (".md", ".json")
     record = json.loads(raw.read_text())
@@ -43,11 +49,14 @@ def test_the_suite_runs_on_a_simulated_device_and_writes_one_result(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results"]
 
 
-def test_a_suite_without_time_says_what_it_did_not_do(tmp_path: Path) -> None:
-    done = run("--simulated", "--seconds", "0.1", "--directory", str(tmp_path), "--results", str(tmp_path / "results"))
-    assert done.returncode == 1
-    assert "FAILED  tests" in done.stdout
-    assert "FAILED  benchmark" in done.stdout
+def test_a_suite_without_time_says_what_it_did_not_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    places = ("--directory", str(tmp_path), "--results", str(tmp_path / "results"))
+    assert run(monkeypatch, "--simulated", "--seconds", "0.1", *places) == 1
+    said = capfd.readouterr().out
+    assert "FAILED  tests" in said
+    assert "FAILED  benchmark" in said
     assert len(list((tmp_path / "results").glob("*.md"))) == 1
 
 
@@ -56,13 +65,7 @@ def step() -> ModuleType:
     folder = str(ROOT / "benchmarks")
     sys.path.insert(0, folder)
     try:
-        spec = importlib.util.spec_from_file_location("gpu_step", ROOT / "benchmarks" / "gpu_step.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["gpu_step"] = module
-        spec.loader.exec_module(module)
-        return module
+        return load("benchmarks", "gpu_step")
     finally:
         sys.path.remove(folder)
 
