@@ -5,7 +5,8 @@
 PYTHON ?= $(firstword $(foreach candidate,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(candidate) -c 'import sys; print("$(candidate)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+# Two at a time, each with one thread for its arithmetic: files of tests share nothing.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BENCH_ARGS ?= --quick
 BIN := .venv/bin
 READY := .venv/.ready
@@ -24,7 +25,7 @@ demo: $(READY)
 	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

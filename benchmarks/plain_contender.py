@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
 
 
 def main() -> None:
@@ -12,13 +12,15 @@ def main() -> None:
     job = read_job()
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
-    model = WORKLOADS[job.workload].model().to(torch.bfloat16)
+    device = torch.device(job.settings.get("device", "cpu"))
+    model = WORKLOADS[job.workload].model().to(device, torch.bfloat16)
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(tokens: torch.Tensor) -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        batch = tokens.to(device)
+        loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -28,9 +30,11 @@ def main() -> None:
         with torch.no_grad():
             for master, parameter in zip(masters, parameters, strict=True):
                 parameter.copy_(master)
+        finish(device)
         return float(loss.detach())
 
-    measure(job, step, parameters=sum(parameter.numel() for parameter in parameters), baseline=baseline)
+    count = sum(parameter.numel() for parameter in parameters)
+    measure(job, step, parameters=count, baseline=baseline, details=lambda: device_details(device))
 
 
 if __name__ == "__main__":

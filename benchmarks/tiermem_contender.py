@@ -6,16 +6,34 @@ through a unit before the next unit; `commit`: make every step durable.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
 
 import tiermem
+
+# As `tiermem train` sets it: how long the pager's thread may keep the interpreter lock from the model's code.
+SWITCH_SECONDS = 0.0005
+
+
+def one_by_one(
+    micro_batches: Sequence[torch.Tensor], loss_of: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Ordinary accumulation; the losses."""
+    losses = []
+    for micro_batch in micro_batches:
+        losses.append(loss_of(micro_batch))
+        losses[-1].backward()
+    return losses
 
 
 def main() -> None:
     """Train as the command line says; print the outcome."""
     job = read_job()
+    sys.setswitchinterval(SWITCH_SECONDS)
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
     settings = {"param_dtype": "bfloat16", **job.settings}
@@ -25,22 +43,21 @@ def main() -> None:
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
     stalls, read, written = [], [], []
+    edges: dict[str, list[int]] = {}
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+        device = next(model.parameters()).device
 
         def loss_of(tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count
             return loss
 
         def step(tokens: torch.Tensor) -> float:
-            micro_batches = [tokens.roll(shift, 1) for shift in range(count)]
-            if vertical:
-                losses = runtime.forward_backward(micro_batches, loss_of)
-            else:
-                losses = []
-                for micro_batch in micro_batches:
-                    losses.append(loss_of(micro_batch))
-                    losses[-1].backward()
+            batch = tokens.to(device)
+            micro_batches = [batch.roll(shift, 1) for shift in range(count)]
+            bring = runtime.forward_backward if vertical else one_by_one
+            losses = bring(micro_batches, loss_of)
             optimizer.step()
             optimizer.zero_grad()
             if commit:
@@ -51,6 +68,9 @@ def main() -> None:
             stalls.append(last.stall_seconds)
             read.append(last.bytes_read)
             written.append(last.bytes_written)
+            for edge in last.edges:
+                edges.setdefault(edge.name, []).append(edge.nbytes)
+            finish(device)
             return sum(float(loss.detach()) for loss in losses)
 
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -59,7 +79,13 @@ def main() -> None:
             step,
             parameters=parameters,
             baseline=baseline,
-            details=lambda: {"stall_seconds": stalls, "bytes_read": read, "bytes_written": written},
+            details=lambda: {
+                "stall_seconds": stalls,
+                "bytes_read": read,
+                "bytes_written": written,
+                "edges": edges,
+                **device_details(device),
+            },
         )
 
 

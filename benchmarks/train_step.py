@@ -47,6 +47,7 @@ class Plan:
     warm_up: int
     steps: int
     directory: Path
+    timeout: float | None = None  # seconds for one contender's run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +140,12 @@ def run_one(plan: Plan, workload: str, contender: Contender) -> dict[str, Any]:
         command += ["--warm-up", str(plan.warm_up), "--steps", str(plan.steps), "--directory", directory]
         command += ["--settings", json.dumps(contender.settings)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False, timeout=plan.timeout
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {plan.timeout:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         print(done.stderr, file=sys.stderr)

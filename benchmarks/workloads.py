@@ -66,6 +66,9 @@ WORKLOADS = {
     # Four times the tokens: where a core does 512 of them in a second, the drive needs longer than the computation.
     "more-tokens": Workload(12, 1024, 2728, heads=16, vocabulary=8192, rows=8, length=256),
     "io-bound": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=64),
+    # For GPUs: 1.4 and 6.7 thousand million parameters, 22 and 108 GB of training state.
+    "gpu": Workload(24, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
+    "gpu-large": Workload(32, 4096, 11008, heads=32, vocabulary=32000, rows=4, length=1024),
 }
 
 
@@ -93,6 +96,22 @@ class Outcome:
     baseline_rss_bytes: int
     peak_rss_bytes: int
     details: dict[str, Any]
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what the device was asked for: a step is over when its work is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_details(device: torch.device) -> dict[str, Any]:
+    """Return what the device's memory was used for; nothing on a processor."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_device_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_device_bytes_reserved": torch.cuda.max_memory_reserved(device),
+    }
 
 
 def read_job() -> Job:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swap.requests import Priority
+from tiermem.memory.ranges import Range, RangeAllocator, cheapest_window
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain, Done
 from tiermem.pager.page import Page
@@ -18,6 +19,11 @@ class SteppedFrame:
 
     nbytes: int
     contents: int | None = None
+    fences: tuple[Any, ...] = ()
+
+    def fence(self, fence: Any) -> None:
+        if fence is not None:
+            self.fences = (*(known for known in self.fences if not known.passed()), fence)
 
 
 class SteppedArena:
@@ -35,6 +41,18 @@ class SteppedArena:
         self.reserved += nbytes
         self.high_water = max(self.high_water, self.reserved)
         return SteppedFrame(nbytes)
+
+    def clearing(self, nbytes: int, candidates: Any) -> Any:
+        missing, going = nbytes - (self.capacity - self.reserved), []
+        for frame in candidates:
+            if missing <= 0:
+                break
+            going.append(frame)
+            missing -= frame.nbytes
+        return going if missing <= 0 else None
+
+    def fence(self) -> None:
+        return None
 
     def free(self, frame: Any) -> None:
         if frame.contents == -1:
@@ -67,6 +85,35 @@ class NextEvent:
 
     def __await__(self) -> Any:
         yield
+
+
+class SteppedSlab(SteppedArena):
+    """As a device's memory: frames lie in one piece and do not move, so there may be room only in bytes."""
+
+    def __init__(self, tier: Tier, capacity: int) -> None:
+        super().__init__(tier, capacity)
+        self.ranges = RangeAllocator(limit=capacity)
+        self.ranges.extend(0, capacity)
+        self.places: dict[Any, int] = {}
+
+    def allocate(self, nbytes: int) -> Any:
+        if self.reserved + nbytes > self.capacity:
+            return None
+        placement = self.ranges.allocate(nbytes)
+        if placement is None:
+            return None
+        frame = super().allocate(nbytes)
+        self.places[frame] = placement.start
+        return frame
+
+    def clearing(self, nbytes: int, candidates: Any) -> Any:
+        taken = [Range(self.places[frame], self.places[frame] + frame.nbytes) for frame in candidates]
+        chosen = cheapest_window(self.ranges.holes(), taken, nbytes)
+        return None if chosen is None else [candidates[index] for index in chosen]
+
+    def free(self, frame: Any) -> None:
+        super().free(frame)
+        self.ranges.release(self.places.pop(frame))
 
 
 @dataclass(eq=False)
@@ -117,14 +164,16 @@ class SteppedEdge:
         return transfer
 
 
-def stepped_chain(host: int, device: int | None = None) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
+def stepped_chain(
+    host: int, device: int | None = None, arena: type[SteppedArena] = SteppedArena
+) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
     """A chain with budgets in bytes, the list of its transfers in flight, and what its swap holds."""
     flying: list[SteppedTransfer] = []
     store: dict[Any, Any] = {}
     tiers = [Tier.SWAP, Tier.HOST] + ([Tier.DEVICE] if device is not None else [])
-    arenas = {Tier.HOST: SteppedArena(Tier.HOST, host)}
+    arenas = {Tier.HOST: arena(Tier.HOST, host)}
     if device is not None:
-        arenas[Tier.DEVICE] = SteppedArena(Tier.DEVICE, device)
+        arenas[Tier.DEVICE] = arena(Tier.DEVICE, device)
     edges = {}
     for low, high in itertools.pairwise(tiers):
         edges[low, high] = SteppedEdge(low, high, flying, store)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, Self, get_args
 import torch
 
 from tiermem.errors import ConfigError
+from tiermem.memory.links import parse_link
 from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
 
 ParamDtype = Literal["float32", "bfloat16", "float16"]
@@ -42,7 +43,8 @@ _SIZES = ("device_memory", "host_memory", "block_size", "tile_size", "look_ahead
 class Config:
     """The knobs of a run. Sizes are bytes, as an int or as text ("20GiB"); they are kept as ints, or as "auto".
 
-    device: "cuda", "cuda:1", "cpu", or "auto": cuda if there is one.
+    device: "cuda", "cuda:1", "cpu", or "auto": cuda if there is one. For tests and experiments also "simulated", a part
+        of host memory behind a link of given speed, see `tiermem.memory.links.parse_link`.
     device_memory: model state on the accelerator; "auto" plans it. Means nothing on a CPU.
     host_memory: model state in host memory, a hard budget; "auto" plans it, see `resolve_host_memory`.
     swap_dirs: one or more directories; what is paged out is striped over them. Kept as a tuple of text.
@@ -189,7 +191,9 @@ def resolve_host_memory(config: Config, available: int) -> int:
 
 
 def resolve_device(config: Config) -> torch.device:
-    """Return the device to compute on. Raises ConfigError if it was named and is not there."""
+    """Return the device torch computes on. Raises ConfigError if it was named and is not there."""
+    if parse_link(config.device) is not None:
+        return torch.device("cpu")
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(config.device)
@@ -259,6 +263,8 @@ def _bytes(lowest: int, *, multiple: int = 1, auto: bool = False) -> Callable[[s
 def _device(name: str, value: object) -> object:
     text = str(value) if isinstance(value, torch.device) else value
     if isinstance(text, str) and (text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:(0|[1-9][0-9]{0,3})", text)):
+        return text
+    if isinstance(text, str) and parse_link(text) is not None:
         return text
     return _refuse(name, "'auto', 'cpu', 'cuda' or 'cuda:1'", value, "leave it out for 'auto'")
 

@@ -535,3 +535,18 @@ def test_tensors_are_views_of_the_frame(make: Any) -> None:
         tensor = lease.tensor(key(0))
         assert (tensor.shape, tensor.dtype) == ((100,), torch.uint8)
         assert tensor.untyped_storage().nbytes() == PAGE
+
+
+def test_saving_takes_up_what_was_in_use_when_it_began(make: Any) -> None:
+    """Page 1 is given back while page 0 is still waited for: nothing happens any more that would remind of it."""
+    house = make(8)
+    house.add(2)
+    held = [house.pager.lease([key(number)], FRESH) for number in range(2)]
+    for number, lease in enumerate(held):
+        lease.tensor(key(number)).fill_(number)
+    saved = house.pager.start_save([key(0).kind], lambda: "done")
+    house.pager.check_invariants()
+    for lease in reversed(held):
+        lease.release()
+        house.pager.check_invariants()
+    assert saved.result(timeout=20) == "done"

@@ -501,3 +501,90 @@ def test_read_ahead_goes_up_both_edges() -> None:
     assert {0, 1} <= bench.on(DEVICE)
     asked = bench.ask(0)
     assert asked.granted
+
+
+def test_what_the_computation_has_written_leaves_the_device_by_itself() -> None:
+    bench = Bench(20, device=30)
+    held = bench.ask(0, intent=FRESH)
+    assert held.granted
+    assert not bench.flying
+    held.give_back()
+    assert bench.moving() == [(0, HOST)]
+    bench.end(0)
+    assert bench.pages[0].valid == {DEVICE, HOST}, "its frame may be had by anybody now"
+    bench.bring(1, 2, 3)
+    assert bench.on(DEVICE) == {1, 2, 3}
+
+
+def test_it_does_not_take_the_room_that_a_demand_lacks_in_host() -> None:
+    bench = Bench(10, device=30)
+    update = bench.ask(1, lane=Lane.UPDATE)
+    bench.settle()
+    waiting = bench.ask(2)
+    assert waiting.request.short == (HOST, 10)
+    written = bench.ask(0, intent=FRESH)
+    written.give_back()
+    assert not bench.flying
+    update.give_back()
+    bench.settle()
+    assert waiting.granted
+    assert bench.on(HOST) == {0}, "and then it goes"
+
+
+def test_what_is_sent_down_may_have_a_page_written_that_was_about_to_be_dropped() -> None:
+    """Page 0 could go from the device; then page 1 is sent down for want of more, and page 0 makes room for it."""
+    bench = Bench(20, device=30, reserve=0)
+    bench.pages.append(bench.residency.add(PageKey(6, Kind.PARAM), 20))
+    bench.bring(2)
+    bench.ask(0, intent=FRESH, lane=Lane.UPDATE).give_back()
+    bench.bring(0)
+    update = bench.ask(3, intent=FRESH, lane=Lane.UPDATE)
+    written = bench.ask(1, intent=FRESH)
+    bench.bring(2)
+    assert [bench.pages[number].valid for number in (0, 1, 2)] == [{HOST, DEVICE}, {DEVICE}, {SWAP, DEVICE}]
+    bench.service.release(written.request.pages, DEVICE)
+    large = bench.ask(6, intent=FRESH)  # what was used longest ago goes first: 0, then 1, then 2
+    assert bench.moving() == [(0, SWAP)]
+    assert not large.granted
+    bench.settle()
+    assert large.granted
+    assert bench.pages[0].valid == {SWAP}
+    update.give_back()
+
+
+def test_the_update_takes_the_devices_copy_and_reads_nothing_from_disk() -> None:
+    bench = Bench(10, device=30)
+    bench.bring(0, 1)  # host has room for one: page 0 is left on the device and in swap
+    assert bench.pages[0].valid == {SWAP, DEVICE}
+    update = bench.ask(0, intent=WRITE, lane=Lane.UPDATE)
+    transfer = bench.end(0)
+    assert (transfer.source, transfer.target) == (DEVICE, HOST)
+    assert update.granted
+    assert bench.pages[0].valid == {HOST}
+
+
+def test_a_page_that_only_the_update_wants_is_not_kept_on_the_device() -> None:
+    bench = Bench(60, device=20)
+    bench.bring(0, 1)
+    accesses = [(Lane.UPDATE, 0), (Lane.COMPUTE, 1), (Lane.COMPUTE, 2), (Lane.COMPUTE, 0)]
+    bench.forecast.set_schedule(schedule_of((lane, bench.pages[number].key) for lane, number in accesses))
+    bench.residency.reclassify()
+    bench.bring(2)
+    assert bench.on(DEVICE) == {1, 2}
+
+
+def test_what_the_holder_asked_of_the_device_stays_with_the_frame() -> None:
+    class Fence:
+        def passed(self) -> bool:
+            return False
+
+        def hold(self) -> None:
+            return None
+
+    bench = Bench(20, device=20)
+    asked = bench.ask(0)
+    bench.settle()
+    fence = Fence()
+    frame = asked.frame()
+    bench.service.release(asked.request.pages, DEVICE, fence)
+    assert frame.fences == (fence,)

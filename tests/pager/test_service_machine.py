@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from doubles_chain import NextEvent, SteppedCopies, stepped_chain
+from doubles_chain import NextEvent, SteppedArena, SteppedCopies, SteppedSlab, stepped_chain
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,10 +33,13 @@ class ServiceMachine(RuleBasedStateMachine):
     """Random life of six pages."""
 
     @initialize(
-        host=st.integers(12, 40), device=st.one_of(st.none(), st.integers(12, 30)), reserve=st.sampled_from([0, 12])
+        host=st.integers(12, 40),
+        device=st.one_of(st.none(), st.integers(12, 30)),
+        reserve=st.sampled_from([0, 12]),
+        arena=st.sampled_from([SteppedArena, SteppedSlab]),
     )
-    def build(self, host: int, device: int | None, reserve: int) -> None:
-        self.chain, self.flying, self.store = stepped_chain(host, device)
+    def build(self, host: int, device: int | None, reserve: int, arena: type[SteppedArena]) -> None:
+        self.chain, self.flying, self.store = stepped_chain(host, device, arena)
         self.forecast = Forecast()
         self.ended: list[Any] = []
         self.residency = Residency(self.chain, self.forecast, Counters(), ended=lambda *what: self.ended.append(what))
@@ -265,4 +268,4 @@ class ServiceMachine(RuleBasedStateMachine):
 
 
 TestServiceMachine = ServiceMachine.TestCase
-TestServiceMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestServiceMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

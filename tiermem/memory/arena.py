@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,23 +33,50 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
+class Fence(Protocol):
+    """A point in what an accelerator was asked to do; work asked for before it may still be running (see `Frame`)."""
+
+    def passed(self) -> bool:
+        """Whether everything asked for before is done. Never waits."""
+        ...
+
+    def hold(self) -> None:
+        """Have whatever the calling thread asks of the accelerator from now on wait for it. The caller does not."""
+        ...
+
+
 class Frame:
     """Bytes in an arena that hold, or are about to hold, a copy of a page.
 
     `asked` is the size asked for and `nbytes` that size rounded up; `offset` is the frame's name within its arena;
-    `tensor` is 1-D uint8 of length `nbytes` with a storage of its own beginning at the frame; `buffer` is the same
-    bytes for I/O, writable and aligned for O_DIRECT. Contents are undefined until written.
+    `tensor` is 1-D uint8 of length `nbytes` with a storage of its own beginning at the frame; `fences` are what has to
+    have passed before anybody but the one who asked for that work touches the bytes. Contents are undefined until
+    written.
     """
 
-    __slots__ = ("_unviewed_count", "asked", "buffer", "nbytes", "offset", "tensor")
+    __slots__ = ("_buffer", "_unviewed_count", "asked", "fences", "nbytes", "offset", "tensor")
 
-    def __init__(self, offset: int, asked: int, buffer: memoryview) -> None:
+    def __init__(self, offset: int, asked: int, tensor: torch.Tensor, buffer: memoryview | None = None) -> None:
+        """`buffer`: the same bytes for I/O, where they are in host memory."""
         self.offset = offset
         self.asked = asked
-        self.nbytes = len(buffer)
-        self.buffer = buffer
-        self.tensor = tensor_over(buffer)
+        self.nbytes = tensor.numel()
+        self.tensor = tensor
+        self.fences: tuple[Fence, ...] = ()
+        self._buffer = buffer
         self._unviewed_count = self._use_count()
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes for I/O: writable, aligned for O_DIRECT. Raises InvariantError for a frame on a device."""
+        if self._buffer is None:
+            raise InvariantError(f"the frame at offset {self.offset} is on a device: files cannot reach it")
+        return self._buffer
+
+    def fence(self, fence: Fence | None) -> None:
+        """Remember a fence besides those that have not passed yet; None: nothing was asked for."""
+        if fence is not None:
+            self.fences = (*(known for known in self.fences if not known.passed()), fence)
 
     @property
     def is_viewed(self) -> bool:
@@ -108,6 +136,14 @@ class Arena(Protocol):
 
     def free(self, frame: Frame) -> None:
         """Take a frame back; its bytes may be reused at once."""
+        ...
+
+    def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
+        """Which of `candidates` must be freed before `allocate(nbytes)` succeeds; None if freeing all is not enough."""
+        ...
+
+    def fence(self) -> Fence | None:
+        """What the calling thread has asked of the device that computes on these frames; None: it is all done."""
         ...
 
     def close(self) -> None:
@@ -195,7 +231,8 @@ class HostArena:
             area.give_back(offset, part.length)
         area, offset = self._locate(placement.start)
         area.use_whole(offset, rounded)
-        frame = Frame(placement.start, nbytes, area.buffer(offset, rounded))
+        buffer = area.buffer(offset, rounded)
+        frame = Frame(placement.start, nbytes, tensor_over(buffer), buffer)
         if self._poison:
             frame.tensor.fill_(_POISON)
         self._live[frame.offset] = frame
@@ -217,6 +254,23 @@ class HostArena:
         self._ranges.release(frame.offset)
         self._budget.release(frame.nbytes)
         self._asked -= frame.asked
+
+    def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
+        """Which of `candidates`, the first ones first, must be freed before `allocate(nbytes)` succeeds; None: too few.
+
+        Only bytes count here: addresses are plenty.
+        """
+        missing = round_up(nbytes) - self._budget.free
+        going = []
+        for frame in candidates:
+            if missing <= 0:
+                break
+            going.append(frame)
+            missing -= frame.nbytes
+        return going if missing <= 0 else None
+
+    def fence(self) -> None:
+        """Nothing is asked of a processor that it has not done when the call returns."""
 
     def close(self) -> None:
         """Give everything back. Bytes that somebody still looks at live until the last view dies. Idempotent."""

@@ -30,7 +30,8 @@ class Mapping:
 
     __slots__ = ("_base", "_huge", "_map", "_view", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
+        """`huge`: ask for huge pages, where all of the memory is going to be used and none given back early."""
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self._view = memoryview(self._map)
@@ -38,7 +39,7 @@ class Mapping:
         self._huge = RangeSet()  # where huge pages were asked for
         # Huge pages only where they were asked for: touching one byte would bring in 2 MiB, so the bound on physical
         # memory would not hold where the system hands them out unasked.
-        self._advise("MADV_NOHUGEPAGE", 0, nbytes)
+        self._advise("MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", 0, nbytes)
         # Fork: a child would share the pages copy-on-write, so that every later write here costs a second copy, and
         # O_DIRECT reads in flight during the fork may land in the wrong copy (see NOTES in open(2)).
         self._advise("MADV_DONTFORK", 0, nbytes)

@@ -9,7 +9,7 @@ ranges of a placement to the system before it touches the placed one. Pure bookk
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,6 +136,10 @@ class RangeAllocator:
         """The free ranges that still occupy physical memory."""
         return tuple(self._warm)
 
+    def holes(self) -> tuple[Range, ...]:
+        """The free ranges, in order of address."""
+        return tuple(self._free)
+
     def extend(self, start: int, length: int) -> None:
         """Add an area of cold addresses. Areas must not touch one another, or a range could straddle two."""
         self._free.add(start, start + length)
@@ -191,3 +195,24 @@ class RangeAllocator:
             if excess == 0:
                 break
         return tuple(cooled)
+
+
+def cheapest_window(holes: Sequence[Range], taken: Sequence[Range], length: int) -> list[int] | None:
+    """Which of the `taken` ranges (by index) to free so that `length` free addresses follow one another.
+
+    `holes` are the free ranges; none of all these overlap. Of all windows the one that frees the fewest addresses is
+    chosen; an empty list if a hole is long enough, None if freeing all of `taken` is not.
+    """
+    parts = sorted([(part.start, part.end, -1) for part in holes] + [(*part, at) for at, part in enumerate(taken)])
+    best: tuple[int, list[int]] | None = None
+    first = cost = 0
+    for last, (start, end, index) in enumerate(parts):
+        if last > first and parts[last - 1][1] != start:
+            first, cost = last, 0  # something that stays lies between
+        cost += end - start if index >= 0 else 0
+        while end - parts[first][1] >= length:  # as narrow as it can be
+            cost -= parts[first][1] - parts[first][0] if parts[first][2] >= 0 else 0
+            first += 1
+        if end - parts[first][0] >= length and (best is None or cost < best[0]):
+            best = cost, [at for _, _, at in parts[first : last + 1] if at >= 0]
+    return None if best is None else best[1]

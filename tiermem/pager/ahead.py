@@ -9,7 +9,7 @@ nothing early.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -53,15 +53,21 @@ class Ahead:
         self._uses = 0
         self._version = -1
 
-    def write_back(self) -> None:
+    def write_back(self, claimed: Collection[Tier]) -> None:
         """Send dirty pages off before their room is asked for, the one used last first.
 
         What read-ahead may want and the reserve should be had without a write. That is never more than the bytes which
         are not on the tier at all: where every page fits, nothing has to leave, and nothing is written early.
+
+        What the computation has written on a DEVICE is sent off at once: gradients are wanted in HOST, by the update,
+        and a copy costs no wear. Not into room that a demand has `claimed`.
         """
         residency = self._residency
         census = residency.census
         for tier in residency.chain.memory_tiers:
+            if tier is Tier.DEVICE:
+                self._send_down(tier, claimed)
+                continue
             appetite, capacity = self._appetite[tier], residency.chain.capacity(tier)
             if residency.total <= capacity:
                 continue
@@ -76,6 +82,14 @@ class Ahead:
                         break  # what is used before the last page fetched ahead would only have to be read again
                     if not page.leases.get(tier) and not self._room.send_off(page, tier):
                         break
+
+    def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
+        if not self._residency.census.dirty[tier] or Tier.HOST in claimed:
+            return
+        with closing(self._residency.census.writable(tier)) as candidates:
+            for _, page in candidates:
+                if not page.leases.get(tier) and not self._room.send_off(page, tier):
+                    break
 
     def write_back_all(self) -> None:
         """Send off everything that has no copy below, whatever its next use, leased for reading or not."""
@@ -142,8 +156,10 @@ class Ahead:
                 continue
             if not page.valid and lane is Lane.UPDATE:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
+            if lane is Lane.COMPUTE and tier < top and top in page.frames:
+                continue  # it is there, or has its place there: nothing is needed on the way
             positions[key] = position
             self._horizon[tier] = max(self._horizon[tier], position)
             # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
-            present = tier in page.frames or not page.valid or max(page.valid) > tier
+            present = tier in page.frames or not page.valid
             yield Candidate(key, page.room, present=present, leased=bool(page.leases.get(tier)))

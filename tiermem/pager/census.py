@@ -50,7 +50,7 @@ class Census:
         changes: how often the facts of any page have changed.
     """
 
-    def __init__(self, tiers: Sequence[Tier], next_use: Callable[[Page], int]) -> None:
+    def __init__(self, tiers: Sequence[Tier], next_use: Callable[[Page, Tier], int]) -> None:
         self.held = Tally(tiers)
         self.dirty = Tally(tiers)
         self.leaving = Tally(tiers)
@@ -80,7 +80,7 @@ class Census:
             self.leaving.note(tier, page, nbytes if leaves and not failed else 0)
             if free and (lowest or not leased):
                 queue = self._writable[tier] if lowest else self._droppable[tier]
-                queue.push(page, next_use=self._next_use(page), stamp=page.stamp)
+                queue.push(page, next_use=self._next_use(page, tier), stamp=page.stamp)
 
     def forget_order(self) -> None:
         """Empty the orders of eviction; every page in memory must be noted again."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from tiermem.errors import TiermemError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
-from tiermem.pager.lease import Lease, PendingLease
+from tiermem.pager.lease import Lease, PendingLease, Release
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
@@ -67,7 +67,9 @@ class Core:
                 settled(None, error)
                 return
             tensors = {page.key: page.frames[tier].tensor[: page.nbytes] for page in pages}
-            settled(Lease(pages, tensors, lambda lease, failure: self._post_release(lease, tier, failure)), None)
+            fences = tuple(fence for page in pages for fence in page.frames[tier].fences)
+            release: Release = lambda lease, failure: self._post_release(lease, tier, failure)  # noqa: E731
+            settled(Lease(pages, tensors, release, fences), None)
 
         self._service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
 
@@ -129,11 +131,13 @@ class Core:
         self._notify()
 
     def _post_release(self, lease: Lease, tier: Tier, failure: BaseException | None) -> None:
+        fence = self.residency.chain.arenas[tier].fence()  # here: it is the releasing thread that has asked for work
+
         def release() -> None:
             if failure is not None:
                 for page in lease.pages:
                     self.residency.fail(page, failure)
-            self._service.release(lease.pages, tier)
+            self._service.release(lease.pages, tier, fence)
 
         self.loop.post(release)
 

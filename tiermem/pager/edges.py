@@ -1,6 +1,6 @@
 """Edges: how bytes get from one tier to its neighbour.
 
-Owns the chain (which tiers there are, and which edge joins two neighbours) and the two edges between HOST and SWAP.
+Owns the chain (which tiers there are, and which edge joins two neighbours) and the edges themselves.
 Does not know leases, policy or who waits. Guarantees that every started transfer reports its end exactly once, on
 whatever thread it ends, and that an error at the start is raised and reported to nobody.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from swap.extents import Extent
 from swap.requests import Priority, Request
 from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
+from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
 from tiermem.pager.page import Page, PageKey, Transfer
@@ -44,12 +46,12 @@ class Chain:
     alignment: int = FRAME_ALIGNMENT
     forget: Callable[[PageKey], None] = lambda _: None
 
-    @property
+    @cached_property  # asked at every change of a page
     def memory_tiers(self) -> tuple[Tier, ...]:
         """Tiers that have frames, from far to near."""
         return tuple(sorted(self.arenas))
 
-    @property
+    @cached_property
     def top(self) -> Tier:
         """The tier the computation works on."""
         return self.memory_tiers[-1]
@@ -138,6 +140,40 @@ class SwapWriteEdge:
             extents.failed(key, extent)
             raise
         return _SwapTransfer(request)
+
+
+class CopyEdge:
+    """HOST to DEVICE, or back: from frame to frame, by the device's own engines."""
+
+    def __init__(self, device: Device, source: Tier, target: Tier) -> None:
+        self._device = device
+        self._source = source
+        self._target = target
+
+    def start(self, page: Page, priority: Priority, done: Done) -> Transfer:
+        """Start copying the page's bytes between its two frames."""
+        return self._device.start_copy(
+            page.frames[self._source],
+            page.frames[self._target],
+            page.nbytes,
+            up=self._target > self._source,
+            urgent=priority is Priority.DEMAND,
+            done=done,
+        )
+
+
+def device_chain(host: Arena, top: Arena, device: Device, extents: Extents) -> Chain:
+    """The chain of a machine with an accelerator: DEVICE over HOST over SWAP."""
+    below = host_chain(host, extents)
+    return Chain(
+        arenas={**below.arenas, Tier.DEVICE: top},
+        edges={
+            **below.edges,
+            (Tier.HOST, Tier.DEVICE): CopyEdge(device, Tier.HOST, Tier.DEVICE),
+            (Tier.DEVICE, Tier.HOST): CopyEdge(device, Tier.DEVICE, Tier.HOST),
+        },
+        forget=below.forget,
+    )
 
 
 def host_chain(arena: Arena, extents: Extents) -> Chain:

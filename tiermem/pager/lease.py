@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from tiermem.errors import InvariantError
+from tiermem.memory.arena import Fence
 from tiermem.pager.page import Page, PageKey
 
 Release = Callable[["Lease", BaseException | None], None]
@@ -25,9 +26,17 @@ Release = Callable[["Lease", BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("_closing", "_pages", "_release", "_tensors")
+    __slots__ = ("_closing", "_fences", "_pages", "_release", "_tensors")
 
-    def __init__(self, pages: Sequence[Page], tensors: dict[PageKey, torch.Tensor], release: Release) -> None:
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        tensors: dict[PageKey, torch.Tensor],
+        release: Release,
+        fences: Sequence[Fence] = (),
+    ) -> None:
+        """`fences`: what may still be going on in the frames."""
+        self._fences = fences
         self._pages = pages
         self._tensors: dict[PageKey, torch.Tensor] | None = tensors
         self._release = release
@@ -41,12 +50,16 @@ class Lease:
     def tensor(self, key: PageKey) -> torch.Tensor:
         """The bytes of a page: uint8, shape (nbytes,), a view that shares the frame's storage.
 
+        On a device, what the calling thread asks for from now on waits for what others had asked to be done there.
+
         Raises:
             InvariantError: the lease is released already.
         """
         tensors = self._tensors
         if tensors is None:
             raise InvariantError(f"{key}: looked at after its lease was released; this is a bug in tiermem")
+        for fence in self._fences:
+            fence.hold()
         return tensors[key]
 
     def release(self) -> None:

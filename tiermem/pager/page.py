@@ -148,5 +148,5 @@ class Page:
         return tier in self.valid and min(self.valid) == tier
 
     def nearest_valid(self, target: Tier) -> Tier:
-        """The valid tier from which `target` is reached in the fewest moves."""
-        return min(self.valid, key=lambda tier: (abs(tier - target), tier))
+        """The valid tier from which `target` is reached in the fewest moves; of two the one from which it is faster."""
+        return min(self.valid, key=lambda tier: (abs(tier - target), -tier))

@@ -7,6 +7,7 @@ Invariants (checked by `check_invariants`, which tests call after every event):
     I3  A leased copy, the source of a move and the last valid copy are never dropped.
     I4  An exclusive lease is the only lease and there is no move; once granted, its copy is the only valid one.
     I5  A frame is reserved before its move starts; the reserved bytes of a tier never exceed its capacity.
+    I8  A frame whose lease is given back carries the fence given with it; its arena hands that on (`unhold`).
 
 Transitions: `add`, `allocate`, `hold`, `grant`, `unhold`, `start_move`, `finish_move`, `drop`, `discard`,
 `revert`, `fail`, `remove`.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 
 from swap.requests import Priority
 from tiermem.errors import CapacityError, InvariantError
+from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
 from tiermem.pager.census import Census
 from tiermem.pager.edges import Chain
@@ -30,6 +32,8 @@ from tiermem.pager.schedule import Forecast
 from tiermem.stats import Counters
 
 Ended = Callable[[Page, Move, BaseException | None], None]
+
+_ALL, _COMPUTE, _UPDATE = tuple(Lane), (Lane.COMPUTE,), (Lane.UPDATE,)
 
 
 class Residency:
@@ -119,10 +123,11 @@ class Residency:
         if intent is Intent.FRESH:
             self._take_over(page, tier)
 
-    def unhold(self, page: Page, tier: Tier) -> None:
-        """Give one lease back."""
+    def unhold(self, page: Page, tier: Tier, fence: Fence | None = None) -> None:
+        """Give one lease back; whatever its holder has asked a device to do with the frame has passed with `fence`."""
         if not page.leases.get(tier):
             raise InvariantError(f"{page.key}: released on {tier.name} without a lease; this is a bug in tiermem")
+        page.frames[tier].fence(fence)  # before anybody can want the frame (I8)
         page.leases[tier] -= 1
         if not page.leases[tier] and tier not in page.valid:
             self._free(page, tier)  # FRESH, and never granted
@@ -232,8 +237,17 @@ class Residency:
                 self._free(page, tier)
         self.census.note(page)
 
-    def _next_use(self, page: Page) -> int:
-        return self.forecast.next_use(page.key, self._last_use.get(page.key, 0))
+    def _next_use(self, page: Page, tier: Tier) -> int:
+        """When the copy on `tier` is used next: on the DEVICE by the computation, below it by whoever needs it there.
+
+        A page that is on the DEVICE is needed in HOST by the update alone: the computation has its copy.
+        """
+        top = self.chain.top
+        if top is Tier.HOST or (tier is not top and top not in page.valid):
+            lanes = _ALL
+        else:
+            lanes = _COMPUTE if tier is top else _UPDATE
+        return self.forecast.next_use(page.key, self._last_use.get(page.key, 0), lanes)
 
     def _free(self, page: Page, tier: Tier) -> None:
         self.chain.arenas[tier].free(page.frames.pop(tier))

@@ -41,7 +41,11 @@ class Room:
             return False
         if spare is not None and tier in spare.frames and unheld - spare.room < page.room:
             spare = None  # it stands in its own way: it has to make room and come again
-        return self._clear(page, tier, spare) and residency.allocate(page, tier)
+        if self._clear(page, tier, spare):
+            return residency.allocate(page, tier)
+        # Room enough, but not in one piece: only where nothing else moves may it be the page itself that lies between.
+        alone = spare is not None and not residency.moves
+        return alone and self._clear(page, tier, spare=None) and residency.allocate(page, tier)
 
     def prepare(self, page: Page, tier: Tier) -> bool:
         """Have what must be written down before `page` can come to `tier` written, but reserve nothing yet.
@@ -56,10 +60,18 @@ class Room:
         residency, census = self._residency, self._residency.census
         room = residency.chain.capacity(tier) - residency.chain.arenas[tier].reserved
         going: list[Page] = []
+        chosen: list[Page] | None = None
+        look_at = 0  # where room is not in one piece, the question is asked again when there are twice as many to go
         with closing(census.victims(tier)) as victims:
             for _, victim in victims:
                 if room + census.leaving[tier] >= page.room:
-                    break
+                    if census.leaving[tier]:
+                        break
+                    if len(going) >= look_at:
+                        look_at = 2 * len(going) + 1
+                        chosen = self._clearing(page, tier, going)
+                        if chosen is not None:
+                            break
                 if victim is spare or victim.leases.get(tier):
                     continue
                 if victim.is_dirty_on(tier):
@@ -67,11 +79,20 @@ class Room:
                 else:
                     going.append(victim)
                     room += victim.frames[tier].nbytes
-        if room < page.room or any(victim.is_dirty_on(tier) or victim.move is not None for victim in going):
+        if chosen is None and room >= page.room:
+            chosen = self._clearing(page, tier, going)
+        if chosen is None or any(victim.is_dirty_on(tier) or victim.move is not None for victim in chosen):
             return False  # or: what was sent down has driven out the copy below one of these, or sends it down itself
-        for victim in going if drop else ():
+        for victim in chosen if drop else ():
             residency.drop(victim, tier)
         return True
+
+    def _clearing(self, page: Page, tier: Tier, going: list[Page]) -> list[Page] | None:
+        """Which of the copies that may go have to, for `page` to fit in one piece; None: even all of them do not do."""
+        owners = {id(victim.frames[tier]): victim for victim in going}
+        frames = [victim.frames[tier] for victim in going]
+        chosen = self._residency.chain.arenas[tier].clearing(page.nbytes, frames)
+        return None if chosen is None else [owners[id(frame)] for frame in chosen]
 
     def make_ahead(self, page: Page, tier: Tier, use: int) -> bool:
         """Reserve a frame for a page needed at position `use`, dropping only copies that are needed later."""
@@ -79,16 +100,23 @@ class Room:
         if residency.allocate(page, tier):
             return True
         missing = page.room - (residency.chain.capacity(tier) - residency.chain.arenas[tier].reserved)
-        farther = []
+        farther: list[Page] = []
+        chosen: list[Page] | None = None
+        look_at = 0
         with closing(residency.census.droppable(tier)) as candidates:
             for next_use, victim in candidates:
-                if next_use <= use or missing <= 0:
+                if missing <= 0 and len(farther) >= look_at:
+                    look_at = 2 * len(farther) + 1
+                    chosen = self._clearing(page, tier, farther)
+                if next_use <= use or chosen is not None:
                     break
                 farther.append(victim)
                 missing -= victim.frames[tier].nbytes
-        if missing > 0:
+        if chosen is None and missing <= 0:
+            chosen = self._clearing(page, tier, farther)
+        if chosen is None:
             return False
-        for victim in farther:
+        for victim in chosen:
             residency.drop(victim, tier)
         return residency.allocate(page, tier)
 

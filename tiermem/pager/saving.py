@@ -58,14 +58,19 @@ class Saving:
             for page in unsaved:  # all at once: the drive's queue is the place to wait in
                 self._service.save(page)
             for page in unsaved:
-                while page.valid and Tier.SWAP not in page.valid and page.error is None:
+                # Again before each wait: what kept it (a copy to the device, a writer) may have ended meanwhile.
+                while self._is_unsaved(page):
                     await self._next_event()
-                    self._service.save(page)
         return then()
 
     def protection(self, copies: Copies) -> Protection:
         """An open protection of no page yet; see there. Any thread."""
         return Protection(self._residency, self._service, copies, self._post, self._next_event)
+
+    def _is_unsaved(self, page: Page) -> bool:
+        """Start writing the page down if that can be done now; whether that is still to be waited for."""
+        self._service.save(page)
+        return bool(page.valid) and Tier.SWAP not in page.valid and page.error is None
 
     def _unsaved(self, kinds: frozenset[Kind]) -> list[Page]:
         found = [page for page in self._residency.pages.values() if page.key.kind in kinds and page.valid]

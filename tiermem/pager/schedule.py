@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.pager.page import Kind, Lane, PageKey
@@ -167,14 +167,14 @@ class Forecast:
             self._regular = False
         order.cursor, order.leap = position + 1, None
 
-    def next_use(self, key: PageKey, last_use: int) -> int:
-        """Absolute position of the next access to `key` by any lane; without one, LRU order by `last_use`."""
+    def next_use(self, key: PageKey, last_use: int, lanes: Collection[Lane] = tuple(Lane)) -> int:
+        """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`."""
         if self._schedule is None:
             return _UNKNOWN - last_use
-        if any(key in group for group in self._agenda or ()):
+        if Lane.UPDATE in lanes and any(key in group for group in self._agenda or ()):
             return self._lanes[Lane.COMPUTE].cursor
         period = self._schedule.period
-        uses = [use for lane in Lane if (use := self._lanes[lane].next_at(key, period, self._start(lane))) is not None]
+        uses = [use for lane in lanes if (use := self._lanes[lane].next_at(key, period, self._start(lane))) is not None]
         return min(uses) if uses else _UNKNOWN - last_use
 
     def upcoming(self, limit: int) -> Iterator[tuple[int, Lane, PageKey]]:

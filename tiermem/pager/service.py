@@ -14,6 +14,7 @@ from typing import Protocol
 
 from swap.requests import Priority
 from tiermem.errors import CapacityError, InvariantError
+from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Ahead, Appetite
 from tiermem.pager.page import Intent, Lane, Page
@@ -75,10 +76,10 @@ class Service:
         self.waiting.append(request)
         self._in_order()
 
-    def release(self, pages: Sequence[Page], tier: Tier) -> None:
-        """Leases given back."""
+    def release(self, pages: Sequence[Page], tier: Tier, fence: Fence | None = None) -> None:
+        """Leases given back; what their holder asked of a device is done with `fence`."""
         for page in pages:
-            self._residency.unhold(page, tier)
+            self._residency.unhold(page, tier, fence)
         self._in_order()
 
     def pump(self) -> None:
@@ -88,7 +89,7 @@ class Service:
             self._serve(request, claimed)
         if self._flushing:
             self._ahead.write_back_all()
-        self._ahead.write_back()
+        self._ahead.write_back(claimed)
         if not claimed:  # room that a demand lacks, here or on the way there, is not taken for a guess
             self._ahead.read()
 

@@ -43,6 +43,7 @@ class UnitSize:
         wide_itemsize: how many bytes more.
         nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
             those whose parameters it borrows, each `rounded`.
+        nested_count: how many these are at most.
         ranks: how many ranks share the unit; `param_nbytes` and `trainable_numel` are those of one part.
         gathered_nbytes: bytes of the transient page in which the unit is while it is computed; 0: its own page.
     """
@@ -53,6 +54,7 @@ class UnitSize:
     grad_itemsize: int
     state_itemsize: int
     nested_nbytes: int = 0
+    nested_count: int = 0
     ranks: int = 1
     gathered_nbytes: int = 0
     wide_numel: int = 0
@@ -111,11 +113,17 @@ def planned_tile(budget: int) -> int:
 
 def least_budget(units: Sequence[UnitSize]) -> int:
     """The smallest budget that works, in bytes."""
-    return _least(units)
+    return _least(units, gaps=False)
 
 
 def plan_footprint(
-    units: Sequence[UnitSize], budget: int, tile_nbytes: int, look_ahead: int | None = None, *, tile: int | None = None
+    units: Sequence[UnitSize],
+    budget: int,
+    tile_nbytes: int,
+    look_ahead: int | None = None,
+    *,
+    tile: int | None = None,
+    gaps: bool = False,
 ) -> Footprint:
     """Share `budget` bytes out.
 
@@ -125,11 +133,12 @@ def plan_footprint(
         tile_nbytes: bytes of optimizer state a tile should have; smaller ones are taken where the budget asks for it.
         look_ahead: bytes to fetch ahead at most; None: whatever the leases leave.
         tile: elements of a tile, where they are given: those of a run that is resumed.
+        gaps: whether the memory is one piece, so that a tile must find its place between what the update holds.
 
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
     """
-    least = _least(units)
+    least = _least(units, gaps=gaps)
     if budget < least:
         largest = max(units, key=lambda unit: unit.computed_nbytes)
         nbytes = largest.gathered_nbytes or largest.param_nbytes
@@ -143,9 +152,9 @@ def plan_footprint(
         sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
         for tile_numel in sizes if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
-            update = _update_bytes(units, tile_numel, depth)
+            update = _update_bytes(units, tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
-            free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1))
+            free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps))
             if needed <= budget and free >= passing:
                 spare = budget - needed
                 return Footprint(
@@ -223,11 +232,18 @@ def _gradient_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: b
     return max(map(of, units), default=0)
 
 
-def _update_bytes(units: Sequence[UnitSize], tile_numel: int, depth: int) -> int:
+def _update_bytes(units: Sequence[UnitSize], tile_numel: int, depth: int, *, gaps: bool) -> int:
+    """The update's leases: a unit and `depth` tiles.
+
+    With gaps it gets on if a state tile finds one of the three places beside parameters and gradient tile; that it had
+    more tiles in hand, or that a unit passes through, is then a matter of waiting.
+    """
+
     def of(unit: UnitSize) -> int:
         if not unit.trainable_numel:
             return 0
-        return rounded(unit.param_nbytes) + depth * (_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel))
+        state, grad = _state_tile(unit, tile_numel), _grad_tile(unit, tile_numel)
+        return rounded(unit.param_nbytes) + max(depth * (state + grad), (grad + 3 * state) if gaps else 0)
 
     return max(map(of, units), default=0)
 
@@ -254,6 +270,6 @@ def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
     return max((_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
 
 
-def _least(units: Sequence[UnitSize]) -> int:
+def _least(units: Sequence[UnitSize], *, gaps: bool) -> int:
     compute = _compute_bytes(units, SMALLEST_TILE, hold_tiles=False, beside=False)
-    return max(compute, _update_bytes(units, SMALLEST_TILE, 1) + _nested(units))
+    return max(compute, _update_bytes(units, SMALLEST_TILE, 1, gaps=gaps) + _nested(units))

@@ -7,11 +7,12 @@ cannot be of different minds. Guarantees that every move ends, after the time it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiermem.errors import CapacityError
+from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain, Done
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
@@ -56,9 +57,12 @@ class _Frame:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
+    def fence(self, fence: Fence | None) -> None:
+        """Nothing runs behind the simulation's back: what it computes has ended when the lease is given back."""
+
 
 class SimulatedArena:
-    """Counts bytes; without fragmentation, as the real one."""
+    """Counts bytes; without fragmentation, which host memory alone does not have either, but a device does."""
 
     def __init__(self, tier: Tier, capacity: int) -> None:
         self.tier = tier
@@ -78,6 +82,16 @@ class SimulatedArena:
     def free(self, frame: Any) -> None:
         """Give a frame back."""
         self.reserved -= frame.nbytes
+
+    def clearing(self, nbytes: int, candidates: Sequence[Any]) -> list[Any] | None:
+        """See `memory.arena.Arena`: the first ones, as many as there are bytes missing."""
+        missing, going = rounded(nbytes) - (self.capacity - self.reserved), []
+        for frame in candidates:
+            if missing <= 0:
+                break
+            going.append(frame)
+            missing -= frame.nbytes
+        return going if missing <= 0 else None
 
 
 class _Edge:

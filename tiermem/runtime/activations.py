@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tiermem.errors import BudgetError
+from tiermem.errors import BudgetError, ConfigError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.sizes import parse_bytes
+from tiermem.memory.tiers import Tier
 from tiermem.planner.footprint import PASSING
 from tiermem.runtime.house import House
 from tiermem.zero3.activations import ActivationHooks, ActivationStore
@@ -22,16 +23,24 @@ _PIECES = 2
 
 
 def make_store(house: House) -> ActivationStore:
-    """Where the model's activations are kept. Raises BudgetError if the budget leaves no room to pass them through."""
-    footprint = house.footprint
+    """Where the model's activations are kept.
+
+    Raises BudgetError if the budget leaves no room to pass them through, ConfigError beside a device.
+    """
+    footprint, storage = house.footprint, house.storage
+    if storage.device is not None:
+        raise ConfigError(
+            f"offload_activations with device={house.config.device!r}: activations are offloaded from host memory only "
+            "so far; use device='cpu', or gradient checkpointing"
+        )
     if footprint.passing < PASSING:
         raise BudgetError(
-            f"host_memory is {house.storage.arena.capacity} bytes, of which parameters, gradients and updates leave "
-            f"{footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory to "
-            f"{footprint.least + PASSING} bytes or more"
+            f"host_memory is {storage.arenas[Tier.HOST].capacity} bytes, of which parameters, gradients and updates "
+            f"leave {footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory "
+            f"to {footprint.least + PASSING} bytes or more"
         )
     piece = min(footprint.passing // _PIECES, house.config.block_nbytes) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-    return ActivationStore(house.storage.pager, house.scheduler.order.touch, piece_nbytes=piece)
+    return ActivationStore(storage.pager, house.scheduler.order.touch, piece_nbytes=piece)
 
 
 @contextmanager

@@ -14,19 +14,20 @@ import torch
 from torch import nn
 
 from tiermem.config import Config, resolve_host_memory
-from tiermem.errors import BudgetError, ConfigError, ResumeError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, planned_tile, rounded
+from tiermem.planner.device import DeviceFootprint
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, rounded
 from tiermem.planner.steps import plan_step
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, find_company
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state
 from tiermem.runtime.record import check_layout, layout_record
+from tiermem.runtime.shares import share_out
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import plan_layouts
 from tiermem.zero3.order import Access
@@ -46,6 +47,7 @@ class Blueprint:
     shards: tuple[Shard, ...]
     sizes: tuple[UnitSize, ...]
     stage: int = 3
+    device: DeviceFootprint | None = None
 
     def swap_nbytes(self, copies: int) -> int:
         """Bytes that all pages take on disk, those that training changes in `copies` copies.
@@ -97,7 +99,6 @@ def draw(
         ConfigError: the model or a setting cannot be served.
         BudgetError: the host budget is too small; names the largest unit and the least that works.
     """
-    _check(config)
     divided = find_units(model, units)
     company = company or find_company(config)
     ranks, whole = company.size, config.stage < 3 and company.size > 1
@@ -107,30 +108,13 @@ def draw(
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype, quantized)
     beginning = beginning or Beginning()
-    tile_nbytes, tile = (
-        config.tile_nbytes or planned_tile(host_nbytes),
-        beginning.tile_numel,
-    )
-    footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes)
-    if tile is not None and tile != footprint.tile_numel:
-        try:
-            footprint = plan_footprint(sizes, host_nbytes, tile_nbytes, config.look_ahead_nbytes, tile=tile)
-        except BudgetError as error:
-            raise ResumeError(
-                f"the run was committed with tiles of {tile} elements, which do not fit into "
-                f"host_memory={host_nbytes}: resume with a larger budget ({error})"
-            ) from error
+    footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel)
     layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel, ranks=ranks)
     if beginning.record is not None:
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     shards = shards_of(layouts, company.rank, whole=whole)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
-    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage)
-
-
-def _check(config: Config) -> None:
-    if config.device.startswith("cuda"):
-        raise ConfigError(f"device={config.device!r}: this version computes on the CPU; use device='cpu'")
+    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device)
 
 
 def _sizes(
@@ -145,7 +129,8 @@ def _sizes(
             trainable_numel=shard.layout.part_numel,
             grad_itemsize=dtype.itemsize,
             state_itemsize=state.itemsize,
-            nested_nbytes=nested[shard.unit],
+            nested_nbytes=nested[shard.unit][0],
+            nested_count=nested[shard.unit][1],
             ranks=shard.layout.ranks,
             gathered_nbytes=shard.gathered_nbytes,
             wide_numel=state.wide_numel,
@@ -155,16 +140,16 @@ def _sizes(
     ]
 
 
-def _nested(divided: ModelUnits, layouts: Sequence[UnitLayout]) -> dict[int, int]:
-    """For each unit the most bytes of other units that a module call needing it holds at the same time."""
+def _nested(divided: ModelUnits, layouts: Sequence[UnitLayout]) -> dict[int, tuple[int, int]]:
+    """For each unit the most bytes, and the largest number, of others that a module call needing it holds meanwhile."""
     named = {id(module): name for name, module in divided.model.named_modules()}
     points = {named[id(point.module)]: point.units for point in divided.points}
-    most = {layout.unit: 0 for layout in layouts}
+    most = {layout.unit: (0, 0) for layout in layouts}
     for name, units in points.items():
         parts = name.split(".") if name else []
         around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
         held = {unit for outer in around for unit in points.get(outer, ())} | set(units)
         for unit in units:
             beside = sum(rounded(layouts[other].nbytes) for other in held if other != unit)
-            most[unit] = max(most[unit], beside)
+            most[unit] = max(most[unit][0], beside), max(most[unit][1], len(held) - 1)
     return most

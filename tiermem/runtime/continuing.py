@@ -21,6 +21,7 @@ from tiermem.pager.page import PageKey
 from tiermem.runtime import randomness
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
+from tiermem.runtime.devices import move_buffers
 from tiermem.runtime.ledger import Steps
 from tiermem.runtime.record import step_counts
 from tiermem.runtime.storage import Storage
@@ -46,16 +47,21 @@ def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layout
 def fill_pages(
     blueprint: Blueprint, storage: Storage, states: StateStore, materializer: Materializer
 ) -> list[nn.Parameter]:
-    """Turn the model into pages: those of a commit as they are, or new ones; returns its parameters by number."""
+    """Turn the model into pages: those of a commit as they are, or new ones; returns its parameters by number.
+
+    Buffers go to where the computation will be.
+    """
     divided, layouts = blueprint.divided, blueprint.layouts
     if storage.recovered is not None:
         add_committed(storage, blueprint.pages(), layouts)
-        return materializer.adopt(divided, layouts)
-    for key, nbytes in blueprint.state_pages():
-        storage.pager.add_page(key, nbytes)
-    parameters = materializer.run(divided, layouts)
-    if isinstance(materializer.weights, SnapshotSource):
-        materializer.weights.fill_moments(states, holdings_of(blueprint.shards))
+        parameters = materializer.adopt(divided, layouts)
+    else:
+        for key, nbytes in blueprint.state_pages():
+            storage.pager.add_page(key, nbytes)
+        parameters = materializer.run(divided, layouts)
+        if isinstance(materializer.weights, SnapshotSource):
+            materializer.weights.fill_moments(states, holdings_of(blueprint.shards))
+    move_buffers(divided.model, storage.torch_device)
     return parameters
 
 

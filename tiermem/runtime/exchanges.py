@@ -32,8 +32,9 @@ def open_exchanges(
     """Where units come from and gradients go to: one's own pages, or the other ranks."""
     shards, footprint, pager = blueprint.shards, blueprint.footprint, storage.pager
     if company.size == 1:
-        gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=footprint.hold_tiles)
-        return LocalUnits(pager, blueprint.layouts), gradients
+        hold_tiles = (blueprint.device or footprint).hold_tiles
+        gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=hold_tiles)
+        return LocalUnits(pager, blueprint.layouts, before=gradients.release), gradients
 
     for shard in shards:
         for key, nbytes in shard.transit_pages():

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from tiermem.config import Config
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.memory.devices import Device
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.service import UpdateQueue
@@ -27,11 +29,12 @@ from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.commits import Commits
 from tiermem.runtime.company import Company, leave_directories
 from tiermem.runtime.continuing import fill_pages, take_over
+from tiermem.runtime.devices import open_device
 from tiermem.runtime.exchanges import open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.snapshots import Snapshots
-from tiermem.runtime.storage import Storage, close_all, open_storage
+from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
 from tiermem.runtime.undo import choose_schedule, make_speculation, wanted_copies
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
@@ -130,17 +133,17 @@ def build(
     *,
     init: Initializer | None = None,
     weights: WeightSource | None = None,
+    device: Device | None = None,
 ) -> House:
-    """Open storage, turn the model into pages and hook it. Raises what those raise, and leaves nothing behind then."""
+    """Open storage, turn the model into pages and hook it. Raises what those raise, and leaves nothing behind then.
+
+    `device`: instead of the one `config` names; the house closes it.
+    """
+    swap_nbytes = blueprint.swap_nbytes(wanted_copies(config, _update(config, company)))
+    budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device)
     storage = company.together(
         "open its swap files",
-        lambda: open_storage(
-            config,
-            beginning,
-            swap_nbytes=blueprint.swap_nbytes(wanted_copies(config, _update(config, company))),
-            host_nbytes=blueprint.host_nbytes,
-            footprint=blueprint.footprint,
-        ),
+        lambda: open_storage(config, beginning, budgets, device=device or open_device(config)),
         undo=lambda opened: opened.close(remove=opened.recovered is None),
     )
     try:
@@ -162,9 +165,8 @@ def _furnish(
     pager, footprint, layouts = storage.pager, blueprint.footprint, blueprint.layouts
     states, placeholders = StateStore(pager, blueprint.states), Placeholders()
     broadcast, store, shards = company.computing.broadcast, states.store_master, blueprint.shards
-    materializer = Materializer(
-        pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights, shards=shards, broadcast=broadcast
-    )
+    make = partial(Materializer, device=storage.torch_device, shards=shards, broadcast=broadcast)
+    materializer = make(pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights)
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     names = [layout.name for layout in layouts]

@@ -1,4 +1,4 @@
-"""The lower floors of one run: swap space, host arena, pager.
+"""The lower floors of one run: swap space, arenas, device, pager.
 
 Owns their construction from a Config and their closing in reverse. Does not know modules or optimizers. Guarantees
 that what was opened is closed again if a later part fails, and that closing goes on after an error and then raises it.
@@ -6,21 +6,25 @@ that what was opened is closed again if a later part fails, and that closing goe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+
+import torch
 
 from swap import CommitStore, EngineSettings, Recovered, SwapError, SwapSpace, recover
 from swap.extents import Extent
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError
-from tiermem.memory.arena import HostArena
+from tiermem.memory.arena import Arena, HostArena
+from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
-from tiermem.pager.edges import host_chain
+from tiermem.pager.edges import Chain, device_chain, host_chain
 from tiermem.pager.extents import Extents, from_rows, page_key
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.service import Appetite
+from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
 from tiermem.stats import Counters, TierStatistics
@@ -32,6 +36,23 @@ _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 
 @dataclass(frozen=True)
+class Budgets:
+    """Bytes of each tier, and how those of memory are shared out. `device`: None where there is no DEVICE tier."""
+
+    swap_nbytes: int
+    host_nbytes: int
+    host: Footprint
+    device: DeviceFootprint | None = None
+
+    def appetites(self) -> dict[Tier, Appetite]:
+        """How far the pager looks ahead on each tier."""
+        shares: dict[Tier, Footprint | DeviceFootprint] = {Tier.HOST: self.host}
+        if self.device is not None:
+            shares[Tier.DEVICE] = self.device
+        return {tier: Appetite(look_ahead=share.look_ahead, reserve=share.reserve) for tier, share in shares.items()}
+
+
+@dataclass(frozen=True)
 class Storage:
     """Where bytes live, and who moves them. `recovered`: the commit this run continues, None if it began anew."""
 
@@ -39,7 +60,8 @@ class Storage:
     extents: Extents
     store: CommitStore
     recovered: Recovered | None
-    arena: HostArena
+    arenas: Mapping[Tier, Arena]
+    device: Device | None
     pager: Pager
     counters: Counters
     timeline: Timeline
@@ -54,14 +76,24 @@ class Storage:
                 swap.allocated + scratch.allocated,
                 swap.high_water + scratch.high_water,
             ),
-            TierStatistics(Tier.HOST.name, self.arena.capacity, self.arena.reserved, self.arena.high_water),
+            *(
+                TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
+                for tier, arena in sorted(self.arenas.items())
+            ),
         )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where torch computes."""
+        return self.device.torch_device if self.device is not None else torch.device("cpu")
 
     def close(self, *, remove: bool) -> None:
         """Close everything, the pager first; with `remove` commits and swap files go. Raises the first error."""
         forget = [self.store.discard] if remove else []  # before the files: a commit must never outlive its bytes
+        device = [self.device.close] if self.device is not None else []
+        arenas = [arena.close for arena in self.arenas.values()]
         scratch, space = self.extents.scratch, self.space
-        close_all([self.pager.close, self.arena.close, *forget, scratch.close, lambda: space.close(remove=remove)])
+        close_all([self.pager.close, *device, *arenas, *forget, scratch.close, lambda: space.close(remove=remove)])
 
 
 def close_all(actions: list[Callable[[], None]]) -> None:
@@ -72,19 +104,34 @@ def close_all(actions: list[Callable[[], None]]) -> None:
 
 
 def open_storage(
-    config: Config, beginning: Beginning, *, swap_nbytes: int, host_nbytes: int, footprint: Footprint
+    config: Config,
+    beginning: Beginning,
+    budgets: Budgets,
+    *,
+    device: Device | None = None,
 ) -> Storage:
-    """Open the swap files (those of the commit to continue, verified, or new ones), reserve host memory, start a pager.
+    """Open the swap files (those of the commit to continue, verified, or new ones), reserve memory, start a pager.
+
+    `device`: where the DEVICE tier is; it is closed with the storage, also if opening fails.
 
     Raises:
         ConfigError: direct I/O was insisted on and is refused.
         ResumeError: the commit does not fit its files.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
+    try:
+        return _open(config, beginning, budgets, device)
+    except BaseException:
+        if device is not None:
+            device.close()
+        raise
+
+
+def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None) -> Storage:
     timeline = Timeline(capacity=_TIMELINE_EVENTS)
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
-    space = _open_space(config, beginning, store, swap_nbytes)
+    space = _open_space(config, beginning, store, budgets.swap_nbytes)
     resumed = beginning.manifest is not None
     try:
         if config.direct is True and not space.direct:
@@ -97,13 +144,24 @@ def open_storage(
             compare=config.verify == "always",
             plain=_claim_plain(space, recovered) if recovered else None,
         )
-        arena = HostArena(host_nbytes, poison=config.poison)
-        appetite = {Tier.HOST: Appetite(look_ahead=footprint.look_ahead, reserve=footprint.reserve)}
-        pager = Pager(host_chain(arena, extents), appetite, counters=counters, timeline=timeline)
+        chain = _make_chain(config, budgets, device, extents)
+        pager = Pager(chain, budgets.appetites(), counters=counters, timeline=timeline)
     except BaseException:
         space.close(remove=not resumed)
         raise
-    return Storage(space, extents, store, recovered, arena, pager, counters, timeline)
+    return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline)
+
+
+def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents: Extents) -> Chain:
+    if device is None or budgets.device is None:
+        return host_chain(HostArena(budgets.host_nbytes, poison=config.poison), extents)
+    host = device.make_host_arena(budgets.host_nbytes, poison=config.poison)
+    try:
+        top = device.make_arena(budgets.device.nbytes, poison=config.poison)
+    except BaseException:
+        host.close()
+        raise
+    return device_chain(host, top, device, extents)
 
 
 def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes: int) -> SwapSpace:

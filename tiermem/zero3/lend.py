@@ -30,7 +30,7 @@ def lend(
     """Gather `units` for the body; all of them are in memory together.
 
     `needed(unit)` is called before, and waits for updates. With `written` the body may write: afterwards it is called
-    with (unit, slot, values: 1-D in memory order, the slot's dtype) for every parameter whose bytes changed.
+    with (unit, slot, values: 1-D in memory order, the slot's dtype, CPU) for every parameter whose bytes changed.
     Raises TiermemError if a unit to be written is in use, and what the pager raises.
     """
     before: dict[int, torch.Tensor] = {}
@@ -60,10 +60,13 @@ def restore(
     *,
     needed: Callable[[int], None],
 ) -> None:
-    """Give every parameter storage of its own again, unit by unit; needs the memory of the whole model; waits."""
+    """Give every parameter storage of its own again, in host memory, unit by unit; waits.
+
+    Needs the memory of the whole model.
+    """
     for layout in layouts:
         with lend(gatherer, layouts, [layout.unit], needed=needed):
-            copies = [parameters[slot.parameter].data.clone() for slot in layout.slots]
+            copies = [parameters[slot.parameter].data.to("cpu", copy=True) for slot in layout.slots]
         for slot, values in zip(layout.slots, copies, strict=True):
             parameters[slot.parameter].data = values
 
@@ -73,4 +76,4 @@ def _report(layout: UnitLayout, now: torch.Tensor, before: torch.Tensor, written
         piece = slice(slot.offset, slot.offset + slot.nbytes)
         # Bytes, not values: a NaN is equal to itself and -0.0 is not 0.0.
         if not torch.equal(now[piece], before[piece]):
-            written(layout.unit, slot, now[piece].view(slot.dtype))
+            written(layout.unit, slot, now[piece].view(slot.dtype).cpu())

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
-from tiermem.pager.page import Intent
+from tiermem.pager.page import Intent, Lane
 from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
@@ -173,7 +173,8 @@ class Materializer:
         owned: dict[int, list[Piece]] = {}
         for piece in shard.owned():
             owned.setdefault(piece.slot.parameter, []).append(piece)
-        lease = self.pager.lease([layout.key], Intent.FRESH)
+        # On the update's lane: values are made in host memory, and the computation fetches them from there.
+        lease = self.pager.lease([layout.key], Intent.FRESH, lane=Lane.UPDATE)
         try:
             base = lease.tensor(layout.key)
             base.zero_()  # the gaps are written too: let them be the same in every run

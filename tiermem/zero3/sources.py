@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from tiermem.pager.page import Intent, PageKey
+from tiermem.pager.page import Intent, Lane, PageKey
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout
@@ -46,8 +46,8 @@ class Pager(Protocol):
         """Announce a page."""
         ...
 
-    def lease(self, keys: Sequence[PageKey], intent: Intent) -> Lease:
-        """Hold pages near the computation; waits."""
+    def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
+        """Hold pages near the computation, or (update's lane) in host memory; waits."""
         ...
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
@@ -111,12 +111,17 @@ class _Leased:
 class LocalUnits:
     """One rank: the page is the unit, and the pager's own look-ahead is all there is to fetch."""
 
-    def __init__(self, pager: Pager, layouts: Sequence[UnitLayout]) -> None:
+    def __init__(
+        self, pager: Pager, layouts: Sequence[UnitLayout], *, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before()`: called before a unit is taken; lets go of whatever need not be held beside it."""
         self._pager = pager
+        self._before = before
         self._keys = tuple(layout.key for layout in layouts)
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Lease the unit's page."""
+        self._before()  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
         key = self._keys[unit]
         return _Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
 

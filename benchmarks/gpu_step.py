@@ -1,0 +1,170 @@
+"""A training step with the model's state beyond the GPU: tiermem beside PyTorch in memory and FSDP2's CPU offload.
+
+Owns the choice of the model and of budgets for the machine it finds itself on, and the tables. Does not train: each
+contender is a process of its own (see train_step.py). Guarantees to end in the time it is given: what does not fit in
+is reported as not measured. `--simulated` runs all of it on a tiny model without a GPU, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from common import RESULTS, describe_surroundings, write_result
+from train_step import PACKAGES, Contender, Plan, run_one
+from workloads import WORKLOADS
+
+THEME = "gpu_step"
+WARM_UP, STEPS = 2, 5
+PEER = "FSDP2, CPUOffloadPolicy"
+GIB = 1 << 30
+# What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
+_PARAMETER, _GRADIENT, _STATE = 2, 2, 10
+# FSDP2 holds fp32 parameters, gradients and two moments in host memory.
+_PEER_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is: bytes of host memory free, bytes of the device; zero without one."""
+
+    host: int
+    device: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure as the command line says; print the table, write the result; return the exit code."""
+    options = parse(arguments)
+    ends = time.monotonic() + options.seconds
+    machine = Machine(0, 0) if options.simulated else look()
+    if not machine.device and not options.simulated:
+        print("no CUDA device; --simulated shows whether this script runs", file=sys.stderr)
+        return 2
+    workload = "quick" if options.simulated else choose_workload(machine)
+    parameters = count_parameters(workload)
+    runs = []
+    for contender in contenders(parameters, machine):
+        if options.only not in contender.name:
+            continue
+        print(f"{workload}: {contender.name}", file=sys.stderr)
+        left = ends - time.monotonic()
+        plan = Plan((workload,), (contender,), 1, WARM_UP, STEPS, options.directory, timeout=left)
+        run = run_one(plan, workload, contender) if left > 0 else {"error": "not run: the time was up"}
+        runs.append({"contender": contender.name, "settings": contender.settings, **run})
+    body = f"Model: {parameters:,} parameters, {tokens_of(workload)} tokens a step, bf16.\n\n{table(runs, workload)}"
+    print(body)
+    report(options, body, {"workload": workload, "parameters": parameters, "runs": runs})
+    return 0 if all(run["error"] is None for run in runs) else 1
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulated", action="store_true", help="a tiny model, no GPU, no result file")
+    parser.add_argument("--seconds", type=float, default=330.0, help="for everything together")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only contenders with this in their name")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
+    parser.add_argument("--json", type=Path, help="write what was measured here instead of a result file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes")
+    return parser.parse_args(arguments)
+
+
+def report(options: argparse.Namespace, body: str, raw: dict[str, Any]) -> None:
+    """Write what was measured where the command line says."""
+    if options.json is not None:
+        options.json.write_text(json.dumps({"body": body, **raw}) + "\n", encoding="utf-8")
+    elif not options.simulated:
+        surroundings = describe_surroundings(PACKAGES)
+        raw = {"surroundings": surroundings.to_markdown(), "device": torch.cuda.get_device_name(), **raw}
+        body = f"- GPU: {raw['device']}, CUDA {torch.version.cuda}\n\n{body}"
+        print(f"written: {write_result(THEME, surroundings, body, raw, options.results)}")
+
+
+def look() -> Machine:
+    """Return what this machine has."""
+    device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return Machine(psutil.virtual_memory().available, device)
+
+
+def choose_workload(machine: Machine) -> str:
+    """Return the largest model whose states the peer can hold in host memory, so that both can be compared."""
+    fitting = [name for name in ("gpu-large", "gpu") if count_parameters(name) * _PEER_BYTES * 1.4 < machine.host]
+    return fitting[0] if fitting else "io-bound"
+
+
+def count_parameters(workload: str) -> int:
+    """Return the number of parameters; builds the model without memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in WORKLOADS[workload].model().parameters())
+
+
+def tokens_of(workload: str) -> int:
+    """Return the tokens of a step."""
+    return WORKLOADS[workload].rows * WORKLOADS[workload].length
+
+
+def contenders(parameters: int, machine: Machine) -> list[Contender]:
+    """Return who takes part, and with which budgets.
+
+    The device budget is an eighth of the state at most, so that paging is what is measured, however large the GPU.
+    """
+    state = parameters * (_PARAMETER + _GRADIENT + _STATE)
+    place: dict[str, Any] = {"device": "cuda"}
+    paged: dict[str, Any] = {"device": "cuda", "commits": False}
+    if not machine.device:
+        place, paged = {"device": "cpu"}, {"device": "simulated:bandwidth=2GB/s,latency=20us", "commits": False}
+    floor = 2 * GIB if machine.device else 4 << 20
+    paged["device_memory"] = max(floor, state // 8)
+    budgets = {
+        "states on host": state * 5 // 4 + floor,
+        "moments on swap": parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor,
+        "everything on swap": floor,
+    }
+    return [
+        Contender("PyTorch, all on the device", "plain_contender.py", sys.executable, place),
+        Contender(PEER, "fsdp_contender.py", sys.executable, place),
+        *(
+            Contender(f"tiermem, {name}", "tiermem_contender.py", sys.executable, {**paged, "host_memory": nbytes})
+            for name, nbytes in budgets.items()
+        ),
+    ]
+
+
+def table(runs: Sequence[dict[str, Any]], workload: str) -> str:
+    """Return the runs as a Markdown table of medians. TFLOP/s counts six operations a parameter and token."""
+    peer = next((statistics.median(run["seconds"]) for run in runs if run["contender"] == PEER and not run["error"]), 0)
+    lines = [
+        "| contender | s/step | tokens/s | TFLOP/s | times FSDP2 | stall | GB/s per edge | peak device | peak host |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        if run["error"] is not None:
+            lines.append(f"| {run['contender']} | {run['error']} | | | | | | | |")
+            continue
+        seconds, details = statistics.median(run["seconds"]), run["details"]
+        speed = tokens_of(workload) / seconds
+        stall = details.get("stall_seconds", [])[-STEPS:]
+        edges = ", ".join(
+            f"{name} {statistics.median(nbytes[-STEPS:]) / seconds / 1e9:.2f}"
+            for name, nbytes in details.get("edges", {}).items()
+        )
+        lines.append(
+            f"| {run['contender']} | {seconds:.3f} ({min(run['seconds']):.3f} to {max(run['seconds']):.3f}) "
+            f"| {speed:.0f} | {6 * run['parameters'] * speed / 1e12:.2f} | {peer / seconds if peer else 0:.2f} "
+            f"| {f'{statistics.median(stall):.3f} s' if stall else ''} | {edges} "
+            f"| {details.get('peak_device_bytes', 0) / 1e9:.2f} GB | {run['peak_rss_bytes'] / 1e9:.2f} GB |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The same few steps on a model that is resident on the device and on one that is offloaded.
+
+Both update on the processor with torch's fused AdamW, so that every bit can be compared: forward and backward are the
+device's in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from doubles_models import Stack
+from torch import nn
+
+import tiermem
+
+MIB = 1 << 20
+STEPS = 5
+
+
+def torch_place(place: str) -> torch.device:
+    return torch.device("cuda" if place == "cuda" else "cpu")
+
+
+def tokens(step: int, device: torch.device, *, vocabulary: int = 40) -> torch.Tensor:
+    return torch.randint(vocabulary, (2, 6), generator=torch.Generator().manual_seed(step)).to(device)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model and its loss on a batch of tokens."""
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def _logits_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Pictures(nn.Module):
+    """Convolutions, one of them channels last, and a normalisation with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 3, 1))
+            for _ in range(2)
+        )
+        self.blocks[1].to(memory_format=torch.channels_last)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(batch.sum(dim=1).float()[:, None, None, None] + torch.ones(3, 8, 8, device=batch.device))
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Attending(nn.Module):
+    """Attention through torch's fused kernels, as model code of our day calls them."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, width)
+        self.heads = heads
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width)}) for _ in range(3)
+        )
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch)
+        for layer in self.layers:
+            parts = layer["qkv"](x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+            x = x + layer["out"](mixed.transpose(1, 2).reshape(x.shape))
+        return x
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=40,
+            use_cache=False,
+        )
+    )
+
+
+TRIALS = {
+    "tied embedding": Trial(Stack, _logits_loss),
+    "reentrant checkpoint": Trial(lambda: Stack(mode="reentrant"), _logits_loss),
+    "checkpoint in the layer": Trial(lambda: Stack(mode="inner"), _logits_loss),
+    "convolutions": Trial(Pictures, _logits_loss),
+    "fused attention": Trial(Attending, _logits_loss),
+    "llama": Trial(llama, lambda model, batch: model(input_ids=batch, labels=batch).loss),
+}
+
+
+def resident(trial: Trial, place: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and final weights of the model on the device, with masters on the processor."""
+    device = torch_place(place)
+    torch.manual_seed(1)
+    model = trial.make()
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    model.to(device)
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
+    losses = []
+    for step in range(STEPS):
+        loss = trial.loss(model, tokens(step, device))
+        loss.backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.cpu()
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        losses.append(loss.detach().cpu())
+    return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def paged(
+    trial: Trial, place: str, directory: Path, *, update: str, host: int, device: int
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], tiermem.Statistics]:
+    """The same with tiermem, released memory overwritten by NaN."""
+    torch.manual_seed(1)
+    model = trial.make()
+    config = tiermem.Config(
+        device=place,
+        device_memory=device,
+        host_memory=host,
+        swap_dirs=[directory],
+        param_dtype="float32",
+        update=update,  # type: ignore[arg-type]
+        poison=True,
+        stall_timeout=60.0,
+    )
+    losses = []
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            loss = trial.loss(model, tokens(step, torch_place(place)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        weights = {name: runtime.parameter(parameter).cpu() for name, parameter in model.named_parameters()}
+        statistics = runtime.statistics()
+    return losses, weights, statistics

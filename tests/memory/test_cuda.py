@@ -1,0 +1,175 @@
+"""What the CUDA device asks of CUDA, and in which order, with CUDA played by a list. Real ones: tests/cuda."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tiermem.memory.arena import FRAME_ALIGNMENT, Frame
+from tiermem.memory.cuda import CudaDevice, CudaFence, CudaRegistry, CudaSlab
+from tiermem.memory.slab import SlabArena
+from tiermem.memory.tiers import Tier
+
+SECONDS = 20.0
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.log.append(f"{self.name} waits for {event.name}")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.name, self.over = cuda, "?", threading.Event()
+
+    def record(self, stream: FakeStream) -> None:
+        self.cuda.events.append(self)
+        self.name = f"event {len(self.cuda.events)}"
+        self.cuda.log.append(f"{self.name} behind {stream.name}")
+
+    def query(self) -> bool:
+        return self.over.is_set()
+
+
+class FakeCuda:
+    """Streams and events that only note what they are told; nothing here waits for the whole device."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.events: list[FakeEvent] = []
+        self.streams = 0
+        self.local = threading.local()
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+        self.streams += 1
+        return FakeStream(self, f"stream {self.streams}")
+
+    def Event(self) -> FakeEvent:  # noqa: N802
+        return FakeEvent(self)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return getattr(self.local, "stream", None) or FakeStream(self, "compute")
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.local.stream = getattr(self.local, "stream", None), stream
+        yield
+        self.local.stream = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    return fake
+
+
+def frame() -> Frame:
+    return Frame(0, 10, torch.zeros(FRAME_ALIGNMENT, dtype=torch.uint8))
+
+
+def test_a_copy_waits_for_both_frames_and_ends_with_its_own_event(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    source, target = frame(), frame()
+    source.tensor[:10] = 7
+    source.fence(CudaFence(device.torch_device))
+    target.fence(CudaFence(device.torch_device))
+    ended: list[BaseException | None] = []
+    arrived = threading.Event()
+
+    def done(error: BaseException | None) -> None:
+        ended.append(error)
+        arrived.set()
+
+    device.start_copy(source, target, 10, up=True, urgent=True, done=done)
+    while len(cuda.events) < 3:
+        assert threading.Event().wait(0.001) is False
+    assert not ended, "issued, but its event has not passed"
+    cuda.events[2].over.set()
+    assert arrived.wait(SECONDS)
+    assert ended == [None]
+    assert cuda.log == [
+        "event 1 behind compute",
+        "event 2 behind compute",
+        "stream 2 waits for event 1",
+        "stream 2 waits for event 2",
+        "event 3 behind stream 2",
+    ]
+    assert target.tensor[:10].tolist() == [7] * 10
+    device.close()
+
+
+def test_the_error_of_an_event_is_the_copys(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(event: FakeEvent) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakeEvent, "query", failing)
+    device = CudaDevice(torch.device("cuda", 0))
+    ended: list[Any] = []
+    device.start_copy(frame(), frame(), 10, up=False, urgent=False, done=ended.append)
+    device.close()
+    assert len(ended) == 1
+    assert "illegal memory access" in str(ended[0])
+
+
+def test_a_freed_frame_is_poisoned_behind_its_fences_and_its_heir_waits_for_that(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    arena = SlabArena(CudaSlab(4 * FRAME_ALIGNMENT, torch.device("cuda", 0)), Tier.DEVICE, poison=True)
+    monkeypatch.setattr(torch, "empty", empty)
+    held = arena.allocate(4 * FRAME_ALIGNMENT)
+    assert held is not None
+    del cuda.log[:], cuda.events[:]
+    held.fences = ()
+    held.fence(arena.fence())
+    arena.free(held)
+    heir = arena.allocate(FRAME_ALIGNMENT)
+    assert heir is not None
+    assert cuda.log == [
+        "event 1 behind compute",
+        "stream 1 waits for event 1",
+        "event 2 behind stream 1",  # poisoned when it was freed
+        "stream 1 waits for event 2",
+        "event 3 behind stream 1",  # and when it was handed out
+    ]
+    assert len(heir.fences) == 1
+    for fence in heir.fences:
+        fence.hold()
+    assert cuda.log[-1] == "compute waits for event 3"
+    assert heir.tensor.unique().tolist() == [0xFF]
+    arena.close()
+
+
+def test_a_refused_lock_is_not_left_for_the_next_kernel_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+
+    def zeros(*shape: int, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # what the refusal has left behind
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            return 2 if address else 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    registry = CudaRegistry(torch.device("cuda", 0))
+    assert registry.cudaHostRegister(0, 1, 1) == 0
+    assert registry.cudaHostUnregister(0) == 0
+    assert launched == []
+    assert registry.cudaHostRegister(4096, 1, 1) == 2
+    assert launched == [torch.device("cuda", 0)]

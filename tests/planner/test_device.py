@@ -1,0 +1,129 @@
+"""Sharing a device budget out: what the computation holds fits, wherever on the device it happens to lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.errors import BudgetError
+from tiermem.memory.arena import Frame
+from tiermem.memory.slab import SlabArena, TensorSlab
+from tiermem.memory.tiers import Tier
+from tiermem.planner.device import device_least, device_most, plan_tiers
+from tiermem.planner.footprint import SMALLEST_TILE, UnitSize, rounded
+
+MIB = 1 << 20
+PLENTY = 4 << 30
+PAGE = rounded(1)
+
+
+def unit(numel: int, nested: int = 0, count: int = 0, frozen: int = 0) -> UnitSize:
+    return UnitSize("unit", (numel + frozen) * 4, numel, 4, 8, rounded(nested), count)
+
+
+UNITS = st.lists(
+    st.builds(
+        unit, st.integers(1, 5_000_000), st.integers(0, 4 * MIB), st.integers(0, 3), st.sampled_from([0, 1, 900_000])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(units=UNITS)
+@settings(max_examples=200, deadline=None)
+def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize]) -> None:
+    least = device_least(units)
+    footprint, device = plan_tiers(units, PLENTY, least, 16 * MIB)
+    assert (device.least, device.nbytes) == (least, least)
+    assert footprint.tile_numel >= SMALLEST_TILE
+    assert 0 <= device.reserve <= least
+    with pytest.raises(BudgetError, match=f"set device_memory to {least} bytes"):
+        plan_tiers(units, PLENTY, least - 1, 16 * MIB)
+
+
+@given(units=UNITS, extra=st.integers(0, 200 * MIB))
+@settings(max_examples=200, deadline=None)
+def test_what_is_held_fits_in_bytes(units: list[UnitSize], extra: int) -> None:
+    budget = device_least(units) + extra
+    footprint, device = plan_tiers(units, PLENTY, budget, 16 * MIB)
+    tiles = {each: -(-each.trainable_numel // footprint.tile_numel) if device.hold_tiles else 1 for each in units}
+    for computed in units:
+        for written in units:
+            tile = rounded(min(footprint.tile_numel, written.trainable_numel) * 4)
+            assert rounded(computed.param_nbytes) + computed.nested_nbytes + tiles[written] * tile <= budget
+
+
+@given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 12))
+@settings(max_examples=300, deadline=None)
+def test_no_place_of_what_is_held_leaves_a_unit_without_one(data: st.DataObject, around: int, own: int) -> None:
+    """The rule of gaps: frames are put anywhere, the rest is cleared, and the unit and its tiles find room."""
+    nested = [data.draw(st.integers(1, 5)) for _ in range(around)]
+    size = unit(own * PAGE // 4, sum(nested) * PAGE, around)
+    arena = SlabArena(TensorSlab(torch.empty(device_least([size]), dtype=torch.uint8)), Tier.DEVICE)
+    filler = []
+    held = []
+    for pages in nested:
+        before = data.draw(st.integers(0, max(0, (arena.capacity - arena.reserved) // PAGE - sum(nested))))
+        filler += [arena.allocate(PAGE) for _ in range(before)]
+        frame = arena.allocate(pages * PAGE)
+        if frame is None:
+            return  # the place drawn cannot come about
+        held.append(frame)
+    for frame in filler:
+        arena.free(frame)
+    assert arena.clearing(own * PAGE, []) == []
+    assert arena.allocate(own * PAGE) is not None
+    assert arena.allocate(rounded(min(SMALLEST_TILE * 4, own * PAGE))) is not None
+
+
+def test_the_computation_holds_nothing_in_host_memory() -> None:
+    """Units around the one being computed lie on the device: host memory need not have room for them."""
+    units = [unit(1000, nested=100 * MIB, count=1)]
+    footprint, _ = plan_tiers(units, 2 * MIB, device_least(units), 64 << 10)
+    assert footprint.least < MIB
+
+
+def test_tiles_are_made_smaller_for_a_small_device() -> None:
+    units = [unit(50 * MIB)]
+    small, held = plan_tiers(units, PLENTY, device_least(units) + 64 * 1024, 16 * MIB)
+    large, _ = plan_tiers(units, PLENTY, 4 * device_least(units), 16 * MIB)
+    assert small.tile_numel < large.tile_numel
+    assert not held.hold_tiles
+    with pytest.raises(BudgetError, match="raise device_memory"):
+        plan_tiers(units, PLENTY, device_least(units) + 64 * 1024, 16 * MIB, tile=large.tile_numel)
+
+
+def test_with_the_most_everything_stays() -> None:
+    units = [unit(MIB), unit(3 * MIB)]
+    assert device_most(units) >= sum(each.param_nbytes for each in units) + device_least(units)
+
+
+@given(data=st.data(), pages=st.integers(1, 9), frozen=st.integers(0, 5))
+@settings(max_examples=300, deadline=None)
+def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
+    data: st.DataObject, pages: int, frozen: int
+) -> None:
+    """The same rule in host memory that lies in one piece: parameters anywhere, then a gradient and a state tile."""
+    size = unit(pages * PAGE // 4, frozen=frozen * PAGE // 4)
+    with pytest.raises(BudgetError) as caught:
+        plan_tiers([size], 1, PLENTY, 1)
+    least = int(str(caught.value).split("at least ")[1].split()[0])
+    plan, _ = plan_tiers([size], least, PLENTY, 1)
+    assert plan.least == least
+    arena = SlabArena(TensorSlab(torch.empty(least, dtype=torch.uint8)), Tier.HOST)
+    state, grad = (
+        rounded((min(SMALLEST_TILE, size.trainable_numel) + 64) * 8),
+        rounded(min(SMALLEST_TILE * 4, pages * PAGE)),
+    )
+    filler: list[Frame] = []
+    for nbytes in (size.param_nbytes, grad):
+        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
+        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
+        while (frame := arena.allocate(nbytes)) is None:
+            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))
+    for frame in filler:
+        arena.free(frame)
+    assert arena.allocate(state) is not None

@@ -1,0 +1,135 @@
+"""Copies between host memory and a device: who is next, and who is told that it has arrived.
+
+Owns the copies of one direction from the moment they are asked for until their end, on a thread of its own. Does not
+know how bytes travel: it is given a function that launches a copy and answers with a `Flight`. Guarantees that each
+copy ends once, with success or with the error of its launch or landing, that a copy somebody waits for overtakes
+those that were asked for ahead of time, and that closing lets what was asked for end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from tiermem.errors import TiermemError
+from tiermem.memory.arena import Frame
+
+Done = Callable[[BaseException | None], None]
+
+# Launched at one time: the next one is under way while the end of the first is noticed.
+_IN_FLIGHT = 2
+
+
+class Flight(Protocol):
+    """A copy on its way."""
+
+    def remaining(self) -> float:
+        """Seconds after which to look again; 0.0 when it has arrived. Raises what went wrong on the way."""
+        ...
+
+    def land(self) -> None:
+        """Called once, when it has arrived. Raises what went wrong."""
+        ...
+
+
+class Copy:
+    """One copy of the first `nbytes` bytes of a frame into another; `promote` lets it overtake."""
+
+    __slots__ = ("_line", "done", "nbytes", "source", "target", "urgent")
+
+    def __init__(self, line: CopyLine, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> None:
+        self._line = line
+        self.source = source
+        self.target = target
+        self.nbytes = nbytes
+        self.urgent = urgent
+        self.done = done
+
+    def promote(self) -> None:
+        """Somebody waits for it now."""
+        self._line.promote(self)
+
+    def stalled(self) -> None:
+        """Never: a device that has failed says so in the next call, with an error."""
+
+
+class CopyLine:
+    """One direction. `start` and `promote` may be called from any thread and never wait."""
+
+    def __init__(self, name: str, launch: Callable[[Copy], Flight]) -> None:
+        """`launch(copy)` is called on the line's thread; an error it raises ends that copy."""
+        self._launch = launch
+        self._changed = threading.Condition()
+        self._waiting: deque[Copy] = deque()
+        self._flying: deque[tuple[Copy, Flight]] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> Copy:
+        """Copy; `done(error)` is called once, on the line's thread. Raises TiermemError after `close`."""
+        copy = Copy(self, source, target, nbytes, urgent=urgent, done=done)
+        with self._changed:
+            if self._closed:
+                raise TiermemError("a copy was asked of a device that is closed")
+            self._waiting.append(copy)
+            self._changed.notify()
+        return copy
+
+    def promote(self, copy: Copy) -> None:
+        """Let the copy overtake those that nobody waits for."""
+        with self._changed:
+            copy.urgent = True
+
+    def close(self) -> None:
+        """Take no more copies; wait for the end of those under way. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._flying:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                copy = self._next() if len(self._flying) < _IN_FLIGHT else None
+            if copy is not None:
+                self._take_off(copy)
+            else:
+                self._attend()
+
+    def _next(self) -> Copy | None:
+        """Take the copy that is next: the oldest one somebody waits for, else the oldest."""
+        if not self._waiting:
+            return None
+        copy = next((copy for copy in self._waiting if copy.urgent), self._waiting[0])
+        self._waiting.remove(copy)
+        return copy
+
+    def _take_off(self, copy: Copy) -> None:
+        try:
+            self._flying.append((copy, self._launch(copy)))
+        except Exception as error:  # noqa: BLE001 - told to whoever asked for the copy
+            copy.done(error)
+
+    def _attend(self) -> None:
+        """Land the copy launched first if it has arrived; else wait a while, or until another one may be launched."""
+        copy, flight = self._flying[0]
+        error: BaseException | None = None
+        try:
+            seconds = flight.remaining()
+            if seconds > 0:
+                with self._changed:
+                    if not self._waiting or len(self._flying) >= _IN_FLIGHT:
+                        self._changed.wait(seconds)
+                return
+            flight.land()
+        except Exception as raised:  # noqa: BLE001 - told to whoever asked for the copy
+            error = raised
+        self._flying.popleft()
+        copy.done(error)

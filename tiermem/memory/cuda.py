@@ -1,0 +1,180 @@
+"""A CUDA device: its memory, and copies that run beside the computation.
+
+Owns the allocation that device frames lie in, a stream for each direction, and the events that order them. Does not
+know pages or policy. Guarantees that nobody waits for the device as a whole: a copy waits on its own stream for the
+fences of its frames, and its end is noticed by asking its event now and then; and that a frame is written by a copy
+only after the work that its last holder asked for.
+
+Why nobody records streams on tensors: torch's allocator never hears of single frames. They lie in one allocation that
+lives as long as the arena, and their order is the business of the fences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from tiermem.errors import CapacityError
+from tiermem.memory.arena import Arena, Fence, Frame
+from tiermem.memory.copies import Copy, CopyLine, Done, Flight
+from tiermem.memory.devices import copy_whole
+from tiermem.memory.pagelock import HostRegistry, HostSlab, failed
+from tiermem.memory.sizes import format_bytes
+from tiermem.memory.slab import SlabArena, own_storage
+from tiermem.memory.tiers import Tier
+
+# How often the event of a copy is asked: a page takes from a third of a millisecond (8 MiB) upwards.
+_LOOK_SECONDS = 0.0002
+_MEASURED_NBYTES = 64 << 20
+
+
+class CudaFence:
+    """What was asked of a stream up to now."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device) -> None:
+        """On the calling thread's current stream of `device`."""
+        self._device = device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        """Whether all of it is done. Raises the device's error, if it has failed."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def hold(self) -> None:
+        """Have the calling thread's current stream wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class CudaSlab:
+    """Device memory: one allocation of torch's, see `Slab`. Raises CapacityError if the device has no room for it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        try:
+            self._tensor: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            free, _ = torch.cuda.mem_get_info(device)
+            raise CapacityError(
+                f"device_memory is {format_bytes(nbytes)}, but {device} has {format_bytes(free)} free; lower it, and "
+                "leave room for activations"
+            ) from error
+
+    def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
+        """See `Slab`. Raises CapacityError after `close`."""
+        if self._tensor is None:
+            raise CapacityError("a frame was asked of device memory that was given back")
+        return Frame(offset, asked, own_storage(self._tensor[offset : offset + nbytes]))
+
+    def fill(self, frame: Frame, value: int) -> None:
+        """Have every byte of the frame set, on a stream of its own, behind the frame's fences."""
+        with torch.cuda.stream(self._stream):
+            for fence in frame.fences:
+                fence.hold()
+            frame.tensor.fill_(value)
+            frame.fences = (CudaFence(self._device),)
+
+    def fence(self) -> Fence:
+        """What the calling thread has asked of its current stream."""
+        return CudaFence(self._device)
+
+    def close(self) -> None:
+        """Forget the allocation; torch keeps it until the last frame somebody looks at is gone."""
+        self._tensor = None
+
+
+class CudaRegistry:
+    """The CUDA runtime's page-locking (see `HostRegistry`), as torch binds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime: HostRegistry = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802 - the runtime's name
+        """Lock a range. A refusal leaves nothing behind for others to stumble over."""
+        return self._forget(self._runtime.cudaHostRegister(address, nbytes, flags))
+
+    def cudaHostUnregister(self, address: int) -> object:  # noqa: N802 - the runtime's name
+        """Unlock the range that begins there."""
+        return self._forget(self._runtime.cudaHostUnregister(address))
+
+    def _forget(self, answer: object) -> object:
+        """The runtime keeps the last error until somebody asks, and the next kernel launch would be taken to task."""
+        if failed(answer):
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+        return answer
+
+
+class _CudaFlight:
+    """A copy whose event has been recorded behind it."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    def remaining(self) -> float:
+        return 0.0 if self._fence.passed() else _LOOK_SECONDS
+
+    def land(self) -> None:
+        """The bytes are there when the event has passed."""
+
+
+class CudaDevice:
+    """See `tiermem.memory.devices.Device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
+        self._streams = [torch.cuda.Stream(self.torch_device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        down, up = (
+            CopyLine(f"tiermem-copy-{name}", self._launcher(which)) for which, name in enumerate(("down", "up"))
+        )
+        self._lines = (down, up)
+
+    def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
+        """The arena of the DEVICE tier: one allocation."""
+        return SlabArena(CudaSlab(nbytes, self.torch_device), Tier.DEVICE, poison=poison)
+
+    def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
+        """The arena of the HOST tier: page-locked as far as the system allows."""
+        registry = CudaRegistry(self.torch_device)
+        return SlabArena(HostSlab(nbytes, registry, measure=self._measure), Tier.HOST, poison=poison)
+
+    def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
+        """See `Device`. Raises TiermemError after `close`."""
+        return self._lines[up].start(source, target, nbytes, urgent=urgent, done=done)
+
+    def close(self) -> None:
+        """Wait for copies under way and end both threads. Idempotent."""
+        for line in self._lines:
+            line.close()
+
+    def _launcher(self, which: int) -> Callable[[Copy], Flight]:
+        def launch(copy: Copy) -> Flight:
+            # On the line's thread: from memory that is not page-locked the call itself takes as long as the copy.
+            with torch.cuda.stream(self._streams[which]):
+                for fence in (*copy.source.fences, *copy.target.fences):
+                    fence.hold()
+                copy_whole(copy)
+                return _CudaFlight(CudaFence(self.torch_device))
+
+        return launch
+
+    def _measure(self, host: torch.Tensor) -> float:
+        """Bytes per second of a copy to the device; before anything runs, so here it may be waited for."""
+        part = host[:_MEASURED_NBYTES].zero_()
+        target = torch.empty_like(part, device=self.torch_device)
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        target.copy_(part, non_blocking=True)  # once before: the first one sets things up
+        begun.record()
+        target.copy_(part, non_blocking=True)
+        ended.record()
+        ended.synchronize()
+        seconds = float(begun.elapsed_time(ended)) / 1e3
+        return part.numel() / max(seconds, 1e-9)

@@ -1,0 +1,234 @@
+"""Frames cut from one piece of memory that is there from the beginning: a device's, or page-locked host memory.
+
+Owns which part of the piece is whose frame, and the fences of what was freed. Does not know pages, streams, or what the
+memory is: a `Slab` makes the frames. Guarantees that live frames never overlap, that their rounded sizes stay within
+the capacity, and that a frame laid where another was freed carries the fences of that one. Unlike the arena of
+pageable memory it can be out of room in one piece while there is room in bytes: see `clearing`. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined,unused-ignore]
+
+from tiermem.errors import ConfigError, InvariantError
+from tiermem.memory.arena import FRAME_ALIGNMENT, ArenaStatistics, Fence, Frame, round_up
+from tiermem.memory.budget import Budget
+from tiermem.memory.ranges import Range, RangeSet, cheapest_window
+from tiermem.memory.tiers import Tier
+
+_POISON = 0xFF
+
+
+class Slab(Protocol):
+    """One piece of memory of `nbytes` bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
+        """The frame over bytes [offset, offset + nbytes), with a storage of its own that keeps the memory alive."""
+        ...
+
+    def fill(self, frame: Frame, value: int) -> None:
+        """Set every byte of the frame once its fences have passed; a fence of the frame's stands for that."""
+        ...
+
+    def fence(self) -> Fence | None:
+        """What the calling thread has asked of the device that works on the memory; None: it is all done."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back, or, where a tensor still looks at it, have the last one do so."""
+        ...
+
+
+class TensorSlab:
+    """The bytes of one tensor: memory of whatever allocator made it, on the processor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """`tensor`: 1-D uint8."""
+        self.nbytes = tensor.numel()
+        self._tensor: torch.Tensor | None = tensor
+
+    def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
+        """See `Slab`. Raises InvariantError after `close`."""
+        if self._tensor is None:
+            raise InvariantError("a frame was asked of memory that was given back")
+        return Frame(offset, asked, own_storage(self._tensor[offset : offset + nbytes]))
+
+    def fill(self, frame: Frame, value: int) -> None:
+        """Set every byte of the frame."""
+        frame.tensor.fill_(value)
+
+    def fence(self) -> Fence | None:
+        """None: what a processor was asked for is done when the call returns."""
+        return None
+
+    def close(self) -> None:
+        """Forget the tensor; frames that somebody looks at keep the memory."""
+        self._tensor = None
+
+
+def own_storage(part: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same bytes whose storage begins at them, and which keeps the memory of `part` alive.
+
+    Through DLPack: the one public way to have several storages over one allocation, the same on every device.
+    """
+    shared: torch.Tensor = from_dlpack(to_dlpack(part))
+    return shared
+
+
+class _Freed(NamedTuple):
+    """A freed range that work asked for earlier may still touch."""
+
+    start: int
+    end: int
+    fences: tuple[Fence, ...]
+
+
+class SlabArena:
+    """The frames of one slab: see `tiermem.memory.arena.Arena`. Raises ConfigError for less than one frame.
+
+    `poison` overwrites frames with NaN when they are freed and when they are handed out.
+    """
+
+    def __init__(self, slab: Slab, tier: Tier, *, poison: bool = False) -> None:
+        if slab.nbytes < FRAME_ALIGNMENT:
+            raise ConfigError(
+                f"expected a {tier.name} budget of at least {FRAME_ALIGNMENT} bytes, found {slab.nbytes}; "
+                f"raise {tier.name.lower()}_memory"
+            )
+        usable = slab.nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+        self._slab = slab
+        self._budget = Budget(tier, slab.nbytes)
+        self._poison = poison
+        self._free = RangeSet()
+        self._free.add(0, usable)
+        self._largest = 0
+        self._live: dict[int, Frame] = {}
+        self._freed: list[_Freed] = []
+        self._asked = 0
+        self._closed = False
+
+    @property
+    def tier(self) -> Tier:
+        """The tier the frames are on."""
+        return self._budget.tier
+
+    @property
+    def capacity(self) -> int:
+        """Bytes all frames together may occupy."""
+        return self._budget.capacity
+
+    @property
+    def reserved(self) -> int:
+        """Bytes live frames occupy."""
+        return self._budget.reserved
+
+    @property
+    def high_water(self) -> int:
+        """Most bytes that were ever reserved."""
+        return self._budget.high_water
+
+    def allocate(self, nbytes: int) -> Frame | None:
+        """Return a frame of at least `nbytes`, or None if there is no room in one piece now. Never waits.
+
+        Raises InvariantError for less than one byte or after `close`.
+        """
+        if nbytes < 1 or self._closed:
+            raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
+        rounded = round_up(nbytes)
+        if not self._budget.try_reserve(rounded):
+            return None
+        start = self._place(rounded)
+        if start is None:
+            self._budget.release(rounded)
+            return None
+        self._free.remove(start, start + rounded)
+        frame = self._slab.frame(start, nbytes, rounded)
+        frame.fences = self._fences(frame.offset, frame.offset + rounded)
+        if self._poison:
+            self._slab.fill(frame, _POISON)
+        self._live[frame.offset] = frame
+        self._asked += nbytes
+        return frame
+
+    def free(self, frame: Frame) -> None:
+        """Take a frame back; whoever gets its bytes next gets its fences too.
+
+        Raises InvariantError if the frame is not a live frame of this arena: freed before, or another's.
+        """
+        if self._live.get(frame.offset) is not frame:
+            raise InvariantError(
+                f"the frame at offset {frame.offset} ({frame.nbytes} bytes) is not live in this arena: freed twice?"
+            )
+        del self._live[frame.offset]
+        if self._poison:
+            self._slab.fill(frame, _POISON)
+        if frame.fences:
+            self._freed.append(_Freed(frame.offset, frame.offset + frame.nbytes, frame.fences))
+        self._free.add(frame.offset, frame.offset + frame.nbytes)
+        self._budget.release(frame.nbytes)
+        self._asked -= frame.asked
+
+    def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
+        """Which of `candidates` must be freed before `allocate(nbytes)` succeeds; None if freeing all is not enough.
+
+        Of the places where the frame could lie it is the one that costs the fewest bytes of them.
+        """
+        taken = [Range(frame.offset, frame.offset + frame.nbytes) for frame in candidates]
+        chosen = cheapest_window(list(self._free), taken, round_up(nbytes))
+        return None if chosen is None else [candidates[index] for index in chosen]
+
+    def fence(self) -> Fence | None:
+        """What the calling thread has asked of the device that works on the slab; None: it is all done."""
+        return self._slab.fence()
+
+    def close(self) -> None:
+        """Give everything back. Bytes that somebody still looks at live until the last view dies. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._live.clear()
+            self._slab.close()
+
+    def statistics(self) -> ArenaStatistics:
+        """Return the numbers of this moment. All of the slab is memory: what no frame has is `warm`."""
+        usable = self.capacity // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+        return ArenaStatistics(
+            tier=self.tier,
+            capacity=self.capacity,
+            reserved=self.reserved,
+            high_water=self.high_water,
+            asked=self._asked,
+            warm=usable - self.reserved,
+            frames=len(self._live),
+            address_space=self._slab.nbytes,
+        )
+
+    def _place(self, length: int) -> int | None:
+        """Where a frame of this length goes: large ones to the low end, small ones (tiles) to the high end.
+
+        So that tiles, which come and go, do not lie about between parameters.
+        """
+        self._largest = max(self._largest, length)
+        holes = self._free.at_least(length)
+        if not holes:
+            return None
+        return holes[0].start if 2 * length >= self._largest else holes[-1].end - length
+
+    def _fences(self, start: int, end: int) -> tuple[Fence, ...]:
+        """What may still be going on in [start, end)."""
+        pending = [
+            part._replace(fences=fences)
+            for part in self._freed
+            if (fences := tuple(fence for fence in part.fences if not fence.passed()))
+        ]
+        self._freed = pending
+        met = (fence for part in pending if part.start < end and start < part.end for fence in part.fences)
+        return tuple(dict.fromkeys(met))

@@ -1,0 +1,54 @@
+"""Sharing the budgets of a run out to a model's units.
+
+Owns the size of tiles wished for, and the choice between memory alone and memory beside a device. Does not do the
+arithmetic (`planner`), does not know modules, and opens nothing. Guarantees that a run which is resumed gets the
+tiles it was committed with, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiermem.config import Config
+from tiermem.errors import BudgetError, ConfigError, ResumeError
+from tiermem.planner.device import DeviceFootprint, device_most, plan_tiers
+from tiermem.planner.footprint import Footprint, UnitSize, plan_footprint, planned_tile
+from tiermem.runtime.devices import device_budget
+
+
+def share_out(
+    config: Config, sizes: Sequence[UnitSize], host_nbytes: int, *, tile: int | None = None
+) -> tuple[Footprint, DeviceFootprint | None]:
+    """How host memory is shared out, and device memory where the computation has its own.
+
+    `tile`: elements of a tile in the commit that is continued.
+
+    Raises:
+        ConfigError: the device is not there, or needs a size.
+        BudgetError: a budget is too small; names the largest unit and the least that works.
+        ResumeError: the tiles of the commit do not fit into the budgets.
+    """
+    ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes)
+    device_nbytes = device_budget(config, lambda: device_most(sizes))
+
+    if device_nbytes is not None and sizes and sizes[0].ranks > 1:
+        raise ConfigError(
+            f"device={config.device!r} with {sizes[0].ranks} ranks: several ranks train on processors only so far; "
+            "use device='cpu'"
+        )
+
+    def share(tile: int | None) -> tuple[Footprint, DeviceFootprint | None]:
+        if device_nbytes is None:
+            return plan_footprint(sizes, host_nbytes, tile_nbytes, ahead, tile=tile), None
+        return plan_tiers(sizes, host_nbytes, device_nbytes, tile_nbytes, ahead, tile=tile)
+
+    shared = share(None)
+    if tile is None or tile == shared[0].tile_numel:
+        return shared
+    try:
+        return share(tile)
+    except BudgetError as error:
+        raise ResumeError(
+            f"the run was committed with tiles of {tile} elements, which do not fit into "
+            f"host_memory={host_nbytes}: resume with a larger budget ({error})"
+        ) from error
