@@ -23,6 +23,9 @@ from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, m
 
 # Fewer, and its optimizer stops with an assertion: four tensors a group, three groups in flight.
 OPTIMIZER_BUFFERS = 12
+# Elements of a group. Each buffer holds the largest one in float32; with the default of a billion there is one group,
+# and 537 M parameters take 26 GB of buffers.
+SUB_GROUP_SIZE = 20_000_000
 
 
 def configuration(workload: Workload, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +33,7 @@ def configuration(workload: Workload, directory: Path, settings: dict[str, Any])
     largest_parameter = workload.width * max(workload.mlp_width, workload.vocabulary)
     zero = {
         "stage": 3,
+        "sub_group_size": SUB_GROUP_SIZE,
         "offload_param": {
             "device": "nvme",
             "nvme_path": str(directory),
