@@ -119,10 +119,10 @@ class AioBackend(Backend):
             handles[path] = await aiofiles.open(path, "r+b", buffering=0, opener=_open_without_following)
         handle = handles[path]
         await handle.seek(progress.offset)
-        if block.operation is Operation.READ:
-            moved: int | None = await handle.readinto(progress.view)
-        else:
-            moved = await handle.write(progress.view)
+        with progress.view as view:  # let go of at once: the thread that moved the bytes drops its own later
+            moved: int | None = await (
+                handle.readinto(view) if block.operation is Operation.READ else handle.write(view)
+            )
         if moved is None:  # what a raw file returns instead of raising EAGAIN
             raise BlockingIOError(errno.EAGAIN, "the file would block")
         return moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_quick(script: str, words: tuple[str, ...], rows: int, tmp_path: Path) -> None:
     folders = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
     command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     (markdown,) = (tmp_path / "results").glob(f"{script}_*.md")
     for word in (*words, "cores", "torch", "date: 20"):
