@@ -14,9 +14,7 @@ from common import resident_bytes
 from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
 
 import tiermem
-
-# As `tiermem train` sets it: how long the pager's thread may keep the interpreter lock from the model's code.
-SWITCH_SECONDS = 0.0005
+from tiermem.cli.train import SWITCH_SECONDS
 
 
 def one_by_one(

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from tiermem.errors import CapacityError, ConfigError, InvariantError
-from tiermem.memory.budget import Budget
+from tiermem.memory.budget import Budget, Budgeted
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.memory.ranges import RangeAllocator
 from tiermem.memory.sizes import format_bytes
@@ -155,7 +155,7 @@ class Arena(Protocol):
         ...
 
 
-class HostArena:
+class HostArena(Budgeted):
     """The frames of host memory: see `Arena`, and README.md for how memory is kept within `capacity` bytes.
 
     `poison` overwrites frames with NaN when they are freed and when they are handed out, so that a test sees who
@@ -189,26 +189,6 @@ class HostArena:
                     f"{tier.name.lower()}_memory, or see `ulimit -v` and vm.overcommit_memory"
                 )
             self._area_nbytes = round_up(max(usable, self._area_nbytes // 2))
-
-    @property
-    def tier(self) -> Tier:
-        """The tier the frames are on."""
-        return self._budget.tier
-
-    @property
-    def capacity(self) -> int:
-        """Bytes all frames together may occupy."""
-        return self._budget.capacity
-
-    @property
-    def reserved(self) -> int:
-        """Bytes live frames occupy."""
-        return self._budget.reserved
-
-    @property
-    def high_water(self) -> int:
-        """Most bytes that were ever reserved."""
-        return self._budget.high_water
 
     def allocate(self, nbytes: int) -> Frame | None:
         """Return a frame of at least `nbytes`, or None if the budget has no room now. Never waits.

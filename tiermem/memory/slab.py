@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.arena import FRAME_ALIGNMENT, ArenaStatistics, Fence, Frame, round_up
-from tiermem.memory.budget import Budget
+from tiermem.memory.budget import Budget, Budgeted
 from tiermem.memory.ranges import Range, RangeSet, cheapest_window
 from tiermem.memory.tiers import Tier
 
@@ -92,7 +92,7 @@ class _Freed(NamedTuple):
     fences: tuple[Fence, ...]
 
 
-class SlabArena:
+class SlabArena(Budgeted):
     """The frames of one slab: see `tiermem.memory.arena.Arena`. Raises ConfigError for less than one frame.
 
     `poison` overwrites frames with NaN when they are freed and when they are handed out.
@@ -115,26 +115,6 @@ class SlabArena:
         self._freed: list[_Freed] = []
         self._asked = 0
         self._closed = False
-
-    @property
-    def tier(self) -> Tier:
-        """The tier the frames are on."""
-        return self._budget.tier
-
-    @property
-    def capacity(self) -> int:
-        """Bytes all frames together may occupy."""
-        return self._budget.capacity
-
-    @property
-    def reserved(self) -> int:
-        """Bytes live frames occupy."""
-        return self._budget.reserved
-
-    @property
-    def high_water(self) -> int:
-        """Most bytes that were ever reserved."""
-        return self._budget.high_water
 
     def allocate(self, nbytes: int) -> Frame | None:
         """Return a frame of at least `nbytes`, or None if there is no room in one piece now. Never waits.

@@ -15,18 +15,6 @@ import torch
 from tiermem.errors import ConfigError
 
 
-def parameter_norm(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of one parameter's gradient that lies in several slices (one per tile), in the gradient's dtype.
-
-    One slice gives the bits torch gives. Several are combined in float64: at least as accurate, but the last bit may
-    differ from torch's, whose own depends on the number of threads for large tensors.
-    """
-    if len(slices) == 1:
-        return _norm(slices[0])
-    parts = [_norm(part, dtype=torch.float32).to(torch.float64) for part in slices]
-    return _norm(torch.stack(parts)).to(slices[0].dtype)
-
-
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm over all parameters from the norms of each, in the optimizer's parameter order; 0-dim.
 
