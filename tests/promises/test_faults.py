@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from doubles_commit import Training, make_config, undisturbed
 
 import swap
@@ -281,4 +280,3 @@ def test_what_a_drive_may_do_while_a_run_is_resumed(
     drive.arm("preadv", fault, times=3)
     check_resumes(tmp_path / "run", losses)
     assert drive.struck == 3
-    assert torch.isfinite(torch.tensor(losses)).all()
