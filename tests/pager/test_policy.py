@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
+from tiermem.pager.plan import Plan
 from tiermem.pager.policy import Candidate, FarthestFirst, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Forecast, schedule_of
@@ -84,13 +85,15 @@ def test_outdated_entries_do_not_pile_up() -> None:
 class Machine:
     """Reads pages in the order of a schedule, step after step, and counts the moves."""
 
-    def __init__(self, sizes: list[int], capacity: int, look_ahead: int) -> None:
+    def __init__(self, sizes: list[int], capacity: int, look_ahead: int, *, reserve: int | None = None) -> None:
         self.chain, self.flying, _ = stepped_chain(capacity)
         self.ended: list[Any] = []
         self.reads: list[int] = []
         self.forecast = Forecast()
         self.residency = Residency(self.chain, self.forecast, Counters(), ended=lambda *what: self.ended.append(what))
-        self.service = Service(self.residency, {Tier.HOST: Appetite(look_ahead, reserve=max(sizes))})
+        self.service = Service(
+            self.residency, {Tier.HOST: Appetite(look_ahead, max(sizes) if reserve is None else reserve)}
+        )
         self.pages = [self.residency.add(PageKey(number, Kind.PARAM), size) for number, size in enumerate(sizes)]
         for page in self.pages:  # everything on SWAP to begin with
             self.use(page, Intent.FRESH)
@@ -119,6 +122,20 @@ class Machine:
         assert result == [None]
         self.service.release([page], Tier.HOST)
         self.settle()
+
+    def replay(self, order: list[int], intent: Intent) -> tuple[Plan, int]:
+        """The plan for a step, and what is read in one when a few have gone by it."""
+        schedule = schedule_of((Lane.COMPUTE, self.pages[number].key) for number in order)
+        plan = self.service.make_plan(schedule, self.service.rooms())
+        assert plan is not None
+        self.service.follow(schedule, plan)
+        for step in range(4):
+            if step:
+                self.forecast.begin_step()
+            self.reads.clear()
+            for number in order:
+                self.use(self.pages[number], intent)
+        return plan, len(self.reads)
 
     def follow(self, order: list[int], steps: int, intent: Intent = Intent.READ) -> int:
         """Reads that were used; what was fetched ahead of a step that never comes is not counted."""
@@ -182,6 +199,33 @@ def test_never_more_reads_than_lru(order: list[int], slots: int, look_ahead: int
 def test_without_look_ahead_reads_are_the_fewest_possible(order: list[int], slots: int) -> None:
     # The last step cannot know that nothing comes after it, which is no reason to read more.
     assert Machine([1] * 5, slots, look_ahead=0).follow(order, 2) == fewest_reads(order * 2, slots)
+
+
+@given(order=ORDERS, slots=st.integers(1, 6), write=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_pager_reads_what_the_plan_says(order: list[int], slots: int, write: bool) -> None:
+    plan, read = Machine([1] * 7, slots, 0, reserve=0).replay(order, Intent.WRITE if write else Intent.READ)
+    assert read == plan.read
+
+
+@given(order=ORDERS, slots=st.integers(3, 6), look_ahead=st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_read_ahead_within_the_plan_costs_no_reads(order: list[int], slots: int, look_ahead: int) -> None:
+    plan, read = Machine([1] * 7, slots, look_ahead).replay(order, Intent.READ)
+    assert read <= plan.read + look_ahead  # what the last accesses fetch for the next step, the first ones had before
+
+
+@given(order=ORDERS, other=ORDERS, slots=st.integers(2, 6))
+@settings(max_examples=100, deadline=None)
+def test_a_step_that_is_not_as_planned_is_demand_paged(order: list[int], other: list[int], slots: int) -> None:
+    machine = Machine([1] * 7, slots, 2)
+    machine.replay(order, Intent.WRITE)
+    for number in other:  # nobody has said anything of this order
+        machine.use(machine.pages[number], Intent.WRITE)
+    machine.forecast.begin_step()
+    machine.residency.reclassify()
+    for number in order:
+        machine.use(machine.pages[number], Intent.WRITE)
 
 
 def test_a_cycle_larger_than_memory_is_where_lru_reads_everything() -> None:

@@ -19,6 +19,7 @@ from tiermem.pager.page import Lane, PageKey
 from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
+from tiermem.pager.schedule import LATER
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
 _COMING = 256
@@ -33,10 +34,12 @@ class Appetite:
     Attributes:
         look_ahead: bytes fetched ahead of the cursors at most.
         reserve: bytes always left for the largest single demand.
+        lead: bytes by which the computation may be ahead of an update that lags.
     """
 
     look_ahead: int
     reserve: int
+    lead: int = 0
 
 
 class Ahead:
@@ -71,6 +74,9 @@ class Ahead:
             appetite, capacity = self._appetite[tier], residency.chain.capacity(tier)
             if residency.total <= capacity:
                 continue
+            if residency.forecast.is_planned:
+                self._write_unkept(tier)
+                continue
             absent = residency.total - residency.chain.arenas[tier].reserved
             wanted = min(appetite.look_ahead, absent) + appetite.reserve
             keep = max(0, self._room.unheld(tier) - wanted)
@@ -82,6 +88,17 @@ class Ahead:
                         break  # what is used before the last page fetched ahead would only have to be read again
                     if not page.leases.get(tier) and not self._room.send_off(page, tier):
                         break
+
+    def _write_unkept(self, tier: Tier) -> None:
+        """What the plan does not keep has to be written at some time: at once. What it keeps may be changed again."""
+        if not self._residency.census.dirty[tier]:
+            return
+        with closing(self._residency.census.writable(tier)) as candidates:
+            for use, page in candidates:
+                if use < LATER:
+                    break
+                if not page.leases.get(tier) and not self._room.send_off(page, tier):
+                    break
 
     def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
         if not self._residency.census.dirty[tier] or Tier.HOST in claimed:
@@ -128,6 +145,7 @@ class Ahead:
     def _start(self, tier: Tier, pending: deque[tuple[PageKey, int]]) -> None:
         """Start what can be started, in order, up to the first that finds no frame."""
         below = self._residency.chain.towards(tier, Tier.SWAP)
+        planned = self._residency.forecast.is_planned
         later = []
         while pending:
             key, position = pending[0]
@@ -139,7 +157,7 @@ class Ahead:
             if wanted and not page.doomed and not page.exclusive:
                 if below not in page.valid or page.move is not None:
                     later.append(pending[0])  # on its way to the tier below
-                elif not self._room.make_ahead(page, tier, position):
+                elif not self._room.make_ahead(page, tier, LATER - 1 if planned else position):
                     break
                 else:
                     self._residency.start_move(page, tier, Priority.READ_AHEAD)

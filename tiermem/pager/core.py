@@ -17,6 +17,7 @@ from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease, Release
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
+from tiermem.pager.plan import Plan
 from tiermem.pager.residency import Residency
 from tiermem.pager.saving import Saving
 from tiermem.pager.schedule import Forecast, Schedule
@@ -83,10 +84,17 @@ class Core:
         page = self.residency.page(key)
         return page.is_written and not page.doomed
 
-    def set_schedule(self, schedule: Schedule | None) -> None:
-        """Plan by another schedule."""
-        self.residency.forecast.set_schedule(schedule)
-        self.residency.reclassify()
+    def rooms(self) -> dict[PageKey, int]:
+        """Bytes that each page takes on a tier."""
+        return self._service.rooms()
+
+    def make_plan(self, schedule: Schedule, rooms: dict[PageKey, int]) -> Plan | None:
+        """What stays in memory in a step of this schedule; see `Service.make_plan`. Any thread."""
+        return self._service.make_plan(schedule, rooms)
+
+    def set_schedule(self, schedule: Schedule | None, plan: Plan | None) -> None:
+        """Go by another schedule and its plan."""
+        self._service.follow(schedule, plan)
 
     def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
         """The update has said what it does next: `change` tells the forecast and returns the pages concerned."""

@@ -89,8 +89,9 @@ class Pager:
         return self._loop.call(lambda: self._core.is_written(key))
 
     def set_schedule(self, schedule: Schedule | None) -> None:
-        """Plan by this schedule from now on; None: without one. Waits for the loop."""
-        self._loop.call(lambda: self._core.set_schedule(schedule))
+        """Plan by this schedule from now on; None: without one. Waits for the loop, which goes on meanwhile."""
+        plan = None if schedule is None else self._core.make_plan(schedule, self._loop.call(self._core.rooms))
+        self._loop.call(lambda: self._core.set_schedule(schedule, plan))
 
     def begin_step(self) -> None:
         """The computation is at the beginning of a step again. Does not wait."""

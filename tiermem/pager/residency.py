@@ -143,6 +143,8 @@ class Residency:
         edge = self.chain.edges[source, target]
         move = page.move = Move(source, target, time.perf_counter())
         self.moves += 1
+        if target > source:
+            self.forecast.fetched(page.key)
         self.counters.move_started(move.edge)
         try:
             move.transfer = edge.start(page, priority, lambda error: self._report(page, move, error))

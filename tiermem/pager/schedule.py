@@ -19,6 +19,9 @@ from tiermem.pager.page import Kind, Lane, PageKey
 # than every recorded use.
 _UNKNOWN = 1 << 60
 
+# Added to the next use of a page that the plan does not keep until then: it goes before any that is kept.
+LATER = 1 << 40
+
 # An access that lies further ahead in its lane than this many accesses is either an extra one (of a page that had its
 # turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
 # whole forecast off.
@@ -85,6 +88,11 @@ class Forecast:
         self._step = 0
         self._regular = True
         self._agenda: list[dict[PageKey, None]] | None = None
+        # For each page of the update: where it is accessed, and behind which access of the computation it may come.
+        self._due: dict[PageKey, tuple[int, int]] = {}
+        self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
+        self._stays: Sequence[bool] | None = None
+        self._fetched: set[PageKey] = set()  # since their last access, for the next one
         self.surprises = 0
         self.version = 0
 
@@ -93,9 +101,14 @@ class Forecast:
         """Whether a schedule is set."""
         return self._schedule is not None
 
-    def set_schedule(self, schedule: Schedule | None) -> None:
-        """Follow `schedule` from its beginning, or (None) know nothing of the future."""
+    def set_schedule(self, schedule: Schedule | None, stays: Sequence[bool] | None = None) -> None:
+        """Follow `schedule` from its beginning, or (None) know nothing of the future.
+
+        `stays`: for each access, whether the plan keeps the page in memory until then (`plan.Plan`); None: no plan.
+        """
         self._schedule = schedule
+        self._stays = stays
+        self._fetched.clear()
         self._lanes = {lane: _LaneOrder() for lane in Lane}
         self._step = 0
         self._regular = True
@@ -105,6 +118,8 @@ class Forecast:
             order.positions.append(position)
             order.keys.append(access.key)
             order.of_key.setdefault(access.key, []).append(position)
+        self._due = _due_positions(schedule) if schedule is not None else {}
+        self._done = {}
 
     def begin_step(self) -> bool:
         """A new step starts: the computation is at its beginning; the update may lag, but by less than a step.
@@ -143,8 +158,10 @@ class Forecast:
 
     def note(self, lane: Lane, key: PageKey) -> None:
         """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
+        self._fetched.discard(key)
         if lane is Lane.UPDATE and self._agenda is not None:
             self._agenda_done(key)
+            self._update_done(key)
             return
         if self._schedule is None:
             return
@@ -167,15 +184,33 @@ class Forecast:
             self._regular = False
         order.cursor, order.leap = position + 1, None
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan of what stays in memory."""
+        return self._stays is not None
+
+    def fetched(self, key: PageKey) -> None:
+        """The page is brought for its next access, and stays until then whatever the plan says of the copy before."""
+        self._fetched.add(key)
+
     def next_use(self, key: PageKey, last_use: int, lanes: Collection[Lane] = tuple(Lane)) -> int:
-        """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`."""
+        """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`.
+
+        A page that the plan does not keep for that access is `LATER`, behind all that it keeps.
+        """
         if self._schedule is None:
             return _UNKNOWN - last_use
         if Lane.UPDATE in lanes and any(key in group for group in self._agenda or ()):
             return self._lanes[Lane.COMPUTE].cursor
         period = self._schedule.period
-        uses = [use for lane in lanes if (use := self._lanes[lane].next_at(key, period, self._start(lane))) is not None]
-        return min(uses) if uses else _UNKNOWN - last_use
+        uses = [
+            use for lane in lanes if (use := self._lanes[lane].next_at(key, period, self._start(lane, key))) is not None
+        ]
+        if not uses:
+            return _UNKNOWN - last_use
+        use = min(uses)
+        kept = self._stays is None or self._stays[use % period] or key in self._fetched
+        return use if kept else LATER + use
 
     def upcoming(self, limit: int) -> Iterator[tuple[int, Lane, PageKey]]:
         """The next accesses of all lanes by position, at most one step ahead and at most `limit` of them.
@@ -196,7 +231,7 @@ class Forecast:
         waiting = iter(groups)
         yield from ((now, Lane.UPDATE, key) for key in next(waiting, ()))
         for position, lane, key in accesses:
-            if lane is Lane.UPDATE and key in known:
+            if lane is Lane.UPDATE and (key in known or position < self._done.get(key, 0)):
                 continue
             yield position, lane, key
             if lane is Lane.COMPUTE and key.kind is Kind.PARAM:
@@ -220,13 +255,21 @@ class Forecast:
             else:
                 front[lane] = following
 
-    def _start(self, lane: Lane) -> int:
-        """From where on a lane's recorded accesses are still to come.
+    def _start(self, lane: Lane, key: PageKey | None = None) -> int:
+        """From where on a lane's recorded accesses (to `key`) are still to come.
 
         An update whose agenda is known does what lags from there; of the record it needs what the computation has yet
-        to bring about.
+        to bring about, less what it has done already, which may be ahead of the computation.
         """
-        return self._lanes[Lane.COMPUTE if self._agenda is not None else lane].cursor
+        start = self._lanes[Lane.COMPUTE if self._agenda is not None else lane].cursor
+        return start if key is None or lane is Lane.COMPUTE else max(start, self._done.get(key, 0))
+
+    def _update_done(self, key: PageKey) -> None:
+        """The update has made the access to `key` that the computation brought about last."""
+        if self._schedule is not None and key in self._due:
+            position, behind = self._due[key]
+            period, cursor = self._schedule.period, self._lanes[Lane.COMPUTE].cursor
+            self._done[key] = position + (cursor - 1 - behind) // period * period + 1
 
     def _agenda_done(self, key: PageKey) -> None:
         agenda = self._agenda or []
@@ -236,6 +279,24 @@ class Forecast:
                 break
         while agenda and not agenda[0]:
             del agenda[0]
+
+
+def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
+    """(its position, the position of its unit's last gradient before it) for each page that the update accesses.
+
+    The latter is less than a period before: negative where the gradient comes from the step before.
+    """
+    gradients: dict[int, int] = {}
+    for position, access in enumerate(schedule.accesses):
+        if access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD:
+            gradients[access.key.unit] = position - schedule.period
+    due: dict[PageKey, tuple[int, int]] = {}
+    for position, access in enumerate(schedule.accesses):
+        if access.lane is Lane.UPDATE:
+            due[access.key] = position, gradients.get(access.key.unit, position - 1)
+        elif access.key.kind is Kind.GRAD:
+            gradients[access.key.unit] = position
+    return due
 
 
 def _ahead(order: _LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:

@@ -27,6 +27,8 @@ SMALLEST_TILE = 2048
 _SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
 # Left for activations to pass through, unless the budget is so small that nothing else would fit.
 PASSING = 128 << 10
+# Tiles of the update that are read ahead.
+_TILES_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def plan_footprint(
             needed = max(compute, update + _nested(units)) if serial else compute + update
             free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps))
             if needed <= budget and free >= passing:
-                spare = budget - needed
+                most = max(budget - needed, budget // 2)
                 return Footprint(
                     tile_numel=tile_numel,
                     hold_tiles=hold_tiles,
@@ -164,8 +166,8 @@ def plan_footprint(
                     serial=serial,
                     beside=beside,
                     reserve=_reserve(units, tile_numel),
-                    look_ahead=max(spare, budget // 2) if look_ahead is None else look_ahead,
-                    lag=0 if serial else _lag(units, spare),
+                    look_ahead=_look_ahead(units, tile_numel, most) if look_ahead is None else look_ahead,
+                    lag=0 if serial else _lag(units),
                     least=least,
                     passing=free,
                 )
@@ -252,13 +254,22 @@ def _nested(units: Sequence[UnitSize]) -> int:
     return max((rounded(unit.nested_nbytes) for unit in units), default=0)
 
 
-def _lag(units: Sequence[UnitSize], spare: int) -> int:
-    """One unit beside the one being computed, and as many more as half of the spare room holds."""
+def _lag(units: Sequence[UnitSize]) -> int:
+    """One unit beside the one being computed.
+
+    More would gain nothing where the drive is the limit, and take the room of what the plan keeps.
+    """
 
     def of(unit: UnitSize) -> int:
         return rounded(unit.param_nbytes) + unit.trainable_numel * unit.grad_itemsize
 
-    return max(map(of, units), default=0) + spare // 2
+    return max(map(of, units), default=0)
+
+
+def _look_ahead(units: Sequence[UnitSize], tile_numel: int, most: int) -> int:
+    """The next unit, and tiles enough to keep a drive busy; more would take the room of what the plan keeps."""
+    unit = max((rounded(unit.param_nbytes) for unit in units), default=0)
+    return min(most, unit + _TILES_AHEAD * _reserve(units, tile_numel))
 
 
 def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:

@@ -157,8 +157,8 @@ class World:
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
             self.residency.add(key, nbytes, saved=key.kind.value != "grad")
-        self.forecast.set_schedule(design.schedule)
-        self.residency.reclassify()
+        self.plan = self.service.make_plan(design.schedule, self.service.rooms())
+        self.service.follow(design.schedule, self.plan)
         if listener is not None:
             self.listen(listener)
 
@@ -246,7 +246,7 @@ class World:
 
     def _appetite(self) -> dict[Tier, Appetite]:
         footprint = self.design.footprint
-        appetite = {Tier.HOST: Appetite(look_ahead=footprint.look_ahead, reserve=footprint.reserve)}
+        appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lag)}
         if self.design.device_budget is not None:
             appetite[Tier.DEVICE] = Appetite(look_ahead=self.design.device_budget // 2, reserve=0)
         return appetite

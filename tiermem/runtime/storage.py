@@ -46,10 +46,11 @@ class Budgets:
 
     def appetites(self) -> dict[Tier, Appetite]:
         """How far the pager looks ahead on each tier."""
-        shares: dict[Tier, Footprint | DeviceFootprint] = {Tier.HOST: self.host}
+        host = self.host
+        appetites = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lag)}
         if self.device is not None:
-            shares[Tier.DEVICE] = self.device
-        return {tier: Appetite(look_ahead=share.look_ahead, reserve=share.reserve) for tier, share in shares.items()}
+            appetites[Tier.DEVICE] = Appetite(look_ahead=self.device.look_ahead, reserve=self.device.reserve)
+        return appetites
 
 
 @dataclass(frozen=True)

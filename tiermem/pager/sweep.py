@@ -1,0 +1,206 @@
+"""Whom to evict, all through a step: the sweep that decides what stays from one access to the next.
+
+Owns the orders in which pages go and the walk round the step under a capacity. Does not know tiers, moves or time.
+Guarantees that what it keeps fits at every position together with what is needed there, in every step alike.
+
+Victims are chosen by Belady's rule ("A study of replacement algorithms for virtual-storage computers", 1966): of all
+pages that may go, the one whose next use is farthest. Two other orders serve as comparison, see `plan.make_plan`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tiermem.pager.course import Course
+from tiermem.pager.page import Kind
+
+# Times round the step before what happens in it is taken for what happens in every step.
+_ROUNDS = 3
+
+# At most so many gaps are tried for what room the sweep has left: each try looks at all of its positions.
+_TRIED = 4096
+
+
+class Order:
+    """Pages that may go, by position of the access they were there for; whoever goes first is taken first."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self._heap: list[tuple[int, int]] = []
+
+    def push(self, position: int) -> None:
+        """One more."""
+        heapq.heappush(self._heap, (self._rank(position), position))
+
+    def pop(self, now: int) -> int | None:  # noqa: ARG002 - for others
+        """The next one to go; None: no more."""
+        return heapq.heappop(self._heap)[1] if self._heap else None
+
+    def _rank(self, position: int) -> int:
+        raise NotImplementedError
+
+
+class Farthest(Order):
+    """Belady's."""
+
+    def _rank(self, position: int) -> int:
+        return -self._course.next_at(position)
+
+
+class Oldest(Order):
+    """The page used longest ago first."""
+
+    def _rank(self, position: int) -> int:
+        return position
+
+
+class Cheapest:
+    """What has the longest way to its next use for what its going costs: twice as much where it has to be written."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self._clean, self._dirty = Farthest(course), Farthest(course)
+        self._tops: list[int | None] = [None, None]
+
+    def push(self, position: int) -> None:
+        """One more."""
+        kind = self._course.accesses[position % len(self._course.accesses)].key.kind
+        (self._clean if kind is Kind.PARAM else self._dirty).push(position)
+
+    def pop(self, now: int) -> int | None:
+        """The next one to go; None: no more."""
+        tops = self._tops
+        for index, queue in enumerate((self._clean, self._dirty)):
+            if tops[index] is None:
+                tops[index] = queue.pop(now)
+        clean, dirty = ((-1 if top is None else max(0, self._course.next_at(top) - now)) for top in tops)
+        index = 0 if 2 * clean >= dirty else 1
+        found, tops[index] = tops[index], None
+        return found
+
+
+def sweep(course: Course, capacity: int, rule: type[Order | Cheapest]) -> list[bool]:
+    """Go round the step; of the last round, whether each page was there when it had to be."""
+    count, pages, sizes = len(course.accesses), course.pages, course.sizes
+    stays = [True] * count
+    coming: dict[int, list[int]] = {}
+    going: dict[int, list[int]] = {}
+    for position in range(count * _ROUNDS):
+        coming.setdefault(position - course.enters[position % count], []).append(position)
+        going.setdefault(position + course.leaves[position % count], []).append(position)
+    resident: list[int | None] = [None] * count  # by page: the position of the access it is or was there for
+    needed = [0] * count
+    candidates = rule(course)
+    taken = 0
+    for now in range(-max(course.enters), count * _ROUNDS):
+        for position in coming.get(now, ()):
+            index, page = position % count, pages[position % count]
+            stays[index] = resident[page] is not None
+            if not stays[index]:
+                taken += sizes[index]
+            resident[page] = position
+            needed[page] += 1
+        while taken > capacity and (victim := candidates.pop(now)) is not None:
+            page = pages[victim % count]
+            if resident[page] == victim and not needed[page]:
+                resident[page] = None
+                taken -= sizes[victim % count]
+        for position in going.get(now, ()):
+            index, page = position % count, pages[position % count]
+            needed[page] -= 1
+            if needed[page]:
+                continue
+            if course.ends[index]:
+                resident[page] = None
+                taken -= sizes[index]
+            elif (last := resident[page]) is not None:
+                candidates.push(last)
+    return stays
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """The positions from `begin` on, `length` of them, in which a page is not needed before its access at `later`."""
+
+    begin: int
+    length: int
+    later: int
+
+    def of(self, taken: list[int]) -> list[int]:
+        """What is taken there."""
+        begin = self.begin % len(taken)
+        return taken[begin : begin + self.length] + taken[: max(0, begin + self.length - len(taken))]
+
+    def covers(self, position: int, count: int) -> bool:
+        """Whether `position` is one of them."""
+        return (position - self.begin) % count < self.length
+
+
+def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
+    """What stays when each round is like the last: less where that would be too much, more where there is room left.
+
+    The sweep's rounds need not be alike: which page of many has no room may wander.
+    """
+    count, sizes = len(course.accesses), course.sizes
+    gaps = _gaps(course)
+    taken = _taken(course, [gap for gap in gaps if stays[gap.later]])
+    for position in range(count):
+        if taken[position] <= capacity:
+            continue
+        kept = [gap for gap in gaps if stays[gap.later] and gap.covers(position, count)]
+        for gap in sorted(kept, key=lambda gap: (position - gap.begin) % count - gap.length):  # farthest next use first
+            if taken[position] <= capacity:
+                break
+            stays[gap.later] = False
+            _add(taken, gap, -sizes[gap.later])
+    fullest = max(range(count), key=taken.__getitem__)
+    for gap in sorted((gap for gap in gaps if not stays[gap.later]), key=lambda gap: gap.length)[:_TRIED]:
+        size = sizes[gap.later]
+        if taken[fullest] + size > capacity and gap.covers(fullest, count):
+            continue
+        if max(gap.of(taken)) + size <= capacity:
+            stays[gap.later] = True
+            _add(taken, gap, size)
+            fullest = max(range(count), key=taken.__getitem__)
+    return stays
+
+
+def _gaps(course: Course) -> list[_Gap]:
+    """Where pages that have contents are not needed."""
+    gaps, count = [], len(course.accesses)
+    for position, (following, leaves, ends) in enumerate(
+        zip(course.following, course.leaves, course.ends, strict=True)
+    ):
+        later = (position + following) % count
+        length = following - leaves - course.enters[later] - 1
+        if not ends and length > 0:
+            gaps.append(_Gap(position + leaves + 1, length, later))
+    return gaps
+
+
+def _taken(course: Course, kept: Sequence[_Gap]) -> list[int]:
+    """Bytes taken at each position by what is needed there, and by what is kept."""
+    count = len(course.accesses)
+    changes = [0] * (2 * count)  # as if the round were written out twice, for what goes over its end
+    for position, (following, leaves) in enumerate(zip(course.following, course.leaves, strict=True)):
+        begin, later = position - course.enters[position], (position + following) % count
+        end = min(position + leaves, position + following - course.enters[later] - 1)
+        changes[begin % count] += course.sizes[position]
+        changes[begin % count + end - begin + 1] -= course.sizes[position]
+    for gap in kept:
+        changes[gap.begin % count] += course.sizes[gap.later]
+        changes[gap.begin % count + gap.length] -= course.sizes[gap.later]
+    taken = list(accumulate(changes))
+    return [first + second for first, second in zip(taken[:count], taken[count:], strict=True)]
+
+
+def _add(taken: list[int], gap: _Gap, nbytes: int) -> None:
+    """Add to the positions of a gap."""
+    begin = gap.begin % len(taken)
+    within = min(len(taken), begin + gap.length)
+    taken[begin:within] = [before + nbytes for before in taken[begin:within]]
+    over = begin + gap.length - within
+    taken[:over] = [before + nbytes for before in taken[:over]]
