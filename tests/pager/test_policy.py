@@ -126,9 +126,9 @@ class Machine:
     def replay(self, order: list[int], intent: Intent) -> tuple[Plan, int]:
         """The plan for a step, and what is read in one when a few have gone by it."""
         schedule = schedule_of((Lane.COMPUTE, self.pages[number].key) for number in order)
-        plan = self.service.make_plan(schedule, self.service.rooms())
+        plan = self.service.ahead.make_plan(schedule, self.service.ahead.rooms())
         assert plan is not None
-        self.service.follow(schedule, plan)
+        self.service.ahead.follow(schedule, plan)
         for step in range(4):
             if step:
                 self.forecast.begin_step()

@@ -1,4 +1,4 @@
-"""Work ahead of time: fetching what comes next, and writing down what will have to leave.
+"""Work ahead of time: planning what stays, fetching what comes next, and writing down what will have to leave.
 
 Owns what was chosen to be fetched and when to look at the coming accesses again. Does not serve anybody: demands go
 first and this runs after them. Guarantees that looking ahead costs a bounded number of steps for each lease (a look is
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from swap.requests import Priority
 from tiermem.memory.tiers import Tier
+from tiermem.pager.course import Limits
 from tiermem.pager.page import Lane, PageKey
+from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
-from tiermem.pager.schedule import LATER
+from tiermem.pager.schedule import LATER, Schedule
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
 _COMING = 256
@@ -55,6 +57,27 @@ class Ahead:
         self._seen = 0
         self._uses = 0
         self._version = -1
+
+    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan | None:
+        """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
+
+        None with a device between: there it is decided from use to use.
+        """
+        tier, chain = Tier.HOST, self._residency.chain
+        if chain.top is not tier:
+            return None
+        appetite, capacity = self._appetite[tier], chain.capacity(tier) - self._appetite[tier].reserve
+        ahead = min(appetite.look_ahead, capacity)
+        return make_plan(schedule, rooms, Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve))
+
+    def follow(self, schedule: Schedule | None, plan: Plan | None) -> None:
+        """Go by another schedule, and keep what the plan for it keeps."""
+        self._residency.forecast.set_schedule(schedule, None if plan is None else plan.stays)
+        self._residency.reclassify()
+
+    def rooms(self) -> dict[PageKey, int]:
+        """Bytes that each page takes on a tier."""
+        return {key: page.room for key, page in self._residency.pages.items()}
 
     def write_back(self, claimed: Collection[Tier]) -> None:
         """Send dirty pages off before their room is asked for, the one used last first.

@@ -17,10 +17,9 @@ from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease, Release
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
-from tiermem.pager.plan import Plan
 from tiermem.pager.residency import Residency
 from tiermem.pager.saving import Saving
-from tiermem.pager.schedule import Forecast, Schedule
+from tiermem.pager.schedule import Forecast
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
@@ -40,8 +39,8 @@ class Core:
     def __init__(self, chain: Chain, appetite: dict[Tier, Appetite], *, counters: Counters, timeline: Timeline) -> None:
         self.residency = Residency(chain, Forecast(), counters, ended=self._move_ended)
         self.loop = LoopThread("tiermem-pager", after=self._pump, failed=self.refuse)
-        self._service = Service(self.residency, appetite)
-        self.saving = Saving(self.residency, self._service, self.loop.post, self._next_event)
+        self.service = Service(self.residency, appetite)
+        self.saving = Saving(self.residency, self.service, self.loop.post, self._next_event)
         self._timeline = timeline
         self._kernels = 0
         self._waiting_threads = 0
@@ -72,7 +71,7 @@ class Core:
             release: Release = lambda lease, failure: self._post_release(lease, tier, failure)  # noqa: E731
             settled(Lease(pages, tensors, release, fences), None)
 
-        self._service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
+        self.service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the contents of pages."""
@@ -83,18 +82,6 @@ class Core:
         """Whether the page has contents that are not about to be forgotten."""
         page = self.residency.page(key)
         return page.is_written and not page.doomed
-
-    def rooms(self) -> dict[PageKey, int]:
-        """Bytes that each page takes on a tier."""
-        return self._service.rooms()
-
-    def make_plan(self, schedule: Schedule, rooms: dict[PageKey, int]) -> Plan | None:
-        """What stays in memory in a step of this schedule; see `Service.make_plan`. Any thread."""
-        return self._service.make_plan(schedule, rooms)
-
-    def set_schedule(self, schedule: Schedule | None, plan: Plan | None) -> None:
-        """Go by another schedule and its plan."""
-        self._service.follow(schedule, plan)
 
     def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
         """The update has said what it does next: `change` tells the forecast and returns the pages concerned."""
@@ -135,7 +122,7 @@ class Core:
         """Everybody who waits, and whoever asks from now on, gets `error`; the first one stays."""
         if self._refusal is None:
             self._refusal = error
-        self._service.fail_all(self._refusal)
+        self.service.fail_all(self._refusal)
         self._notify()
 
     def _post_release(self, lease: Lease, tier: Tier, failure: BaseException | None) -> None:
@@ -145,7 +132,7 @@ class Core:
             if failure is not None:
                 for page in lease.pages:
                     self.residency.fail(page, failure)
-            self._service.release(lease.pages, tier, fence)
+            self.service.release(lease.pages, tier, fence)
 
         self.loop.post(release)
 
@@ -164,13 +151,13 @@ class Core:
         """Once behind all messages of a turn."""
         self._events += 1
         if self._refusal is None:
-            self._service.pump()
+            self.service.pump()
         self._notify()
         self._watch_later()
 
     def _watch_later(self) -> None:
         """Look again soon, as long as somebody waits for something."""
-        if not self._watched and (self._service.waiting or self._waiting_threads or self._watchers):
+        if not self._watched and (self.service.waiting or self._waiting_threads or self._watchers):
             self._watched = True
             self.loop.asyncio.call_later(_LOOK_SECONDS, self._watch, self._events)
 
@@ -183,13 +170,13 @@ class Core:
         stalled = next(filter(None, (move.stalled() for move in _flying(self.residency))), None)
         if stalled is not None:
             self.refuse(stalled)
-        waiting = self._service.waiting
+        waiting = self.service.waiting
         blocked = self._waiting_threads > 0 or any(
             request.waiter is not None and request.waiter.awaited for request in waiting
         )
         if not self.residency.moves and not self._kernels and self._events == events and blocked:
             try:
-                self._service.resolve_standstill()
+                self.service.resolve_standstill()
             except Exception as error:  # noqa: BLE001 - an error that should not exist goes to everybody
                 self.refuse(error)
         self._watch_later()

@@ -90,8 +90,9 @@ class Pager:
 
     def set_schedule(self, schedule: Schedule | None) -> None:
         """Plan by this schedule from now on; None: without one. Waits for the loop, which goes on meanwhile."""
-        plan = None if schedule is None else self._core.make_plan(schedule, self._loop.call(self._core.rooms))
-        self._loop.call(lambda: self._core.set_schedule(schedule, plan))
+        ahead = self._core.service.ahead
+        plan = None if schedule is None else ahead.make_plan(schedule, self._loop.call(ahead.rooms))
+        self._loop.call(lambda: ahead.follow(schedule, plan))
 
     def begin_step(self) -> None:
         """The computation is at the beginning of a step again. Does not wait."""

@@ -8,7 +8,7 @@ whoever cannot be served even then gets a CapacityError (I9) instead of waiting 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,12 +17,9 @@ from tiermem.errors import CapacityError, InvariantError
 from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Ahead, Appetite
-from tiermem.pager.course import Limits
-from tiermem.pager.page import Intent, Lane, Page, PageKey
-from tiermem.pager.plan import Plan, make_plan
+from tiermem.pager.page import Intent, Lane, Page
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
-from tiermem.pager.schedule import Schedule
 
 __all__ = ["Appetite", "LeaseRequest", "Service"]
 
@@ -68,9 +65,8 @@ class Service:
     def __init__(self, residency: Residency, appetite: dict[Tier, Appetite]) -> None:
         self.waiting: list[LeaseRequest] = []
         self._residency = residency
-        self._appetite = appetite
         self._room = Room(residency)
-        self._ahead = Ahead(residency, self._room, appetite)
+        self.ahead = Ahead(residency, self._room, appetite)
         self._flushing = 0
         self._sole: LeaseRequest | None = None
         self._tried: set[LeaseRequest] = set()
@@ -92,10 +88,10 @@ class Service:
         for request in [self._sole] if self._sole is not None else list(self.waiting):
             self._serve(request, claimed)
         if self._flushing:
-            self._ahead.write_back_all()
-        self._ahead.write_back(claimed)
+            self.ahead.write_back_all()
+        self.ahead.write_back(claimed)
         if not claimed:  # room that a demand lacks, here or on the way there, is not taken for a guess
-            self._ahead.read()
+            self.ahead.read()
 
     def fail_all(self, error: BaseException) -> None:
         """Give every waiting request up, for good: nothing is served after this."""
@@ -147,27 +143,6 @@ class Service:
     def _barred(request: LeaseRequest) -> bool:
         """Whether a lease on one of its pages stands in the way, whatever room there is."""
         return any(page.exclusive or (request.intent is not Intent.READ and page.is_leased) for page in request.lacking)
-
-    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan | None:
-        """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
-
-        None with a device between: there it is decided from use to use.
-        """
-        tier, chain = Tier.HOST, self._residency.chain
-        if chain.top is not tier:
-            return None
-        appetite, capacity = self._appetite[tier], chain.capacity(tier) - self._appetite[tier].reserve
-        ahead = min(appetite.look_ahead, capacity)
-        return make_plan(schedule, rooms, Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve))
-
-    def follow(self, schedule: Schedule | None, plan: Plan | None) -> None:
-        """Go by another schedule, and keep what the plan for it keeps."""
-        self._residency.forecast.set_schedule(schedule, None if plan is None else plan.stays)
-        self._residency.reclassify()
-
-    def rooms(self) -> dict[PageKey, int]:
-        """Bytes that each page takes on a tier."""
-        return {key: page.room for key, page in self._residency.pages.items()}
 
     def flush(self, difference: int) -> None:
         """One flush more (1) or less (-1) is going on: while there is any, everything dirty is written back."""

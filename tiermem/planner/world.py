@@ -157,8 +157,8 @@ class World:
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
             self.residency.add(key, nbytes, saved=key.kind.value != "grad")
-        self.plan = self.service.make_plan(design.schedule, self.service.rooms())
-        self.service.follow(design.schedule, self.plan)
+        ahead = self.service.ahead
+        ahead.follow(design.schedule, ahead.make_plan(design.schedule, ahead.rooms()))
         if listener is not None:
             self.listen(listener)
 
