@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from tiermem.errors import InvariantError
 from tiermem.memory.sizes import format_bytes
@@ -186,6 +187,20 @@ class _Edge:
         self.nbytes, self.moves, self.busy_seconds, self.busy_since = 0, 0, 0.0, now
 
 
+class _Tally:
+    """The open span; changed in place, because every lease is counted. The names are those of `StepStatistics`."""
+
+    __slots__ = ("counts", "stall_seconds")
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.stall_seconds = 0.0
+
+    def frozen(self, seconds: float, edges: tuple[EdgeStatistics, ...]) -> StepStatistics:
+        """What was counted, and how long it took."""
+        return StepStatistics(seconds=seconds, stall_seconds=self.stall_seconds, edges=edges, **self.counts)
+
+
 class Counters:
     """Counts the present span of time; `step` closes it. Any thread may call any method. `clock` returns seconds."""
 
@@ -199,7 +214,7 @@ class Counters:
         self._on_step = on_step
         self._lock = threading.Lock()
         self._edges: dict[str, _Edge] = {}
-        self._open = StepStatistics()
+        self._open = _Tally()
         self._opened_at = clock()
         self._last: StepStatistics | None = None
         self._total = StepStatistics()
@@ -239,19 +254,17 @@ class Counters:
         stall_seconds: float = 0.0,
     ) -> None:
         """Add to the present span; see `StepStatistics` for what each number means."""
-        added = StepStatistics(
-            stall_seconds=stall_seconds,
-            cache_hits=cache_hits,
-            cache_misses=cache_misses,
-            evictions=evictions,
-            discards=discards,
-            held_frames=held_frames,
-            speculated=speculated,
-            confirmed=confirmed,
-            redone=redone,
-        )
         with self._lock:
-            self._open = self._open.plus(added)
+            counts = self._open.counts
+            counts["cache_hits"] += cache_hits
+            counts["cache_misses"] += cache_misses
+            counts["evictions"] += evictions
+            counts["discards"] += discards
+            counts["held_frames"] += held_frames
+            counts["speculated"] += speculated
+            counts["confirmed"] += confirmed
+            counts["redone"] += redone
+            self._open.stall_seconds += stall_seconds
 
     def begin_step(self) -> None:
         """Say that a step begins now: what was counted since the last step closed goes into the total only."""
@@ -276,14 +289,14 @@ class Counters:
     def _span(self, now: float) -> StepStatistics:
         """Return what was counted since the present span was opened."""
         edges = tuple(record.accrued(name, now) for name, record in self._edges.items())
-        return replace(self._open, seconds=now - self._opened_at, edges=edges)
+        return self._open.frozen(now - self._opened_at, edges)
 
     def _close_span(self) -> StepStatistics:
         """File the present span under the total, return it, and open an empty one."""
         now = self._clock()
         closed = self._span(now)
         self._total = self._total.plus(closed)
-        self._open = StepStatistics()
+        self._open = _Tally()
         self._opened_at = now
         for record in self._edges.values():
             record.reset(now)

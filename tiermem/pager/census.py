@@ -47,6 +47,7 @@ class Census:
         leaving: bytes of copies being written down that nobody holds: room that is about to be free.
         stuck: bytes of failed pages: they stay, so that nothing is lost by making room.
         unsaved: bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy.
+        away: bytes of pages that have contents but neither a frame on the tier nor an error.
         changes: how often the facts of any page have changed.
     """
 
@@ -56,6 +57,7 @@ class Census:
         self.leaving = Tally(tiers)
         self.stuck = Tally(tiers)
         self.unsaved = Tally(tiers)
+        self.away = Tally(tiers)
         self.changes = 0
         self._next_use = next_use
         self._droppable = {tier: FarthestFirst() for tier in tiers}
@@ -72,6 +74,7 @@ class Census:
             failed, move = page.error is not None, page.move
             lowest = page.is_dirty_on(tier)
             free = tier in page.valid and not failed and move is None and not page.exclusive
+            self.away.note(tier, page, page.room if page.valid and frame is None and not failed else 0)
             self.held.note(tier, page, nbytes if leased else 0)
             self.stuck.note(tier, page, nbytes if failed and not leased else 0)
             self.unsaved.note(tier, page, nbytes if lowest and not failed and not page.doomed else 0)
