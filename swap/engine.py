@@ -181,6 +181,10 @@ class Engine:
         if self._callback_error is not None:
             raise SwapError(f"an on_done callback raised {self._callback_error!r}") from self._callback_error
 
+    def late(self) -> Sequence[threading.Thread]:
+        """After `close`: threads that end when the drive has answered what was given up. See `Backend.late`."""
+        return self._backend.late()
+
     def __enter__(self) -> Self:
         return self
 

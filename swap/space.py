@@ -74,6 +74,7 @@ class SwapSpace:
         self._lock = threading.Lock()
         self._high_water = 0
         self._closed = False
+        self._others: list[SystemCalls] = []
 
     @classmethod
     def open(
@@ -134,6 +135,11 @@ class SwapSpace:
     def direct(self) -> bool:
         """Whether every directory takes O_DIRECT."""
         return all(file.direct for file in self._files)
+
+    def lock_for(self, system: SystemCalls) -> None:
+        """Somebody else changes files in these directories by `system`: keep the lock while its calls are out, too."""
+        if system not in self._others:
+            self._others.append(system)
 
     def allocate(self, nbytes: int) -> Extent:
         """Take room for `nbytes`, rounded up to 4096, at most one piece per directory. Raises SwapFullError."""
@@ -267,7 +273,8 @@ class SwapSpace:
         """Close engine and files; remove the files if asked. Idempotent.
 
         Queued requests fail; call `sync` first to keep them. All files are closed even if something raises; the first
-        error is raised at the end.
+        error is raised at the end. Where the drive has not answered, nobody else gets the directories until it has, or
+        the process has ended: what it does late would fall into the files of the next run.
         """
         with self._lock:
             if self._closed:
@@ -288,9 +295,10 @@ class SwapSpace:
     def close_files(self, *, remove: bool = False) -> None:
         """Close all files, of a space whose engine is another's; raise the first error at the end. Idempotent."""
         errors: list[SwapError] = []
+        late = [*self.engine.late(), *(thread for system in self._others for thread in system.late())]
         for file in self._files:
             try:
-                file.close(remove=remove)
+                file.close(remove=remove, after=late)
             except SwapError as error:
                 errors.append(error)
         if errors:
