@@ -111,7 +111,7 @@ class CommitStore:
         Newer ones are damaged, or commits that not all stores had which were to commit together. Waits until that is
         durable. From then on the extents of the others may be overwritten.
         """
-        space.lock_for(self._system)
+        space.company.add(self._system)
         for generation in self._files.found():
             if generation > manifest.generation and not self._files.is_whole(generation):
                 self._files.put_aside(generation)
@@ -165,7 +165,7 @@ class CommitStore:
     def prepare(self, generation: int, entries: Iterable[Entry], user: Mapping[str, Any], *, space: SwapSpace) -> None:
         """The first part of `write`, with its parameters and errors: all is durable, and nothing committed yet."""
         self._check(generation)
-        space.lock_for(self._system)
+        space.company.add(self._system)
         manifest = Manifest(generation, space.run_id, space.file_sizes, tuple(entries), user, time.time())
         packed = format_of.pack(manifest)
         space.make_durable()

@@ -74,7 +74,7 @@ class SwapSpace:
         self._lock = threading.Lock()
         self._high_water = 0
         self._closed = False
-        self._others: list[SystemCalls] = []
+        self.company: set[SystemCalls] = set()  # by which others change these directories: the lock covers them, too
 
     @classmethod
     def open(
@@ -135,11 +135,6 @@ class SwapSpace:
     def direct(self) -> bool:
         """Whether every directory takes O_DIRECT."""
         return all(file.direct for file in self._files)
-
-    def lock_for(self, system: SystemCalls) -> None:
-        """Somebody else changes files in these directories by `system`: keep the lock while its calls are out, too."""
-        if system not in self._others:
-            self._others.append(system)
 
     def allocate(self, nbytes: int) -> Extent:
         """Take room for `nbytes`, rounded up to 4096, at most one piece per directory. Raises SwapFullError."""
@@ -295,7 +290,7 @@ class SwapSpace:
     def close_files(self, *, remove: bool = False) -> None:
         """Close all files, of a space whose engine is another's; raise the first error at the end. Idempotent."""
         errors: list[SwapError] = []
-        late = [*self.engine.late(), *(thread for system in self._others for thread in system.late())]
+        late = [*self.engine.backend.late(), *(thread for system in self.company for thread in system.late())]
         for file in self._files:
             try:
                 file.close(remove=remove, after=late)
