@@ -32,6 +32,27 @@ class TierStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class DriveStatistics:
+    """One drive since the run began: its swap directories, their room, and what moved.
+
+    `share`: the part of 1 of every striped page that goes there. `busy_seconds`: at least one block was in flight.
+    """
+
+    directories: tuple[str, ...]
+    budget: int
+    reserved: int
+    share: float
+    bytes_read: int = 0
+    bytes_written: int = 0
+    busy_seconds: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth while busy, reads and writes together; 0.0 if never busy."""
+        return (self.bytes_read + self.bytes_written) / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeStatistics:
     """Moves over one edge: how many bytes and moves finished, and for how many seconds at least one was in flight."""
 
@@ -109,7 +130,7 @@ def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A run so far: the last closed step, everything, how many steps were closed, and the tiers from far to near.
+    """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
     `last` is None before the first step closed. `total` includes what happened between steps.
     """
@@ -118,6 +139,7 @@ class Statistics:
     total: StepStatistics = field(default_factory=StepStatistics)
     steps: int = 0
     tiers: tuple[TierStatistics, ...] = ()
+    drives: tuple[DriveStatistics, ...] = ()
 
     def wear(self, endurance: Endurance = UNKNOWN) -> Wear:
         """Return what the writing so far, going on at the pace of the last step, means for the drives."""
@@ -130,7 +152,7 @@ class Statistics:
         )
 
     def table(self) -> str:
-        """Return two tables as plain text: what happened (last step, all steps), and what the tiers hold."""
+        """Return tables as plain text: what happened (last step, all steps), what tiers hold, what drives moved."""
         spans = [span for span in (self.last, self.total) if span is not None]
         titles = ["last step", f"total of {self.steps} steps"][-len(spans) :]
         rows = [["", *titles]]
@@ -151,7 +173,18 @@ class Statistics:
         tiers.extend(
             [tier.name, *map(format_bytes, (tier.budget, tier.reserved, tier.high_water))] for tier in self.tiers
         )
-        return "\n\n".join(_align(table) for table in (rows, tiers) if len(table) > 1)
+        drives = [["drive", "share", "reserved", "read", "written", "busy seconds", "GB/s while busy"]]
+        drives.extend(
+            [
+                ", ".join(drive.directories),
+                f"{drive.share:.0%}",
+                *map(format_bytes, (drive.reserved, drive.bytes_read, drive.bytes_written)),
+                f"{drive.busy_seconds:.3f}",
+                f"{drive.bytes_per_second / 1e9:.2f}",
+            ]
+            for drive in self.drives
+        )
+        return "\n\n".join(_align(table) for table in (rows, tiers, drives) if len(table) > 1)
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
@@ -280,11 +313,11 @@ class Counters:
         self._on_step(started, started + closed.seconds)
         return closed
 
-    def snapshot(self, tiers: Iterable[TierStatistics] = ()) -> Statistics:
+    def snapshot(self, tiers: Iterable[TierStatistics] = (), drives: Iterable[DriveStatistics] = ()) -> Statistics:
         """Return the run so far. `total` includes what has accrued since the last step closed."""
         with self._lock:
             total = self._total.plus(self._span(self._clock()))
-            return Statistics(self._last, total, self._steps, tuple(tiers))
+            return Statistics(self._last, total, self._steps, tuple(tiers), tuple(drives))
 
     def _span(self, now: float) -> StepStatistics:
         """Return what was counted since the present span was opened."""
