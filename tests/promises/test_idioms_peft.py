@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from doubles_training import PlainAdamW, Trainee, check, config_for, least_budget, offloaded, plain
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -133,6 +134,22 @@ def test_without_adapters_and_with_them_merged(tmp_path: Path) -> None:
             model.merge_adapter()
         plainly.merge_adapter()
         assert torch.equal(model(tokens).logits, plainly(tokens).logits)
+
+
+def test_adapters_built_without_storage_are_given_their_own_beginning(tmp_path: Path) -> None:
+    """transformers' initialisation knows no adapters, and would not have the second half of each begin with zeros."""
+    torch.manual_seed(1)
+    with tiermem.deferred_init():
+        model = adapted()
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    with tiermem.offload(model, config_for(tmp_path, "4MiB", "forward")) as runtime:
+        second = layers[0].lora_B["default"].weight
+        assert runtime.parameter(second).abs().max() > 0
+        with runtime.gathered(model, write=True):
+            for layer in layers:
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+        assert all(not runtime.parameter(layer.lora_B["default"].weight).any() for layer in layers)
+        assert not runtime.master(second).any()
 
 
 @pytest.mark.parametrize("build", ["whole", "deferred"])
