@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import describe_surroundings
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
@@ -114,8 +115,7 @@ def main() -> None:
     table = "\n".join([head, *rows])
     print(table)
     if given.output is not None:
-        command = "python benchmarks/rank_bytes.py" + (" --quick" if given.quick else "")
-        note = f"Bytes on the rank that keeps most. `{command}`, torch {torch.__version__}, gloo, bfloat16.\n\n"
+        note = f"{describe_surroundings(['torch']).to_markdown()}\n\nBytes on the rank that keeps most; gloo, bfloat16.\n\n"
         given.output.write_text("# Bytes per rank\n\n" + note + table + "\n")
         given.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 

@@ -64,6 +64,13 @@ def test_the_numbers_of_plain_pytorch(kind: str, update: str, tmp_path: Path) ->
     check(offloaded(make, train, tmp_path, update=update, budget="tight"), plain(make, train))
 
 
+def test_beside_a_device(tmp_path: Path) -> None:
+    """The frozen part and what is trained of a layer are on the device together, in two frames."""
+    settings = {"device": "simulated", "device_memory": "160KiB"}
+    found = offloaded(adapted, train, tmp_path, update="forward", budget="generous", **settings)
+    check(found, plain(adapted, train))
+
+
 def test_only_adapters_have_state_and_nothing_frozen_is_written_after_the_beginning(tmp_path: Path) -> None:
     model = adapted()
     trained = sum(parameter.numel() for parameter in of_adapters(model))
