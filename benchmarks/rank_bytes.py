@@ -115,8 +115,9 @@ def main() -> None:
     table = "\n".join([head, *rows])
     print(table)
     if given.output is not None:
-        note = f"{describe_surroundings(['torch']).to_markdown()}\n\nBytes on the rank that keeps most; gloo, bfloat16.\n\n"
-        given.output.write_text("# Bytes per rank\n\n" + note + table + "\n")
+        surroundings = describe_surroundings(["torch"]).to_markdown()
+        note = "Bytes on the rank that keeps most; gloo, bfloat16."
+        given.output.write_text(f"# Bytes per rank\n\n{surroundings}\n\n{note}\n\n{table}\n")
         given.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 
 
