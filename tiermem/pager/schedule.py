@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -87,12 +88,14 @@ class Forecast:
         self._lanes: dict[Lane, _LaneOrder] = {}
         self._step = 0
         self._regular = True
-        self._agenda: list[dict[PageKey, None]] | None = None
         # For each page of the update: where it is accessed, and behind which access of the computation it may come.
         self._due: dict[PageKey, tuple[int, int]] = {}
         self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
         self._stays: Sequence[bool] | None = None
         self._fetched: set[PageKey] = set()  # since their last access, for the next one
+        self._agenda: deque[dict[PageKey, None]] | None = None
+        # The groups of the agenda in which a page is, in order: so that asking does not depend on how long it is.
+        self._groups_of: dict[PageKey, deque[dict[PageKey, None]]] = {}
         self.surprises = 0
         self.version = 0
 
@@ -144,17 +147,26 @@ class Forecast:
 
         Returns the pages whose next use may have changed.
         """
-        changed = {key for group in self._agenda or () for key in group}
-        self._agenda = [dict.fromkeys(group) for group in groups]
-        changed.symmetric_difference_update(key for group in self._agenda for key in group)
+        before = self._groups_of.keys()
+        self._agenda, self._groups_of = deque(), {}
+        for group in groups:
+            self._append(dict.fromkeys(group))
+        changed = set(before ^ self._groups_of.keys())
         self.version += 1
         return changed
 
     def extend_agenda(self, group: Sequence[PageKey]) -> set[PageKey]:
         """One more unit at the end of the agenda; returns its pages."""
-        self._agenda = [*(self._agenda or []), dict.fromkeys(group)]
+        self._append(dict.fromkeys(group))
         self.version += 1
         return set(group)
+
+    def _append(self, group: dict[PageKey, None]) -> None:
+        if self._agenda is None:
+            self._agenda = deque()
+        self._agenda.append(group)
+        for key in group:
+            self._groups_of.setdefault(key, deque()).append(group)
 
     def note(self, lane: Lane, key: PageKey) -> None:
         """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
@@ -200,7 +212,7 @@ class Forecast:
         """
         if self._schedule is None:
             return _UNKNOWN - last_use
-        if Lane.UPDATE in lanes and any(key in group for group in self._agenda or ()):
+        if Lane.UPDATE in lanes and key in self._groups_of:
             return self._lanes[Lane.COMPUTE].cursor
         period = self._schedule.period
         uses = [
@@ -223,15 +235,11 @@ class Forecast:
         yield from itertools.islice(self._with_agenda(self._merged()), limit)
 
     def _with_agenda(self, accesses: Iterator[tuple[int, Lane, PageKey]]) -> Iterator[tuple[int, Lane, PageKey]]:
-        groups = [list(group) for group in self._agenda or ()]
-        known = {key for group in groups for key in group}
         now = self._lanes[Lane.COMPUTE].cursor
-        if groups:
-            groups[:1] = [groups[0][:_FIRST], groups[0][_FIRST:]]
-        waiting = iter(groups)
+        waiting = _portions(self._agenda or ())
         yield from ((now, Lane.UPDATE, key) for key in next(waiting, ()))
         for position, lane, key in accesses:
-            if lane is Lane.UPDATE and (key in known or position < self._done.get(key, 0)):
+            if lane is Lane.UPDATE and (key in self._groups_of or position < self._done.get(key, 0)):
                 continue
             yield position, lane, key
             if lane is Lane.COMPUTE and key.kind is Kind.PARAM:
@@ -241,6 +249,9 @@ class Forecast:
 
     def _merged(self) -> Iterator[tuple[int, Lane, PageKey]]:
         period = self._schedule.period if self._schedule else 1
+        if self._agenda is not None:  # all lanes start where the computation is, so they are merged already
+            yield from self._from(self._lanes[Lane.COMPUTE].cursor, period)
+            return
         heads = {
             lane: _ahead(order, period, self._start(lane)) for lane, order in self._lanes.items() if order.positions
         }
@@ -254,6 +265,15 @@ class Forecast:
                 del front[lane]
             else:
                 front[lane] = following
+
+    def _from(self, start: int, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
+        """One period's worth of the recorded accesses from `start` on."""
+        accesses = self._schedule.accesses if self._schedule else ()
+        cycle, inside = divmod(start, period)
+        for turn, part in ((cycle, range(inside, len(accesses))), (cycle + 1, range(inside))):
+            for index in part:
+                access = accesses[index]
+                yield turn * period + index, access.lane, access.key
 
     def _start(self, lane: Lane, key: PageKey | None = None) -> int:
         """From where on a lane's recorded accesses (to `key`) are still to come.
@@ -272,13 +292,24 @@ class Forecast:
             self._done[key] = position + (cursor - 1 - behind) // period * period + 1
 
     def _agenda_done(self, key: PageKey) -> None:
-        agenda = self._agenda or []
-        for group in agenda:
-            if key in group:
-                del group[key]
-                break
+        groups = self._groups_of.get(key)
+        if groups:
+            del groups.popleft()[key]
+            if not groups:
+                del self._groups_of[key]
+        agenda = self._agenda
         while agenda and not agenda[0]:
-            del agenda[0]
+            agenda.popleft()
+
+
+def _portions(agenda: Iterable[dict[PageKey, None]]) -> Iterator[Sequence[PageKey]]:
+    """The groups of an agenda, the first one in two: what goes first, and the rest of it."""
+    for index, group in enumerate(agenda):
+        keys = list(group)
+        if index == 0:
+            yield keys[:_FIRST]
+            keys = keys[_FIRST:]
+        yield keys
 
 
 def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
