@@ -64,8 +64,9 @@ class Runtime(Closing):
         return self._house.divided.model
 
     def statistics(self) -> Statistics:
-        """What happened in the last step and in total, and what each tier holds."""
-        return self._house.storage.counters.snapshot(self._house.storage.tiers())
+        """What happened in the last step and in total, what each tier holds, and what each drive moved."""
+        storage = self._house.storage
+        return storage.counters.snapshot(storage.tiers(), storage.drives())
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> OverlapReport:
         """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.

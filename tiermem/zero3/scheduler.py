@@ -269,7 +269,7 @@ class GatherScheduler:
         self._gradients.release()
         self._gatherer.recheck()
         self._gatherer.count_leaks()
-        for unit in tuple(self._touched):
+        for unit in tuple(self._touched) if self._early else ():
             self.announce(unit)
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
