@@ -269,7 +269,7 @@ WIDTH, DEPTH = 512, 12
 
 def kept(directory: Path, rank: int, size: int) -> Any:
     """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
-    _kept(directory / "small", rank, size, width=8)  # what is imported and set up on first use is not counted
+    _kept(directory / "small", rank, size, width=64)  # what is imported on first use, on every rank, is not counted
     return _kept(directory / "large", rank, size, width=WIDTH)
 
 

@@ -90,6 +90,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
 
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
     import doubles_rank_idioms  # noqa: F401 - and torch with it, once for all ranks
+    import torch._dynamo  # noqa: F401 - every optimizer does, which would take seconds on each rank
 
     until = time.monotonic() + limit
     for number, (size, names) in enumerate(jobs):
