@@ -192,7 +192,7 @@ def table(pattern: str, runs: Sequence[Run]) -> str:
 
 
 def comparison(runs: Sequence[Run], medians: dict[str, float]) -> str:
-    """Say how we do beside fio's best: in huge pages on both sides, and as fio comes; best blocks, and 8 MiB on both."""
+    """Say how we do beside fio's best: in huge pages and as fio comes; of any block size, and of 8 MiB."""
     found = []
     for size in ("", f", {BLOCK_SIZES[-1] >> 20} MiB"):
         mine = [name for name in medians if name.startswith(OURS) and size in name]

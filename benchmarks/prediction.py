@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import statistics
 import sys
 import tempfile
@@ -20,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, describe_surroundings, earlier_result, write_result
 from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, Workload
 
 import tiermem
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import workload_of
+from tiermem.memory.links import parse_link
 from tiermem.planner import workload as planned
-from tiermem.planner.design import PlanSettings, make_design
-from tiermem.planner.machine import Machine
+from tiermem.planner.design import PlanSettings, make_design, unit_sizes
+from tiermem.planner.device import device_least
+from tiermem.planner.machine import Device, Machine
 from tiermem.planner.simulate import Simulation, simulate
 
 THEME = "prediction"
@@ -38,19 +41,21 @@ MODELS = {
     "io-bound": Workload(layers=8, width=1024, mlp_width=2728, heads=16, vocabulary=4096, rows=1, length=48),
 }
 TINY = {"tiny": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=32)}
+DEVICES = tuple(f"simulated:bandwidth={speed}GB/s" for speed in (1, 4, 16))
 ROOMY = 8 << 30
 WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration. `share`: the host budget as a share of parameters and optimizer state."""
+    """One configuration. `share`: the host budget as a share of parameters and state; `device` as in Config."""
 
     model: str
     dtype: str
     update: str
     share: float
     directories: int = 1
+    device: str = "cpu"
 
 
 def cases(*, quick: bool) -> list[Case]:
@@ -60,6 +65,7 @@ def cases(*, quick: bool) -> list[Case]:
     product = itertools.product(MODELS, ("bfloat16", "float32"), ("forward", "backward", "step"), (0.15, 0.6))
     found = [Case(model, dtype, update, share) for model, dtype, update, share in product]
     found += [Case(model, "bfloat16", update, 0.15, 2) for model in MODELS for update in ("forward", "backward")]
+    found += [Case(model, "bfloat16", "forward", 0.3, device=device) for model in MODELS for device in DEVICES]
     return found
 
 
@@ -76,28 +82,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, three configurations, no result file")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each configuration, at least five")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="configurations with all of these words")
+    parser.add_argument("--add", action="store_true", help="only what today's result lacks, and add it there")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no configuration after so long")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
+    began = time.monotonic()
+    surroundings = describe_surroundings(PACKAGES)
+    results = options.results or (None if options.quick else RESULTS)
+    earlier = earlier_result(THEME, surroundings, results) if options.add and results is not None else {}
+    rows = list(earlier.get("rows", []))
+    done = {describe_row(line) for line in rows}
     models = TINY if options.quick else MODELS
-    chosen = cases(quick=options.quick)
+    chosen = [case for case in cases(quick=options.quick) if all(word in describe(case) for word in options.only)]
+    chosen = [case for case in chosen if describe(case) not in done]
+    if not chosen:
+        print("nothing is left to be measured")
+        return 0
     steps = 2 if options.quick else max(5, options.steps)
     with tempfile.TemporaryDirectory(prefix="tiermem-prediction-", dir=options.directory) as name:
         folder = Path(name)
         calibration = calibrate(models, sorted({(case.model, case.dtype) for case in chosen}), folder, options.quick)
-        rows = []
         for case in chosen:
+            if time.monotonic() - began > options.seconds:
+                print(f"not begun: {describe(case)}")
+                continue
             foreseen = predict(case, calibration)
             measured = measure(models[case.model], case, calibration, folder, steps)
             rows.append(row(case, foreseen, measured))
-            print(f"{describe(case)}: {rows[-1]['predicted']:.3f} s foreseen, {rows[-1]['measured']:.3f} s measured")
-    body = table(rows, calibration.machine)
+            print(
+                f"{describe(case)}: {rows[-1]['predicted']:.3f} s foreseen, {rows[-1]['measured']:.3f} s measured",
+                flush=True,
+            )
+    machines = [*earlier.get("machines", []), dataclasses.asdict(calibration.machine)]
+    body = table(rows, machines)
     print(body)
-    results = options.results or (None if options.quick else RESULTS)
     if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "machine": dataclasses.asdict(calibration.machine)}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, {**raw, 'rows': rows}, results)}")
+        raw = {"surroundings": surroundings.to_markdown(), "machines": machines, "rows": rows}
+        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
     return 0
 
 
@@ -158,7 +181,22 @@ def predict(case: Case, calibration: Calibration) -> Simulation:
     """Simulate a configuration's step."""
     work = calibration.work[case.model, case.dtype]
     settings = PlanSettings(host_memory=host_bytes(case, work), update=case.update)
-    return simulate(make_design(work, calibration.machine, settings))
+    return simulate(make_design(work, machine_with(case, calibration), settings))
+
+
+def machine_with(case: Case, calibration: Calibration) -> Machine:
+    """The machine, and what plays the device."""
+    link = parse_link(case.device)
+    if link is None:
+        return calibration.machine
+    memory = device_bytes(calibration.work[case.model, case.dtype])
+    device = Device(memory=memory, flops={}, to_device=link.up, to_host=link.down, simulated=True)
+    return dataclasses.replace(calibration.machine, device=device)
+
+
+def device_bytes(work: planned.Workload) -> int:
+    """The budget of a device: twice the least that works."""
+    return 2 * device_least(unit_sizes(work))
 
 
 def measure(
@@ -172,7 +210,8 @@ def measure(
         for directory in directories:
             directory.mkdir()
         config = tiermem.Config(
-            device="cpu",
+            device=case.device,
+            device_memory="auto" if case.device == "cpu" else device_bytes(work),
             host_memory=host_bytes(case, work),
             swap_dirs=directories,
             param_dtype=case.dtype,  # type: ignore[arg-type]
@@ -215,31 +254,45 @@ def row(case: Case, foreseen: Simulation, measured: Sequence[tuple[float, int, i
 
 def describe(case: Case) -> str:
     """A configuration in words."""
-    return f"{case.model}, {case.dtype}, {case.update}, {case.share:.0%} of the state, {case.directories} directories"
+    return (
+        f"{case.model}, {case.dtype}, {case.update}, {case.share:.0%} of the state, {case.directories} directories, "
+        f"{case.device}"
+    )
 
 
-def table(rows: Sequence[dict[str, Any]], machine: Machine) -> str:
+def describe_row(line: dict[str, Any]) -> str:
+    """The configuration of a line of the result, in words."""
+    return describe(Case(**{item.name: line[item.name] for item in dataclasses.fields(Case)}))
+
+
+def table(rows: Sequence[dict[str, Any]], machines: Sequence[dict[str, Any]]) -> str:
     """The result as Markdown."""
-    drive, host = machine.drive, machine.host
     errors = [abs(line["error"]) for line in rows]
+    drives = "; ".join(
+        f"{drive['read'] / 1e9:.2f}, {drive['write'] / 1e9:.2f}, {drive['mixed'] / 1e9:.2f}"
+        for drive in (machine["drive"] for machine in machines)
+    )
+    leases = ", ".join(f"{machine['host']['lease_seconds'] * 1e3:.2f}" for machine in machines)
     intro = (
         f"{sum(error <= 0.1 for error in errors)} of {len(rows)} configurations within 10 %, median error "
-        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}. Calibrated in the same run: the drive reads "
-        f"{drive.read / 1e9:.2f}, writes {drive.write / 1e9:.2f}, both {drive.mixed / 1e9:.2f} GB/s; "
-        f"{host.lease_seconds * 1e3:.2f} ms of the compute thread for an access. Bytes: measured / predicted."
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}. Calibrated in the same process as measured; the "
+        f"drive read, wrote, did both in GB/s: {drives}; ms of the compute thread for an access: {leases}. "
+        f"Measured: median of the steps (fastest to slowest). Bytes: measured / predicted."
     )
     lines = [
         intro,
         "",
-        "| model | dtype | update | budget | directories | measured s | predicted s | error | read GB | written GB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | dtype | update | budget | files | device | measured s | predicted s | error | read GB | wrote GB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in rows:
         read = f"{line['measured_read'] / 1e9:.3f} / {line['predicted_read'] / 1e9:.3f}"
         written = f"{line['measured_written'] / 1e9:.3f} / {line['predicted_written'] / 1e9:.3f}"
+        spread = f"{min(line['all']):.2f} to {max(line['all']):.2f}"
         lines.append(
             f"| {line['model']} | {line['dtype']} | {line['update']} | {line['share']:.0%} | {line['directories']} "
-            f"| {line['measured']:.3f} | {line['predicted']:.3f} | {line['error']:+.1%} | {read} | {written} |"
+            f"| {line['device'].removeprefix('simulated:bandwidth=')} | {line['measured']:.3f} ({spread}) "
+            f"| {line['predicted']:.3f} | {line['error']:+.1%} | {read} | {written} |"
         )
     return "\n".join(lines)
 
