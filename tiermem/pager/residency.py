@@ -87,6 +87,7 @@ class Residency:
         page = self.pages[key] = Page(key, nbytes, room)
         if saved:
             page.valid.add(Tier.SWAP)
+            self.census.note(page)
         self.total += room
         return page
 
