@@ -117,14 +117,8 @@ def compare(folder: Path, quick: bool) -> tuple[str, dict[str, Any]]:
 def run_child(job: dict[str, Any], group: Path | None, folder: Path) -> dict[str, Any]:
     """This script in a process of its own, in a control group: what it answers."""
     path = folder / "job.json"
-    path.write_text(json.dumps(job), encoding="utf-8")
-
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    command = [sys.executable, __file__, "--child", str(path)]
-    subprocess.run(command, check=True, preexec_fn=enter)
+    path.write_text(json.dumps({**job, "group": None if group is None else str(group)}), encoding="utf-8")
+    subprocess.run([sys.executable, __file__, "--child", str(path)], check=True)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -133,6 +127,8 @@ def child(path: Path) -> int:
     """Choose settings, or measure those that are given; the answer goes where the question was."""
     job = json.loads(path.read_text(encoding="utf-8"))
     folder, quick = Path(job["folder"]), job["quick"]
+    if job["group"] is not None:  # before there is any other thread: those that are made later inherit it
+        (Path(job["group"]) / "cgroup.procs").write_text(str(os.getpid()))
     name, model = next(iter((TINY if quick else MODELS).items()))
     case = Case(name, "bfloat16", "forward", SHARE)
     work = plain_step(model, name, case.dtype, 2 if quick else 5)
