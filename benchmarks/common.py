@@ -128,3 +128,10 @@ def write_result(
     path.write_text(f"# {title}\n\n{surroundings.to_markdown()}\n\n{body}\n", encoding="utf-8")
     path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def earlier_result(theme: str, surroundings: Surroundings, folder: Path = RESULTS) -> dict[str, Any]:
+    """Return the raw part of today's result on this hardware, for a benchmark run in pieces; {} if there is none."""
+    path = (folder / f"{theme}_{surroundings.slug()}_{surroundings.date}.md").with_suffix(".json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found

@@ -3,12 +3,19 @@
 Owns the order of the runs: in every round each contender moves the same bytes of the same file at the same depth, and
 the order is turned from round to round, so that a slow minute of a shared machine meets all of them. Does not measure
 itself: fio does, and `swap.bench`. Guarantees medians, ratios between runs of one round, CPU of both; fio is optional.
+
+Huge pages
+----------
+Our buffers ask for transparent huge pages, which makes direct I/O cheaper: there are fewer pages to hold. fio's
+`--iomem=mmaphuge` needs pages that an administrator has set aside, but its ordinary `--iomem=malloc` takes transparent
+ones where the C library is told to ask for them (glibc 2.35 and later). So fio runs in both ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -17,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, describe_surroundings, earlier_result, write_result
 
 from swap import DATA_OFFSET
 from swap.bench import PATTERNS, Case, Ground, Pattern
@@ -27,18 +34,20 @@ THEME = "io_beside_fio"
 ENGINES = ("psync", "libaio", "io_uring")
 BLOCK_SIZES = (1 << 20, 8 << 20)
 OURS = "tiermem"
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _FIO_PATTERN = {"read": "read", "write": "write", "mixed": "rw"}
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """fio with an engine, or our threads; one block size."""
+    """fio with an engine, or our threads; one block size; in huge pages or not (see "Huge pages")."""
 
     engine: str
     block_size: int
+    huge_pages: bool
 
     def __str__(self) -> str:
-        return f"{self.engine}, {self.block_size >> 20} MiB"
+        return f"{self.engine}, {self.block_size >> 20} MiB" + (", huge pages" if self.huge_pages else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.quick:
         options.mebibytes, options.seconds, options.rounds = 64, 0.2, 1
+    patterns = [pattern for pattern in PATTERNS if pattern in (options.patterns or PATTERNS)]
     fio = shutil.which(options.fio)
     sizes = BLOCK_SIZES[-1:] if options.quick else BLOCK_SIZES
-    contenders = [Contender(OURS, size) for size in sizes]
+    contenders = [Contender(OURS, size, huge_pages=True) for size in sizes]
     if fio is None:
         print("fio: skipped, it is not installed (Debian: apt install fio)")
     else:
-        contenders += [Contender(engine, size) for engine in ENGINES for size in sizes]
-    runs = run_all(options, fio, contenders)
-    body = "\n\n".join(table(pattern, [run for run in runs if run.pattern == pattern]) for pattern in PATTERNS)
+        contenders += [
+            Contender(engine, size, huge_pages=huge) for engine in ENGINES for size in sizes for huge in (False, True)
+        ]
+    surroundings = describe_surroundings(("numpy",))
+    results = options.results or (None if options.quick else RESULTS)
+    earlier = earlier_result(THEME, surroundings, results) if options.add and results is not None else {}
+    runs = [Run(**run) for run in earlier.get("runs", []) if run["pattern"] not in patterns]
+    runs += run_all(options, fio, contenders, patterns)
+    body = "\n\n".join(
+        table(pattern, found) for pattern in PATTERNS if (found := [run for run in runs if run.pattern == pattern])
+    )
     settings = (
         f"One file of {options.mebibytes} MiB, {options.depth} requests in flight, direct, {options.seconds:g} s a "
         f"run, {options.rounds} rounds. CPU: user and system time of the process."
     )
     body = f"{settings}\n\n{body}" + ("" if fio else "\n\nfio: skipped, it was not installed.")
     print(body)
-    results = options.results or (None if options.quick else RESULTS)
     if results is not None:
-        surroundings = describe_surroundings(("numpy",))
         raw = {"surroundings": surroundings.to_markdown(), "settings": settings, "runs": [asdict(run) for run in runs]}
         print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
     return 0 if any(run.error is None for run in runs) else 1
@@ -95,12 +111,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each run, after a second of ramp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--depth", type=int, default=8, help="requests in flight")
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, help="only these (default: all)")
+    parser.add_argument("--add", action="store_true", help="keep the other patterns of today's result")
     parser.add_argument("--fio", default="fio", help="the fio to run")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     return parser.parse_args(arguments)
 
 
-def run_all(options: argparse.Namespace, fio: str | None, contenders: Sequence[Contender]) -> list[Run]:
+def run_all(
+    options: argparse.Namespace, fio: str | None, contenders: Sequence[Contender], patterns: Sequence[Pattern]
+) -> list[Run]:
     """Lay the file out, then run everybody on every pattern, round by round; the file is removed at the end."""
     nbytes, depth = options.mebibytes << 20, options.depth
     whole = Target((0,), (1.0,))
@@ -111,7 +131,7 @@ def run_all(options: argparse.Namespace, fio: str | None, contenders: Sequence[C
         fill = Case("write", "threads", max(BLOCK_SIZES), depth, direct=ground.direct)
         run_case(ground, whole, fill, seconds=3600.0, nbytes=nbytes)
         for number in range(options.rounds):
-            for pattern in PATTERNS:
+            for pattern in patterns:
                 turn = number % len(contenders)
                 for contender in (*contenders[turn:], *contenders[:turn]):
                     print(f"round {number + 1} of {options.rounds}: {pattern}, {contender}", file=sys.stderr)
@@ -134,13 +154,14 @@ def run_fio(
     command = [
         fio, "--name=beside", f"--filename={ground.files[0].path}", f"--ioengine={contender.engine}", "--thread",
         f"--rw={_FIO_PATTERN[pattern]}", "--rwmixread=50", f"--bs={contender.block_size}",
-        f"--direct={ground.direct:d}",
+        f"--direct={ground.direct:d}", "--scramble_buffers=0",
         f"--numjobs={jobs}", f"--iodepth={options.depth // jobs}", f"--offset={DATA_OFFSET}", f"--size={share}",
         f"--offset_increment={share}", "--time_based", f"--runtime={round(options.seconds * 1000)}ms",
         f"--ramp_time={min(500, round(options.seconds * 150))}ms", "--group_reporting", "--allow_file_create=0",
         "--output-format=json",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    surroundings = os.environ | (HUGE_PAGES if contender.huge_pages else {})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
     if done.returncode != 0:
         error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Run(pattern, number, str(contender), error=error)
@@ -171,11 +192,23 @@ def table(pattern: str, runs: Sequence[Run]) -> str:
 
 
 def comparison(runs: Sequence[Run], medians: dict[str, float]) -> str:
-    """Say how our best does beside fio's best: the median of the ratios of each round, and the CPU for each byte."""
-    ours = max((name for name in medians if name.startswith(OURS)), key=medians.__getitem__, default=None)
-    theirs = max((name for name in medians if not name.startswith(OURS)), key=medians.__getitem__, default=None)
-    if ours is None or theirs is None:
-        return "No comparison: only one side ran."
+    """Say how we do beside fio's best: in huge pages and as fio comes; of any block size, and of 8 MiB."""
+    found = []
+    for size in ("", f", {BLOCK_SIZES[-1] >> 20} MiB"):
+        mine = [name for name in medians if name.startswith(OURS) and size in name]
+        for huge in (True, False):
+            theirs = [
+                name
+                for name in medians
+                if not name.startswith(OURS) and size in name and name.endswith("huge pages") is huge
+            ]
+            if mine and theirs:
+                found.append(beside(*(max(names, key=medians.__getitem__) for names in (mine, theirs)), runs))
+    return "\n".join(dict.fromkeys(found)) or "No comparison: only one side ran."
+
+
+def beside(ours: str, theirs: str, runs: Sequence[Run]) -> str:
+    """The median of the ratios of each round, and the CPU for each byte."""
     by_round = {(run.contender, run.round): run for run in runs if run.error is None}
     rounds = [number for name, number in by_round if name == ours and (theirs, number) in by_round]
     pairs = [(by_round[ours, number], by_round[theirs, number]) for number in rounds]
@@ -183,7 +216,7 @@ def comparison(runs: Sequence[Run], medians: dict[str, float]) -> str:
     costs = [one.cpu_per_gigabyte / other.cpu_per_gigabyte for one, other in pairs if other.cpu_per_gigabyte]
     cost = f"{statistics.median(costs):.2f}" if costs else "unknown"
     return (
-        f"Best against best, {ours} beside {theirs}: bandwidth {statistics.median(ratios):.3f} of fio's "
+        f"- {ours} beside {theirs}: bandwidth {statistics.median(ratios):.3f} of fio's "
         f"({min(ratios):.2f} to {max(ratios):.2f} in a round), CPU for each byte {cost} of fio's."
     )
 

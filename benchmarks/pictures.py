@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from committed results.
+"""Draws the pictures of the documentation from committed results, and a plan from a profile that is shipped.
 
 Owns which picture comes from which result. Does not measure: the same code draws here that draws for a user. Guarantees
 that a picture can be drawn again by anybody, from files in `results/`, and says what is missing where one cannot.
@@ -21,8 +21,12 @@ from rich.terminal_theme import MONOKAI
 
 from tiermem.cli.bench_plot import draw
 from tiermem.cli.live import WIDTH, render
+from tiermem.cli.plan import PlanOptions, plan
+from tiermem.cli.plan_plot import plot_plan
 from tiermem.cli.report import StepReport
+from tiermem.config import Config
 from tiermem.memory.sizes import format_bytes
+from tiermem.planner.predict import Prediction
 from tiermem.stats import EdgeStatistics, TierStatistics
 
 PICTURES = HERE.parent / "docs" / "pictures"
@@ -48,7 +52,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn += 1
         draw(json.loads(result.read_text(encoding="utf-8")), options.pictures / "bench.png")
         print(f"bench.png from {result.name}")
+    if importlib.util.find_spec("matplotlib") is not None:
+        drawn += 1
+        plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
+        print("plan.png from the profile rtx4090")
     return 0 if drawn else 1
+
+
+def plan_of(parameters: str, machine: str) -> Prediction:
+    """What `tiermem plan --parameters ... --machine ...` foresees: described machines need no measurement."""
+    options = PlanOptions(
+        model=None,
+        parameters=parameters,
+        machine=machine,
+        measure=False,
+        batch=4,
+        seq=256,
+        accumulate=1,
+        ranks=1,
+        commits=False,
+    )
+    return plan(options, Config(swap_dirs=["."]))
 
 
 def live_view(report: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -32,6 +33,8 @@ def test_the_committed_live_view_is_the_one_that_is_drawn(tmp_path: Path) -> Non
     assert "swap->host" in text
     committed = (ROOT / "docs" / "pictures" / "live_view.svg").read_text()
     assert "".join(ET.fromstring(committed).itertext()).replace("\N{NO-BREAK SPACE}", " ") == text
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_becomes_a_picture_or_the_extra_is_named(tmp_path: Path) -> None:

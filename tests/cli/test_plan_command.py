@@ -161,3 +161,10 @@ def test_a_tied_model_is_called_as_it_is_used() -> None:
     assert units[0] == 0, "the embedding"
     assert units.count(0) == 4, "as embedding, as output, in backward, and for its gradient"
     assert work.order[-1].unit == 0
+
+
+def test_the_picture_of_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    path = tmp_path / "plan.png"
+    answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -18,6 +18,7 @@ PLAIN: dict[str, Any] = {
     "host": {"update_rate": {"float32": 1e9}, "memory": "4GiB"},
     "drive": {"read": 2e9, "write": 1e9, "mixed": 1e9},
 }
+DEVICE = {"memory": "1GiB", "flops": {"bfloat16": 1e12}, "to_device": 1e9, "to_host": 1e9}
 
 
 def test_a_table_becomes_a_machine_and_a_table_again() -> None:
@@ -49,6 +50,7 @@ def test_every_shipped_profile_loads_and_says_where_it_comes_from(name: str) -> 
         (lambda table: table["host"].update(memory="4GB!"), "expected a size"),
         (lambda table: table.update(host=3), "host: expected a table"),
         (lambda table: table.pop("source"), "source: expected text"),
+        (lambda table: table.update(device={**DEVICE, "simulated": 1}), "device.simulated: expected true or false"),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_advice(change: Any, message: str) -> None:

@@ -43,11 +43,15 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             latency.plot(depths, [point["latency_ms"]["p99"] for point in points], style)
         rate.set_title(pattern)
         rate.set_ylim(bottom=0)
-        latency.set_ylim(bottom=0)
+        latency.set_yscale("log")  # buffered requests take ten times as long and would flatten the others
         latency.set_xlabel("queue depth")
+        depths = sorted({point["queue_depth"] for point in found[pattern]["all"]})
+        latency.set_xscale("log", base=2)  # shared with the row above
+        latency.set_xticks(depths, [str(depth) for depth in depths])
+        latency.tick_params(axis="x", which="minor", bottom=False)
     axes[0][0].set_ylabel("GB/s")
     axes[1][0].set_ylabel("p99 of a request, ms")
-    axes[0][-1].legend(fontsize="small")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(", ".join(found["directories"]))
     figure.savefig(path, dpi=120)
 

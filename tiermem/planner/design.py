@@ -152,7 +152,7 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     tiles = {number: tile_count(unit.trainable, footprint.tile_numel) for number, unit in enumerate(share.units)}
     drive = machine.drive
     drives = drive.count / per_node
-    contended = machine.device is None
+    contended = machine.device is None or machine.device.simulated
     beside = (machine.host.compute_beside_update, machine.host.update_beside_compute, machine.host.compute_beside_io)
     return Design(
         workload=share,

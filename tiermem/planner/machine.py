@@ -81,6 +81,7 @@ class Device:
         efficiency: the share of `flops` that training reaches.
         to_device, to_host: bytes a second between host memory and one of them, each direction.
         count: how many there are in one node.
+        simulated: whether the node's own processors play it, and computation shares them with the update.
     """
 
     memory: int
@@ -89,6 +90,7 @@ class Device:
     to_host: float
     efficiency: float = 0.45
     count: int = 1
+    simulated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,10 @@ def _value(where: str, name: str, value: object) -> Any:
             raise ConfigError(f"{where}: expected a number for each dtype, found {value!r}")
         _refuse_unknown(value, _DTYPES, where)
         return {dtype: _positive(f"{where}.{dtype}", number) for dtype, number in value.items()}
+    if name == "simulated":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: expected true or false, found {value!r}")
+        return value
     if name in _SIZES and isinstance(value, (int, str)):
         return parse_bytes(value)
     if name in _COUNTS:
