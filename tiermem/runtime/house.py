@@ -170,7 +170,8 @@ def _furnish(
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     names = [layout.name for layout in layouts]
-    conductor = Conductor(company.computing, names, storage.timeline)
+    beside = storage.device.work_beside if storage.device is not None else _nothing
+    conductor = Conductor(company.computing, names, storage.timeline, beside)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
@@ -212,6 +213,10 @@ def _furnish(
         company,
         conductor,
     )
+
+
+def _nothing() -> None:
+    """What a processor's thread needs to work beside others."""
 
 
 def _update(config: Config, company: Company) -> str:

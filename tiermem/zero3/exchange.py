@@ -30,6 +30,8 @@ from tiermem.zero3.sources import Lease, Pager
 
 # Elements added up at once: what is outside the budget stays small, and in the cache.
 _SLICE = 1 << 16
+# On a device there is no cache to stay in, and each call costs a launch: 16 MiB in float32.
+_DEVICE_SLICE = 1 << 22
 
 
 class Bucket:
@@ -116,6 +118,7 @@ class RankGradients:
                 for cut in bucket_ranges(bucket.shard, slot):
                     whole[cut.start : cut.start + cut.length].zero_()
         del whole
+        bucket.lease.hand_over()
         undo = bucket.lease.release
         operation: Operation[None] = Operation(Act.REDUCE, bucket.shard.unit, undo=lambda _: undo(), bucket=bucket)
         self._under_way = self._conductor.start(operation)
@@ -166,7 +169,7 @@ class RankGradients:
         self._conductor.run(
             Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.collectives, shard, slot, whole))
         )
-        return whole.as_strided(slot.shape, slot.stride)
+        return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
     def reset(self) -> None:
         """Begin a new step: the pages now belong to whoever took note of them."""
@@ -230,13 +233,13 @@ class RankGradients:
 
     def _exchange(
         self, shard: Shard, bucket: Bucket | None, senders: Sequence[bool], present: Sequence[bool]
-    ) -> list[float]:
-        """Add up, store, and return this rank's share of each parameter's squared norm."""
-        squares = [0.0] * len(present)
+    ) -> torch.Tensor:
+        """Add up, store, and return this rank's share of each parameter's squared norm, in float64."""
         layout, ranks = shard.layout, self._conductor.collectives.size
         received = self._pager.lease([shard.received_key], Intent.FRESH)
         try:
             room = received.tensor(shard.received_key).view(layout.dtype)
+            squares = torch.zeros(len(present), dtype=torch.float64, device=room.device)
             sent = bucket.tensor() if bucket is not None else room[:0]
             at = 0
             for tile in range(shard.exchanges):
@@ -257,7 +260,7 @@ class RankGradients:
         return squares
 
     def _store(
-        self, shard: Shard, tile: int, mean: torch.Tensor, present: Sequence[bool], squares: list[float]
+        self, shard: Shard, tile: int, mean: torch.Tensor, present: Sequence[bool], squares: torch.Tensor
     ) -> None:
         """Add one tile of the mean to what it had in this step."""
         key = shard.layout.gradient_key(tile)
@@ -277,7 +280,7 @@ class RankGradients:
                     fresh.add_(kept)
                 kept.copy_(fresh)
                 norm = torch.linalg.vector_norm(fresh, dtype=norm_dtype(fresh.dtype))
-                squares[index] += float(norm) ** 2
+                squares[index].add_(norm.double().square())  # not looked at here, so that a device is not waited for
         except BaseException as error:
             lease.fail(error)
             raise
@@ -318,8 +321,9 @@ def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor
 def average(parts: Sequence[torch.Tensor], ranks: int) -> None:
     """Put the sum of `parts`, in their order, divided by `ranks` into the first; 16-bit ones are added in float32."""
     exact = torch.float32 if parts[0].dtype.itemsize < 4 else parts[0].dtype
-    for begin in range(0, parts[0].numel(), _SLICE):
-        total = parts[0][begin : begin + _SLICE].to(exact, copy=True)
+    length = _SLICE if parts[0].device.type == "cpu" else _DEVICE_SLICE
+    for begin in range(0, parts[0].numel(), length):
+        total = parts[0][begin : begin + length].to(exact, copy=True)
         for part in parts[1:]:
-            total.add_(part[begin : begin + _SLICE])
-        parts[0][begin : begin + _SLICE] = total.div_(ranks)
+            total.add_(part[begin : begin + length])
+        parts[0][begin : begin + length] = total.div_(ranks)

@@ -30,6 +30,10 @@ class Lease(Protocol):
         """The page's bytes, 1-D uint8."""
         ...
 
+    def hand_over(self) -> None:
+        """Another thread goes on: there `tensor` comes after what this one has asked of a device."""
+        ...
+
     def release(self) -> None:
         """Give the hold back."""
         ...
@@ -147,6 +151,15 @@ class _Gathered:
         self._lease = lease
         self.writable = False
 
+    def came(self) -> None:
+        """All ranks' parts have been asked for, on the issuer's thread."""
+        self._lease.hand_over()
+
+    def arrived(self) -> _Gathered:
+        """On the thread that computes: what it asks of a device from now on comes after the gathering."""
+        self._lease.tensor(self._shard.gathered_key)
+        return self
+
     def release(self) -> None:
         """Keep this rank's part if it may have been written; every rank keeps its own."""
         try:
@@ -182,16 +195,16 @@ class RankUnits:
         self._conductor = conductor
         self._needed = needed
         self._is_ahead = ahead
-        self._ahead: tuple[int, Future[HeldUnit]] | None = None
+        self._ahead: tuple[int, Future[_Gathered]] | None = None
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Gather the unit from all ranks, or wait for it if that has begun."""
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit and not writable:
             self._ahead = None
-            return ahead[1].result()
+            return ahead[1].result().arrived()
         self.give_up()
-        return self._conductor.run(self._gathering(unit, writable=writable))
+        return self._conductor.run(self._gathering(unit, writable=writable)).arrived()
 
     def start(self, unit: int) -> None:
         """Begin to gather a unit ahead, where there is room for that."""
@@ -208,7 +221,7 @@ class RankUnits:
     def changed(self, unit: int) -> None:
         """Nothing to do: it is gathered anew every time."""
 
-    def _gathering(self, unit: int, *, writable: bool) -> Operation[HeldUnit]:
+    def _gathering(self, unit: int, *, writable: bool) -> Operation[_Gathered]:
         shard = self._shards[unit]
         own = shard.layout.key
 
@@ -222,7 +235,7 @@ class RankUnits:
                 raise
             return mine, _Gathered(self._pager, shard, gathered)
 
-        def action(held: tuple[Lease, _Gathered]) -> HeldUnit:
+        def action(held: tuple[Lease, _Gathered]) -> _Gathered:
             mine, gathered = held
             try:
                 for part, whole in sections(shard, mine.tensor(own), gathered.base):
@@ -232,6 +245,7 @@ class RankUnits:
                 raise
             finally:
                 mine.release()
+            gathered.came()
             gathered.writable = writable
             return gathered
 
