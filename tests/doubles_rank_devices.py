@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,46 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+EARLY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "odd": (scenarios.Odd, {"accumulate": 2}),
+    "experts": (scenarios.Experts, {"accumulate": 2, "batch": scenarios.routed_tokens}),
+    "stage_2": (scenarios.Odd, {"accumulate": 2, "stage": 2}),
+}
+
+
+def early(update: str, **settings: Any) -> Scenario:
+    """Steps that clip, that do not, and one that overflows on one rank; how many updates were made early, and kept."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = scenarios.Odd()
+        with tiermem.offload(model, scenarios.config_for(directory, update=update, **settings)) as runtime:
+            clip = settings.get("param_dtype") is None
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=70.0 if clip else None)
+            noted: list[Any] = []
+            spent = 0
+            for step in range(6):
+                rows = scenarios.part(scenarios.tokens(step), rank, size)
+                spoilt = float("inf") if clip and step == 4 and rank == size - 1 else 1.0
+                loss = scenarios.loss_of(model, rows) * (0.1 if step % 2 else 10.0)
+                (loss * spoilt).backward()
+                spent += bool(runtime._house.coordinator.spent)
+                if step == 3 and clip:
+                    with torch.no_grad():  # looked at between backward and step: what was updated early is undone
+                        noted.append(float(scenarios.loss_of(model, rows)))
+                with contextlib.suppress(UserWarning):
+                    optimizer.step()
+                optimizer.zero_grad()
+                norm = None if optimizer.grad_norm is None else float(optimizer.grad_norm)
+                noted.append((float(loss.detach()), optimizer.skipped, str(norm)))
+            masters = [runtime.master(parameter) for parameter in model.parameters()]
+            total = runtime.statistics().total
+        counts = (total.speculated, total.confirmed, total.redone)
+        return {"noted": noted, "masters": masters, "counts": counts, "spent": spent}
+
+    return scenario
+
+
 def with_device(scenario: Scenario) -> Scenario:
     """The same with a device for every rank."""
 
@@ -115,6 +156,15 @@ def use_parameters(device: StreamDevice, module: nn.Module) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
+    **{f"early_{update}": early(update) for update in ("step", "forward", "backward", "auto")},
+    "early_device": early("backward", device="simulated", device_memory="8MiB"),
+    **{f"early_for_good_{update}": early(update, param_dtype="bfloat16") for update in ("step", "backward")},
+    **{
+        f"early_{run}_{update}_{device}": on(DEVICES[device], make, **how, update=update)
+        for run, (make, how) in EARLY.items()
+        for update in ("step", "backward")
+        for device in ("processors", "tightest")
+    },
     "streams": streams(),
     "streams_not_handed_over": streams(hand_over=False),
     **{f"{device}_{run}": on(DEVICES[device], make, **how) for device in DEVICES for run, (make, how) in RUNS.items()},

@@ -18,7 +18,8 @@ from tiermem.zero3.conductor import Conductor
 from tiermem.zero3.exchange import RankGradients
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import GradientStore
-from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource, WholeUnits
+from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource
+from tiermem.zero3.whole import WholeUnits
 
 
 def open_exchanges(

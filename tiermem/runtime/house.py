@@ -220,8 +220,9 @@ def _nothing() -> None:
 
 
 def _update(config: Config, company: Company) -> str:
-    # Which unit is complete is not known at one moment on all ranks: several update behind backward.
-    return "forward" if company.size > 1 and config.update in ("backward", "auto") else config.update
+    # Ranks with whole parameters fetch what the others have updated: all at one time, which is behind backward.
+    together = company.size > 1 and config.stage < 3
+    return "forward" if together and config.update in ("backward", "auto") else config.update
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
