@@ -8,9 +8,11 @@ machine meets both), and a result file that says what was measured. The last com
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quick = options.quick
     fields = "host_memory=8MiB" if quick else options.tiermem
     settings = dict(field.split("=", 1) for field in fields.split(","))
+    contenders = (
+        Contender(WITHOUT, "tiermem_contender.py", sys.executable, settings),
+        Contender(WITH, "tiermem_contender.py", sys.executable, {**settings, "commit": True}),
+    )
     plan = Plan(
         workloads=("quick",) if quick else (options.workload,),
-        contenders=(
-            Contender(WITHOUT, "tiermem_contender.py", sys.executable, settings),
-            Contender(WITH, "tiermem_contender.py", sys.executable, {**settings, "commit": True}),
-        ),
-        rounds=1 if quick else options.rounds,
+        contenders=contenders,
+        rounds=1,
         warm_up=2,
         steps=5 if quick else max(5, options.steps),
         directory=options.directory,
     )
-    runs = run_all(plan)
+    runs = json.loads(options.add.read_text(encoding="utf-8"))["runs"] if options.add is not None else []
+    for _ in range(1 if quick else options.rounds):
+        number = len({run["round"] for run in runs})
+        # Each goes first in turn: what a drive owes from the run before meets both.
+        turn = replace(plan, contenders=contenders if number % 2 == 0 else contenders[::-1])
+        runs += [{**run, "round": number} for run in run_all(turn)]
     body = f"Workload `{plan.workloads[0]}`, tiermem {fields}.\n\n{table(runs)}"
     print(body)
     results = options.results or (None if quick else RESULTS)
@@ -59,6 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tiermem", metavar="FIELD=VALUE,...", default="host_memory=512MiB,update=backward", help="fields of Config"
     )
+    parser.add_argument("--add", type=Path, metavar="RESULT.json", help="an earlier result whose rounds count too")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     return parser.parse_args(arguments)

@@ -1,7 +1,9 @@
 """Bytes per rank for each ZeRO stage and number of ranks, measured, beside ZeRO's own arithmetic.
 
-Trains a small Llama for two steps on processes of this machine (gloo) and counts the bytes of each rank's pages by
-kind; what is in transit between ranks lies in the budget of host memory, besides. Writes a table and the raw numbers.
+Trains a small Llama for two steps on processes of this machine (gloo), with room for everything in host memory, and
+counts the bytes of each rank's pages by kind; what was reserved in host memory at most, where what is in transit
+between ranks comes on top; and what its swap files take on disk (one copy, as commits=False). Writes a table and the
+raw numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import describe_surroundings
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
@@ -35,7 +38,7 @@ def rank_bytes(rank: int, size: int, stage: int, width: int, directory: str) -> 
         model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=4))
     swap = Path(directory, "swap")
     swap.mkdir(exist_ok=True)
-    config = tiermem.Config(device="cpu", host_memory="16MiB", swap_dirs=[swap], stage=stage, commits=False)
+    config = tiermem.Config(device="cpu", host_memory="96MiB", swap_dirs=[swap], stage=stage, commits=False)
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters())
         for _ in range(2):
@@ -53,9 +56,12 @@ def rank_bytes(rank: int, size: int, stage: int, width: int, directory: str) -> 
                 kinds["grad"] += shard.bucket_nbytes - shard.trainable_numel * shard.layout.dtype.itemsize
         states = runtime._house.states._units.values()  # noqa: SLF001
         kinds["state"] = sum(state.state_nbytes(tile) for state in states for tile in range(state.tiles))
+        own = swap if size == 1 else swap / f"rank_{rank:05d}"
+        disk = sum(file.stat().st_blocks * 512 for file in own.rglob("*") if file.is_file())
     tiers = {tier.name: [tier.budget, tier.high_water] for tier in statistics.tiers}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    Path(directory, f"{rank}.json").write_text(json.dumps({"kinds": kinds, "tiers": tiers, "parameters": parameters}))
+    found = {"kinds": kinds, "tiers": tiers, "disk": disk, "parameters": parameters}
+    Path(directory, f"{rank}.json").write_text(json.dumps(found))
 
 
 def measure(size: int, stage: int, width: int) -> list[dict[str, Any]]:
@@ -80,6 +86,11 @@ def expected(parameters: int, size: int, stage: int) -> int:
     return sum(parameters * width // share for width, share in zip((WORD, WORD, STATE), shares, strict=True))
 
 
+def _taken(found: dict[str, Any]) -> tuple[int, int]:
+    """Bytes reserved in host memory at most, and bytes on disk."""
+    return found["tiers"]["HOST"][1], found["disk"]
+
+
 def main() -> None:
     """Measure and print; with --output write the table and the raw numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -94,21 +105,19 @@ def main() -> None:
             raw[f"{size} ranks, stage {stage}"] = found
             most = [max(each["kinds"][kind] for each in found) for kind in ("param", "grad", "state")]
             wanted = expected(found[0]["parameters"], size, stage)
-            numbers = " | ".join(f"{nbytes:,}" for nbytes in (*most, sum(most), wanted))
+            reserved, disk = (max(found) for found in zip(*(_taken(each) for each in found), strict=True))
+            numbers = " | ".join(f"{nbytes:,}" for nbytes in (*most, sum(most), wanted, reserved, disk))
             rows.append(f"| {size} | {stage} | {numbers} | {sum(most) / wanted:.4f} |")
     head = (
-        "| ranks | stage | parameters | gradients | states | together | ZeRO's arithmetic | ratio |\n"
-        + "|---" * 8
-        + "|"
+        "| ranks | stage | parameters | gradients | states | together | ZeRO's arithmetic | reserved in memory at most "
+        "| disk | together to arithmetic |\n" + "|---" * 10 + "|"
     )
     table = "\n".join([head, *rows])
     print(table)
     if given.output is not None:
-        command = "python benchmarks/rank_bytes.py" + (" --quick" if given.quick else "")
-        note = (
-            f"Bytes of pages on the rank that keeps most. `{command}`, torch {torch.__version__}, gloo, bfloat16.\n\n"
-        )
-        given.output.write_text("# Bytes per rank\n\n" + note + table + "\n")
+        surroundings = describe_surroundings(["torch"]).to_markdown()
+        note = "Bytes on the rank that keeps most; gloo, bfloat16."
+        given.output.write_text(f"# Bytes per rank\n\n{surroundings}\n\n{note}\n\n{table}\n")
         given.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 
 

@@ -18,7 +18,11 @@ do (4), `retire`: as long as one of them may lack the new commit, all of them st
 
 Keep both marks. The mark of the last acknowledged commit, and that of the one being written, are kept until `write`
 returns; then the older is released. If `write` raises, both are kept until a later `write` returns. After an error that
-leaves open which manifest is on disk, no later `write` will: the store is failed for good, and only closing is left.
+leaves open which manifest is on disk none does, until `resolve` has found out which one it is.
+
+The end of a doubt. A rename or unlink that failed has happened or not, and a look at the directory tells, once no call
+is out that was given up and may still happen. What the look has shown counts when an fsync of the directory succeeds.
+If fsync itself has failed, that is no way: the kernel tells of a loss only once. Then the store is failed for good.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from typing import Any
 
 from swap import manifest as format_of
 from swap.errors import FormatError, SwapError
+from swap.locks import DirectoryLock
 from swap.manifest import Entry, Manifest
 from swap.manifest_files import ManifestFiles
 from swap.patience import PatientSystemCalls
@@ -56,10 +61,13 @@ class CommitStore:
         After `stall_seconds` without an answer of the drive a system call is an error.
         """
         self.directory = os.fspath(directories[0])
-        self._files = ManifestFiles(self.directory, name, PatientSystemCalls(system, stall_seconds))
+        self._system = PatientSystemCalls(system, stall_seconds)
+        self._lock_path = os.path.join(self.directory, f"{name}.lock")
+        self._files = ManifestFiles(self.directory, name, self._system)
         self._latest: Manifest | None = None
         self._settled = False
         self._failed: BaseException | None = None
+        self._for_good = False  # failed so that no look at the directory can tell which manifest holds
         self._prepared: Manifest | None = None
 
     @property
@@ -97,12 +105,13 @@ class CommitStore:
         """The manifest of this generation; None if there is none. Raises FormatError if it is damaged."""
         return self._files.read(generation) if generation in self._files.found() else None
 
-    def settle(self, manifest: Manifest) -> None:
+    def settle(self, manifest: Manifest, *, space: SwapSpace) -> None:
         """Go on from this manifest, which `read_latest` or `read` returned: remove all others, put damaged ones aside.
 
         Newer ones are damaged, or commits that not all stores had which were to commit together. Waits until that is
         durable. From then on the extents of the others may be overwritten.
         """
+        space.company.add(self._system)
         for generation in self._files.found():
             if generation > manifest.generation and not self._files.is_whole(generation):
                 self._files.put_aside(generation)
@@ -115,8 +124,8 @@ class CommitStore:
     def discard(self) -> None:
         """Forget the commits of an earlier run: remove its manifests. Waits until that is durable.
 
-        To be called before the space is opened without `keep`. Raises FormatError, having removed nothing, if something
-        that is not ours or is damaged has the name of a manifest.
+        To be called by who holds the space's lock. Raises FormatError, having removed nothing, if something that is not
+        ours or is damaged has the name of a manifest.
         """
         found = self._files.found()
         for generation in found:
@@ -125,6 +134,19 @@ class CommitStore:
             self._files.remove(generation)
             self._files.sync()
         self._latest = None
+        self._settled = True
+
+    def discard_leftovers(self) -> None:
+        """As `discard`, before the space is opened without `keep`: takes its lock meanwhile. Raises SwapInUseError too.
+
+        Without the lock a run that has begun since somebody looked, and has committed, would lose its commit.
+        """
+        if self._files.found():
+            lock = DirectoryLock(self._lock_path, self._system)
+            try:
+                self.discard()
+            finally:
+                lock.release(after=self._system.late())
         self._settled = True
 
     def write(
@@ -143,6 +165,7 @@ class CommitStore:
     def prepare(self, generation: int, entries: Iterable[Entry], user: Mapping[str, Any], *, space: SwapSpace) -> None:
         """The first part of `write`, with its parameters and errors: all is durable, and nothing committed yet."""
         self._check(generation)
+        space.company.add(self._system)
         manifest = Manifest(generation, space.run_id, space.file_sizes, tuple(entries), user, time.time())
         packed = format_of.pack(manifest)
         space.make_durable()
@@ -160,21 +183,51 @@ class CommitStore:
         manifest = self._demand_prepared()
         with self._in_doubt():
             self._files.publish_new(manifest.generation)
+        with self._in_doubt(for_good=True):
             self._files.sync()
 
     def retire(self) -> Manifest:
         """The last part of `write`: remove the commit before, whose extents may be written over from now on."""
         manifest = self._demand_prepared()
-        with self._in_doubt():
-            if self._latest is not None:
+        if self._latest is not None:
+            with self._in_doubt():
                 self._files.remove(self._latest.generation)
+            with self._in_doubt(for_good=True):
                 self._files.sync()
         self._latest, self._prepared = manifest, None
+        return manifest
+
+    def resolve(self) -> Manifest | None:
+        """After `publish` or `retire` raised: find out which commit holds, and end the doubt. Waits for the drive.
+
+        Returns the new one, durable, with the one before removed; or None: the one before holds, the new one was given
+        up. Its mark may be released then, or that of the one before. Raises SwapError where it cannot be found out, or
+        not yet; everything is as it was then.
+        """
+        if self._failed is None:
+            raise ValueError("there is no doubt which commit holds")
+        late = len(self._system.late())
+        if self._for_good or late:
+            reason = f"; {late} calls are not answered yet" if late else ""
+            raise SwapError(f"it is not known which commit holds after this: {self._failed}{reason}") from self._failed
+        manifest = self._demand_prepared()
+        with self._in_doubt(for_good=True):
+            self._files.sync()  # what is seen from here on is durable
+        found = self._files.found()
+        if manifest.generation not in found:
+            self._files.drop_new()
+            self._failed = self._prepared = None
+            return None
+        if self._latest is not None and self._latest.generation not in found:
+            self._latest = None
+        self.retire()
+        self._failed = None
         return manifest
 
     def fail(self, error: BaseException) -> None:
         """Say that it is not known which commit holds: another store may or may not have published its part."""
         self._failed = self._failed or error
+        self._for_good = True
 
     def _demand_prepared(self) -> Manifest:
         if self._prepared is None:
@@ -182,12 +235,13 @@ class CommitStore:
         return self._prepared
 
     @contextlib.contextmanager
-    def _in_doubt(self) -> Iterator[None]:
-        """After an error in here it is not known which manifest is on disk, nor for how long."""
+    def _in_doubt(self, *, for_good: bool = False) -> Iterator[None]:
+        """After an error in here it is not known which manifest is on disk; `for_good`: and cannot be found out."""
         try:
             yield
         except BaseException as error:
-            self._failed = error
+            self._failed = self._failed or error
+            self._for_good = self._for_good or for_good
             raise
 
     def _check(self, generation: int) -> None:

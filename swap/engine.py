@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings | None = None, *, backend: Backend | None = None) -> None:
         self.settings = settings or EngineSettings()
-        self._backend = backend or make_backend(self.settings.backend)
+        self.backend = backend or make_backend(self.settings.backend)
         self._lock = threading.Lock()
         self._attaching = threading.Lock()
         self._queues: dict[int, DeviceQueue] = {}
@@ -128,7 +128,7 @@ class Engine:
                 queues[part.file.device].push(part, self._sequences, time.monotonic())
                 self._available[part.file.device].notify(blocks)
         for queue in queues.values():
-            self._backend.wake(queue)
+            self.backend.wake(queue)
         return request
 
     def pending(self, operation: Operation) -> list[Request]:
@@ -171,7 +171,7 @@ class Engine:
             for condition in self._available.values():
                 condition.notify_all()
         self._complete(dropped)
-        self._backend.close(self.settings.stall_seconds)
+        self.backend.close(self.settings.stall_seconds)
         stuck = self._abandon_in_flight()
         if stuck:
             raise SwapTimeoutError(
@@ -243,7 +243,7 @@ class Engine:
             if held_back:
                 self._available[queue.device].notify_all()
         if held_back:
-            self._backend.wake(queue)
+            self.backend.wake(queue)
         self._complete(completed)
 
     # Inside.
@@ -269,7 +269,7 @@ class Engine:
                     max_bytes_in_flight=settings.max_bytes_in_flight,
                 )
                 self._available[device] = threading.Condition(self._lock)
-                self._backend.attach(self, queue)
+                self.backend.attach(self, queue)
                 with self._lock:
                     self._queues[device] = queue
             return self._queues[device]

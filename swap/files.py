@@ -12,6 +12,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -117,8 +119,11 @@ class SwapFile:
         _unlink_if_same(self.path, os.fstat(self.fileno()))
         self._lock.release(remove=True)
 
-    def close(self, *, remove: bool = False) -> None:
-        """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails."""
+    def close(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
+        """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails.
+
+        The lock is kept until calls that were given up, and the threads of `after`, have ended.
+        """
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
@@ -129,7 +134,7 @@ class SwapFile:
             if remove:
                 _unlink_if_same(self.path, mine)
         finally:
-            self._lock.release(remove=remove)
+            self._lock.release(remove=remove, after=[*self._system.late(), *after])
 
     def _prepare(self, *, keep: bool) -> None:
         if keep:

@@ -2,13 +2,16 @@
 
 Owns a small file beside the swap file and the kernel's lock on it. Does not know what it protects. The kernel drops the
 lock when its holder dies, however it dies, so a lock is never stale; the process id inside is for messages only.
-Guarantees that a foreign file of the same name is neither changed nor removed.
+Guarantees that a foreign file of the same name is neither changed nor removed, and that nobody else gets the lock while
+a call that was given up may still change what it protects.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Sequence
 
 from swap.errors import FormatError, SwapInUseError, SwapIOError
 from swap.syscalls import SystemCalls
@@ -26,8 +29,17 @@ class DirectoryLock:
         self._system = system
         self._fd = self._acquire()
 
-    def release(self, *, remove: bool = False) -> None:
-        """Give the lock back; remove its file if asked. Idempotent."""
+    def release(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
+        """Give the lock back; remove its file if asked. Idempotent.
+
+        Where threads of `after` are stuck in a call, the lock is given back when the last of them has ended, and this
+        returns at once. A process that ends before keeps it as well: the kernel closes its descriptors only when all
+        its threads are gone, and a thread in a call to the drive is not gone before the drive has answered.
+        """
+        stuck = [thread for thread in after if thread.is_alive()]
+        if stuck and self._fd >= 0:
+            threading.Thread(target=self._release_after, args=(stuck, remove), name="swap-lock", daemon=True).start()
+            return
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
@@ -38,6 +50,11 @@ class DirectoryLock:
             raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
         finally:
             self._system.close(fd)
+
+    def _release_after(self, stuck: Sequence[threading.Thread], remove: bool) -> None:
+        for thread in stuck:
+            thread.join()
+        self.release(remove=remove)
 
     def _acquire(self) -> int:
         while True:

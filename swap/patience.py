@@ -6,7 +6,8 @@ call which was interrupted, or told to come back, is made again. For the few cal
 (headers, manifests, names, syncs): the engine watches its own.
 
 A thread that is stuck in the kernel cannot be ended. It keeps what it was given, its buffer included, until the drive
-answers, and what it brings then is dropped.
+answers, and what it brings then is dropped. What it does to the disk is not: a rename may take effect long after it was
+given up. `late` says which calls are still out, so that nobody else is let into the directory before they have ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import errno
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swap.syscalls import SystemCalls
@@ -32,8 +33,14 @@ class PatientSystemCalls(SystemCalls):
     def __init__(self, system: SystemCalls | None, seconds: float) -> None:
         self._system = system or SystemCalls()
         self._seconds = seconds
+        self._given_up: list[threading.Thread] = []
         for name in ("close", "fallocate", "truncate", "free_bytes", "lock", "sleep"):
             setattr(self, name, getattr(self._system, name))
+
+    def late(self) -> Sequence[threading.Thread]:
+        """Those of the calls given up that the drive has not answered yet."""
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        return tuple(self._given_up)
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """Open a file and return its descriptor. One that is opened too late stays open: nobody can close it."""
@@ -84,6 +91,7 @@ class PatientSystemCalls(SystemCalls):
             return answer[0]
         if raised:
             raise raised[0]
+        self._given_up.append(thread)
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
 

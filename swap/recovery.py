@@ -111,7 +111,7 @@ def recover(
         errors = verify(space, manifest.entries, mode=verify_mode)
         if errors:
             raise errors[0] if len(errors) == 1 else _several(errors)
-    store.settle(manifest)
+    store.settle(manifest, space=space)
     return Recovered(manifest, generations, mark)
 
 

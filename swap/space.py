@@ -74,6 +74,7 @@ class SwapSpace:
         self._lock = threading.Lock()
         self._high_water = 0
         self._closed = False
+        self.company: set[SystemCalls] = set()  # by which others change these directories: the lock covers them, too
 
     @classmethod
     def open(
@@ -267,7 +268,8 @@ class SwapSpace:
         """Close engine and files; remove the files if asked. Idempotent.
 
         Queued requests fail; call `sync` first to keep them. All files are closed even if something raises; the first
-        error is raised at the end.
+        error is raised at the end. Where the drive has not answered, nobody else gets the directories until it has, or
+        the process has ended: what it does late would fall into the files of the next run.
         """
         with self._lock:
             if self._closed:
@@ -288,9 +290,10 @@ class SwapSpace:
     def close_files(self, *, remove: bool = False) -> None:
         """Close all files, of a space whose engine is another's; raise the first error at the end. Idempotent."""
         errors: list[SwapError] = []
+        late = [*self.engine.backend.late(), *(thread for system in self.company for thread in system.late())]
         for file in self._files:
             try:
-                file.close(remove=remove)
+                file.close(remove=remove, after=late)
             except SwapError as error:
                 errors.append(error)
         if errors:

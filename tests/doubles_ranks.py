@@ -68,6 +68,7 @@ def values(reports: list[Report | None]) -> list[Any]:
 
 def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) -> None:
     import doubles_rank_devices as on_devices
+    import doubles_rank_idioms as idioms
     import doubles_rank_scenarios as scenarios
     import torch
     import torch.distributed as dist
@@ -76,7 +77,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     wait = dt.timedelta(seconds=STALL)
     store = directory / f"{number}.store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
-    known = scenarios.SCENARIOS | on_devices.SCENARIOS
+    known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)
@@ -90,7 +91,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
 
 
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
-    import doubles_rank_devices  # noqa: F401 - and torch with it, once for all ranks
+    import doubles_rank_idioms  # noqa: F401 - and torch with them, once for all ranks
 
     until = time.monotonic() + limit
     for number, (size, names) in enumerate(jobs):

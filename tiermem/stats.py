@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from tiermem.errors import InvariantError
 from tiermem.memory.sizes import format_bytes
@@ -28,6 +29,27 @@ class TierStatistics:
     budget: int
     reserved: int
     high_water: int
+
+
+@dataclass(frozen=True, slots=True)
+class DriveStatistics:
+    """One drive since the run began: its swap directories, their room, and what moved.
+
+    `share`: the part of 1 of every striped page that goes there. `busy_seconds`: at least one block was in flight.
+    """
+
+    directories: tuple[str, ...]
+    budget: int
+    reserved: int
+    share: float
+    bytes_read: int = 0
+    bytes_written: int = 0
+    busy_seconds: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth while busy, reads and writes together; 0.0 if never busy."""
+        return (self.bytes_read + self.bytes_written) / self.busy_seconds if self.busy_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +130,7 @@ def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A run so far: the last closed step, everything, how many steps were closed, and the tiers from far to near.
+    """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
     `last` is None before the first step closed. `total` includes what happened between steps.
     """
@@ -117,6 +139,7 @@ class Statistics:
     total: StepStatistics = field(default_factory=StepStatistics)
     steps: int = 0
     tiers: tuple[TierStatistics, ...] = ()
+    drives: tuple[DriveStatistics, ...] = ()
 
     def wear(self, endurance: Endurance = UNKNOWN) -> Wear:
         """Return what the writing so far, going on at the pace of the last step, means for the drives."""
@@ -129,7 +152,7 @@ class Statistics:
         )
 
     def table(self) -> str:
-        """Return two tables as plain text: what happened (last step, all steps), and what the tiers hold."""
+        """Return tables as plain text: what happened (last step, all steps), what tiers hold, what drives moved."""
         spans = [span for span in (self.last, self.total) if span is not None]
         titles = ["last step", f"total of {self.steps} steps"][-len(spans) :]
         rows = [["", *titles]]
@@ -150,7 +173,18 @@ class Statistics:
         tiers.extend(
             [tier.name, *map(format_bytes, (tier.budget, tier.reserved, tier.high_water))] for tier in self.tiers
         )
-        return "\n\n".join(_align(table) for table in (rows, tiers) if len(table) > 1)
+        drives = [["drive", "share", "reserved", "read", "written", "busy seconds", "GB/s while busy"]]
+        drives.extend(
+            [
+                ", ".join(drive.directories),
+                f"{drive.share:.0%}",
+                *map(format_bytes, (drive.reserved, drive.bytes_read, drive.bytes_written)),
+                f"{drive.busy_seconds:.3f}",
+                f"{drive.bytes_per_second / 1e9:.2f}",
+            ]
+            for drive in self.drives
+        )
+        return "\n\n".join(_align(table) for table in (rows, tiers, drives) if len(table) > 1)
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
@@ -186,6 +220,20 @@ class _Edge:
         self.nbytes, self.moves, self.busy_seconds, self.busy_since = 0, 0, 0.0, now
 
 
+class _Tally:
+    """The open span; changed in place, because every lease is counted. The names are those of `StepStatistics`."""
+
+    __slots__ = ("counts", "stall_seconds")
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.stall_seconds = 0.0
+
+    def frozen(self, seconds: float, edges: tuple[EdgeStatistics, ...]) -> StepStatistics:
+        """What was counted, and how long it took."""
+        return StepStatistics(seconds=seconds, stall_seconds=self.stall_seconds, edges=edges, **self.counts)
+
+
 class Counters:
     """Counts the present span of time; `step` closes it. Any thread may call any method. `clock` returns seconds."""
 
@@ -199,7 +247,7 @@ class Counters:
         self._on_step = on_step
         self._lock = threading.Lock()
         self._edges: dict[str, _Edge] = {}
-        self._open = StepStatistics()
+        self._open = _Tally()
         self._opened_at = clock()
         self._last: StepStatistics | None = None
         self._total = StepStatistics()
@@ -239,19 +287,17 @@ class Counters:
         stall_seconds: float = 0.0,
     ) -> None:
         """Add to the present span; see `StepStatistics` for what each number means."""
-        added = StepStatistics(
-            stall_seconds=stall_seconds,
-            cache_hits=cache_hits,
-            cache_misses=cache_misses,
-            evictions=evictions,
-            discards=discards,
-            held_frames=held_frames,
-            speculated=speculated,
-            confirmed=confirmed,
-            redone=redone,
-        )
         with self._lock:
-            self._open = self._open.plus(added)
+            counts = self._open.counts
+            counts["cache_hits"] += cache_hits
+            counts["cache_misses"] += cache_misses
+            counts["evictions"] += evictions
+            counts["discards"] += discards
+            counts["held_frames"] += held_frames
+            counts["speculated"] += speculated
+            counts["confirmed"] += confirmed
+            counts["redone"] += redone
+            self._open.stall_seconds += stall_seconds
 
     def begin_step(self) -> None:
         """Say that a step begins now: what was counted since the last step closed goes into the total only."""
@@ -267,23 +313,23 @@ class Counters:
         self._on_step(started, started + closed.seconds)
         return closed
 
-    def snapshot(self, tiers: Iterable[TierStatistics] = ()) -> Statistics:
+    def snapshot(self, tiers: Iterable[TierStatistics] = (), drives: Iterable[DriveStatistics] = ()) -> Statistics:
         """Return the run so far. `total` includes what has accrued since the last step closed."""
         with self._lock:
             total = self._total.plus(self._span(self._clock()))
-            return Statistics(self._last, total, self._steps, tuple(tiers))
+            return Statistics(self._last, total, self._steps, tuple(tiers), tuple(drives))
 
     def _span(self, now: float) -> StepStatistics:
         """Return what was counted since the present span was opened."""
         edges = tuple(record.accrued(name, now) for name, record in self._edges.items())
-        return replace(self._open, seconds=now - self._opened_at, edges=edges)
+        return self._open.frozen(now - self._opened_at, edges)
 
     def _close_span(self) -> StepStatistics:
         """File the present span under the total, return it, and open an empty one."""
         now = self._clock()
         closed = self._span(now)
         self._total = self._total.plus(closed)
-        self._open = StepStatistics()
+        self._open = _Tally()
         self._opened_at = now
         for record in self._edges.values():
             record.reset(now)

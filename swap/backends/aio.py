@@ -13,6 +13,7 @@ import concurrent.futures
 import errno
 import os
 import threading
+from collections.abc import Sequence
 
 import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
@@ -42,6 +43,7 @@ class AioBackend(Backend):
         self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="swap-aio-loop", daemon=True)
         self._thread.start()
+        self._ending = threading.Thread(target=self._end, name="swap-aio-end", daemon=True)
 
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
         """Start the coroutines of a device."""
@@ -63,14 +65,19 @@ class AioBackend(Backend):
         if self._closing or threading.current_thread() is self._thread:
             raise SwapClosedError("the aiofiles backend is closed once, and not from an on_done callback")
         self._closing = True
-        finished = concurrent.futures.wait([asyncio.run_coroutine_threadsafe(self._drain(), self._loop)], timeout)
+        self._ending.start()
+        self._ending.join(timeout)
+
+    def late(self) -> Sequence[threading.Thread]:
+        """The thread that waits for the coroutines, if they have not ended."""
+        return [self._ending] if self._ending.is_alive() else []
+
+    def _end(self) -> None:
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(self._drain(), self._loop)])
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout)
-        if not finished.not_done and not self._thread.is_alive():
-            self._executor.shutdown()
-            self._loop.close()
-        else:
-            self._executor.shutdown(wait=False)
+        self._thread.join()
+        self._executor.shutdown()
+        self._loop.close()
 
     async def _drain(self) -> None:
         for waker in self._wakers.values():

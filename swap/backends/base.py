@@ -7,6 +7,8 @@ free, moves its bytes, and reports it exactly once with `finish`. Order, depth, 
 from __future__ import annotations
 
 import abc
+import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 from swap.device_queue import DeviceQueue
@@ -41,3 +43,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
         """Stop; return when nothing is in flight, or after `timeout` seconds. `take` already returns None."""
+
+    def late(self) -> Sequence[threading.Thread]:
+        """After `close`: threads that end when the drive has answered what `close` did not wait for any longer."""
+        return ()

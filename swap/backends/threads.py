@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
@@ -42,6 +43,10 @@ class ThreadsBackend(Backend):
         for thread in self._threads:
             if thread is not threading.current_thread():  # an on_done that closes the engine runs on one of them
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def late(self) -> Sequence[threading.Thread]:
+        """The threads that are stuck in a call."""
+        return [thread for thread in self._threads if thread.is_alive() and thread is not threading.current_thread()]
 
     def _serve(self, source: BlockSource, queue: DeviceQueue) -> None:
         while (block := source.take(queue)) is not None:

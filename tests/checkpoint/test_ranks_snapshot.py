@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import doubles_rank_scenarios as scenarios
+import pytest
 import torch
-from doubles_ranks import run_jobs, values
+from doubles_ranks import Reports, run_jobs, values
+from doubles_training import PlainAdamW
 
 from tiermem.checkpoint.reading import open_snapshot
 
@@ -34,3 +37,43 @@ def test_from_two_ranks_to_three_to_one(tmp_path: Path) -> None:
             for plane in one.planes:
                 assert torch.equal(first.whole(one, plane), other.whole(two, plane)), (one.names, plane)
     assert not list(tmp_path.rglob("*.partial"))
+
+
+# Each job continues what the one before it left. What a number of ranks found is compared with what was left for it.
+CHAINS = [[(1, "begun"), (2, "continued_from_1"), (3, "continued_from_2")], [(4, "begun"), (1, "continued_from_4")]]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=["1 to 2 to 3", "4 to 1"])
+def test_the_same_bits_and_the_same_training_on_another_number_of_ranks(chain: list, tmp_path: Path) -> None:
+    reports: Reports = run_jobs(tmp_path, [(size, [name]) for size, name in chain])
+    torch.manual_seed(1)
+    model = scenarios.Odd()
+    optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=scenarios.CLIP)
+    done = 0
+    for before, (size, name) in zip([None, *chain], chain, strict=False):
+        if before is not None:
+            left, found = (open_snapshot(tmp_path / each) for each in (f"left by {before[0]}", f"found by {size}"))
+            assert (left.manifest.world_size, found.manifest.world_size) == (before[0], size)
+            planes = 0
+            for one, two in zip(left.manifest.kept, found.manifest.kept, strict=True):
+                assert (one.names, one.planes.keys()) == (two.names, two.planes.keys())
+                for plane in one.planes:
+                    planes += 1
+                    assert torch.equal(left.whole(one, plane), found.whole(two, plane)), (one.names, plane)
+            assert planes > 40
+        reported = values(reports[size, name])
+        mean = torch.tensor([each["losses"] for each in reported]).mean(dim=0)
+        steps = range(done, done + len(mean))
+        expected = []
+        for step in steps:
+            loss = scenarios.loss_of(model, scenarios.tokens(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(loss.detach())
+        done = steps.stop
+        torch.testing.assert_close(mean, torch.stack(expected), rtol=1e-5, atol=1e-5)
+        for each in reported:
+            assert each["steps"] == done
+            for parameter, values_there in model.named_parameters():
+                torch.testing.assert_close(each["weights"][parameter], values_there.detach(), rtol=1e-5, atol=1e-6)

@@ -228,12 +228,12 @@ def test_many_commits_and_snapshots(tmp_path: Path) -> None:
     for number in range(8):
         found.append(training.step())
         if number % 3 != 2:
-            training.commit()
+            last = training.commit()
         if number % 2:
             snapshot_of(training, tmp_path / str(number))
     assert found == losses
     check_equal(training.state(), state)
-    statistics = training.runtime._house.storage.extents.generations.statistics()
+    last.wait()  # until then there are two: its own, and that of the commit before
     training.runtime._house.snapshots.close()
     statistics = training.runtime._house.storage.extents.generations.statistics()
     assert statistics.marks == 1, "the commit's"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import Forecast, schedule_of
+from tiermem.pager.schedule import _FIRST, Forecast, schedule_of
 
 KEYS = [PageKey(unit, Kind.PARAM) for unit in range(8)]
 ACCESSES = st.lists(st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS)), min_size=1, max_size=30)
@@ -154,3 +156,70 @@ def test_a_lagging_lane_is_merged_by_position(lag: int, accesses: list[tuple[Lan
     assert positions == sorted(positions)
     behind = [key for position, _, key in coming if position < len(accesses)]
     assert behind == [key for _, key in updates[max(0, len(updates) - lag) :]]
+
+
+class WrittenOutAgenda:
+    """The agenda as the list of groups that it is: what `Forecast` answers from indexes."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[PageKey]] = []
+
+    def done(self, key: PageKey) -> None:
+        for group in self.groups:
+            if key in group:
+                group.remove(key)
+                break
+        while self.groups and not self.groups[0]:
+            del self.groups[0]
+
+    def upcoming(self, recorded: list[tuple[int, Lane, PageKey]], cursor: int) -> list[tuple[int, Lane, PageKey]]:
+        known = {key for group in self.groups for key in group}
+        groups = [*([self.groups[0][:_FIRST], self.groups[0][_FIRST:]] if self.groups else []), *self.groups[1:]]
+        coming = [(cursor, Lane.UPDATE, key) for key in (groups.pop(0) if groups else [])]
+        for position, lane, key in recorded:
+            if lane is Lane.UPDATE and key in known:
+                continue
+            coming.append((position, lane, key))
+            if lane is Lane.COMPUTE and key.kind is Kind.PARAM and groups:
+                coming += [(cursor, Lane.UPDATE, late) for late in groups.pop(0)]
+        return coming + [(cursor, Lane.UPDATE, late) for group in groups for late in group]
+
+
+GROUPS = st.lists(st.lists(st.sampled_from(KEYS), max_size=6, unique=True), max_size=5)
+DEEDS = st.one_of(
+    st.tuples(st.just("set"), GROUPS),
+    st.tuples(st.just("extend"), st.lists(st.sampled_from(KEYS), max_size=6, unique=True)),
+    st.tuples(st.just("done"), st.sampled_from(KEYS)),
+    st.tuples(st.just("compute"), st.none()),
+)
+
+
+@given(accesses=ACCESSES, deeds=st.lists(DEEDS, max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_the_agenda_is_answered_as_if_it_were_searched_from_end_to_end(
+    accesses: list[tuple[Lane, PageKey]], deeds: list[tuple[str, Any]]
+) -> None:
+    forecast, agenda = forecast_of(*accesses), WrittenOutAgenda()
+    forecast.set_agenda([])
+    walk = [(at, key) for at, (lane, key) in enumerate(accesses) if lane is Lane.COMPUTE]
+    cursor, turn = 0, 0
+    for deed, about in deeds:
+        before = {key for group in agenda.groups for key in group}
+        if deed == "set":
+            agenda.groups = [list(group) for group in about]
+            changed = forecast.set_agenda(about)
+            assert changed == before ^ {key for group in agenda.groups for key in group}
+        elif deed == "extend":
+            agenda.groups.append(list(about))
+            assert forecast.extend_agenda(about) == set(about)
+        elif deed == "done":
+            agenda.done(about)
+            forecast.note(Lane.UPDATE, about)
+        elif turn < len(walk):
+            forecast.note(Lane.COMPUTE, walk[turn][1])
+            cursor, turn = walk[turn][0] + 1, turn + 1
+        written_out = [(at, *access) for at, access in enumerate(accesses * 2)]
+        recorded = written_out[cursor : cursor + len(accesses)]
+        assert list(forecast.upcoming(10**6)) == agenda.upcoming(recorded, cursor)
+        listed = {key for group in agenda.groups for key in group}
+        assert all(forecast.next_use(key, 0, (Lane.UPDATE,)) == cursor for key in listed)

@@ -34,9 +34,8 @@ class Bench:
             self.chain, self.forecast, self.counters, ended=lambda *what: self.ended.append(what)
         )
         self.service = Service(self.residency, {tier: Appetite(look_ahead, reserve) for tier in self.chain.arenas})
-        self.pages = [self.residency.add(PageKey(number, Kind.PARAM), 10) for number in range(count)]
+        self.pages = [self.residency.add(PageKey(number, Kind.PARAM), 10, saved=True) for number in range(count)]
         for page in self.pages:
-            page.valid = {SWAP}
             self.store[page.key] = page.key.unit
 
     def ask(self, *numbers: int, intent: Intent = READ, lane: Lane = Lane.COMPUTE) -> Asked:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Drive:
         self._armed: tuple[str, str | int, int] | None = None
         self._from = 0
         self._lock = threading.Lock()
-        for name in ("preadv", "pwritev", "fdatasync", "fsync", "rename"):
+        for name in ("preadv", "pwritev", "fdatasync", "fsync", "rename", "unlink"):
             self._replace(monkeypatch, name)
 
     def arm(self, call: str, fault: str | int, times: int = 1, *, offset: int = 0) -> None:
@@ -63,6 +64,8 @@ class Drive:
             moved = real(calls, first, *arguments)
             if fault == "flip":
                 arguments[0][0] ^= 8
+            if fault == "late":  # it has happened, and an error is reported
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             return moved
 
         monkeypatch.setattr(SystemCalls, name, call)
@@ -152,9 +155,20 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return undisturbed(tmp_path_factory.mktemp("plain") / "run", STEPS_BEFORE + 3, **TIGHT)[0]
 
 
+def when_free(directory: Path, *, resume: bool, **settings: Any) -> Training:
+    """Training in a directory that is refused until the drive has answered what was given up, a moment at most here."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return Training(make_config(directory, **TIGHT, **settings), resume=resume)
+        except swap.SwapInUseError:
+            assert time.monotonic() < deadline, "the directory is never given back"
+            time.sleep(0.01)
+
+
 def check_resumes(directory: Path, losses: list[float], **settings: Any) -> None:
     """Training goes on from the commit, with the numbers of the undisturbed run."""
-    training = Training(make_config(directory, **TIGHT, **settings), resume=True)
+    training = when_free(directory, resume=True, **settings)
     assert training.done in (STEPS_BEFORE, STEPS_BEFORE + 1)
     assert [training.step() for _ in range(2)] == losses[training.done - 2 : training.done]
     training.close()
@@ -227,8 +241,37 @@ def test_a_drive_that_is_silent_in_a_commit(tmp_path: Path, drive: Drive, losses
     assert training.runtime.committed["step"] == STEPS_BEFORE
     with contextlib.suppress(swap.SwapError):
         training.close()
+    with pytest.raises(swap.SwapInUseError):  # the call may yet take effect, and must not meet another run's files
+        Training(make_config(tmp_path / "run", **TIGHT), resume=True)
     drive.disarm()
     check_resumes(tmp_path / "run", losses)
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+@pytest.mark.parametrize("fault", [errno.EIO, "late"])
+def test_after_a_commit_in_doubt_training_goes_on_and_commits(
+    tmp_path: Path, drive: Drive, losses: list[float], call: str, fault: str | int
+) -> None:
+    training = begin(tmp_path / "run", stall_timeout=30)
+    found = [training.step()]
+    drive.arm(call, fault)
+    with pytest.raises(swap.SwapIOError, match=call):
+        training.commit().wait()
+    assert drive.struck
+    assert training.runtime.committed["step"] == STEPS_BEFORE
+    found.append(training.step())  # a third copy has no room: one of the two has been given up
+    happened = fault == "late" or call == "unlink"
+    assert training.runtime.committed["step"] == STEPS_BEFORE + happened
+    training.commit().wait()
+    assert training.runtime.committed["step"] == STEPS_BEFORE + 2
+    found.append(training.step())
+    assert found == losses[STEPS_BEFORE : STEPS_BEFORE + 3]
+    assert training.runtime._house.storage.extents.generations.statistics().marks == 1
+    training.close()
+    training = Training(make_config(tmp_path / "run", **TIGHT), resume=True)
+    assert training.done == STEPS_BEFORE + 2
+    assert training.step() == losses[training.done - 1]
+    training.close()
 
 
 @pytest.mark.parametrize("where", [HEADER, DATA])
@@ -244,7 +287,7 @@ def test_while_a_model_is_materialized(tmp_path: Path, drive: Drive, where: int,
     assert drive.struck
     assert not isinstance(raised.value, swap.SwapFullError) or where == HEADER
     drive.disarm()
-    training = Training(make_config(tmp_path, **TIGHT))
+    training = when_free(tmp_path, resume=False)
     training.step()
     training.close()
     assert list(tmp_path.iterdir()) == []

@@ -215,6 +215,28 @@ def test_torchs_own_clipping_finds_nothing_and_ours_says_what_to_use(tmp_path):
         assert optimizer.clip_grad_norm_(1e-3) > 1e-3
 
 
+def test_the_models_own_zero_grad_forgets_nothing(tmp_path):
+    model = mlp()
+    with offload(model, tmp_path) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        model(torch.randn(3, 6)).sum().backward()
+        gradient = runtime.gradient(model[0].weight)
+        model.zero_grad()
+        assert torch.equal(runtime.gradient(model[0].weight), gradient)
+        optimizer.zero_grad()
+        assert runtime.gradient(model[0].weight) is None
+
+
+def test_forward_called_past_the_hooks_gives_nan(tmp_path):
+    """Of a module that owns parameters; one that calls others as modules may be called so."""
+    model = mlp()
+    x = torch.randn(3, 6)
+    with offload(model, tmp_path), torch.no_grad():
+        assert torch.isnan(model[0].forward(x)).all()
+        assert torch.isnan(nn.functional.linear(x, model[0].weight)).all()
+        assert torch.equal(model.forward(x), model(x))
+
+
 def test_vectors_of_parameters_are_made_while_gathered(tmp_path):
     model = mlp()
     expected = nn.utils.parameters_to_vector(model.parameters()).detach()

@@ -96,22 +96,3 @@ def test_only_adapters_have_state_and_frozen_units_are_not_written_again(tmp_pat
         house.storage.pager.flush()
         assert {key: house.storage.extents.generations.current(key) for key in frozen} == generations
         assert not any(key.kind is not Kind.PARAM for key in frozen)
-
-
-def test_peft(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def make() -> nn.Module:
-        return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
-
-    def script(trainee: Trainee) -> None:
-        optimizer = trainee.adamw([p for p in trainee.model.parameters() if p.requires_grad], lr=1e-2)
-        for _ in range(3):
-            tokens = torch.randint(0, 64, (2, 8))
-            loss = trainee.model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            trainee.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    check(offloaded(make, script, tmp_path, update="forward", budget="tight"), plain(make, script))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import doubles_rank_idioms as idioms
 import doubles_rank_scenarios as scenarios
 import pytest
 import torch
@@ -18,7 +19,8 @@ SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
 MORE = [*STAGES, "odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs"]
-WRONG = ["another_order", "one_fails", "one_cannot_begin"]
+WAYS = ["lora", "mixture", "autocast", "experts_as_units"]
+WRONG = ["an_expert_without_tokens", "two_dimensions", "another_order", "one_fails", "one_cannot_begin"]
 NEAR = {"atol": 1e-6, "rtol": 1e-5}
 
 
@@ -26,7 +28,7 @@ NEAR = {"atol": 1e-6, "rtol": 1e-5}
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
     failing = ["one_fails", "one_dies"]
-    jobs = [(2, [*NUMBERS, *MORE, *WRONG]), (4, [*NUMBERS, "routed", "sub_group"]), (3, [*NUMBERS, *failing])]
+    jobs = [(2, [*NUMBERS, *MORE, *WAYS, *WRONG]), (4, [*NUMBERS, "routed", "sub_group"]), (3, [*NUMBERS, *failing])]
     return run_jobs(directory, jobs)
 
 
@@ -107,6 +109,34 @@ def test_experts_that_only_some_ranks_use(reports, size):
     check(values(reports[size, "routed"]), plain(scenarios.Experts, batch=scenarios.routed_tokens))
 
 
+def test_adapters_of_peft_on_a_frozen_base(reports):
+    check(values(reports[2, "lora"]), plain(idioms.adapted))
+
+
+def test_a_mixture_of_experts_of_transformers(reports):
+    check(values(reports[2, "mixture"]), plain(idioms.mixtral))
+
+
+def test_autocast(reports):
+    """The gradient of a weight is rounded to bfloat16 on each rank before they are added up."""
+    near = {"atol": 6e-3, "rtol": 2e-2}
+    check(values(reports[2, "autocast"]), plain(idioms.Cast), near=near)
+
+
+def test_experts_that_are_units_of_their_own_where_all_ranks_use_all(reports):
+    first, second = values(reports[2, "experts_as_units"])
+    torch.manual_seed(1)
+    model = scenarios.Experts()
+    optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    for _ in range(2):
+        scenarios.loss_of(model, first["rows"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(first["weights"][name], parameter.detach(), **NEAR)
+        assert torch.equal(first["weights"][name], second["weights"][name])
+
+
 def test_verbs_are_of_all_ranks(reports):
     torch.manual_seed(1)
     model = scenarios.Odd()
@@ -126,7 +156,6 @@ def test_verbs_are_of_all_ranks(reports):
         assert torch.equal(found["master"], model.layers[0][0].weight)
         torch.testing.assert_close(found["evaluated"], expected)
         assert found["skipped"] == (1, True)
-        assert found["refused"]
 
 
 def test_a_mesh_names_the_ranks_that_share_a_model(reports):
@@ -157,6 +186,20 @@ def test_another_order_is_an_error_on_every_rank_naming_ranks_and_units(reports)
         assert kind == "TiermemError"
         assert "rank 0 gathers unit 2 (layers.0)" in text
         assert "rank 1 gathers unit 4 (layers.2)" in text
+
+
+def test_an_expert_of_its_own_without_tokens_on_one_rank_is_named_on_all(reports):
+    for kind, text in errors(reports[2, "an_expert_without_tokens"]):
+        assert kind == "TiermemError"
+        assert "rank 0 gathers unit 1 (layers.0.experts.0)" in text
+        assert "rank 1 gathers unit 2 (layers.0.experts.1)" in text
+        assert "make what surrounds them one unit (units=)" in text
+
+
+def test_hybrid_sharding_is_refused_before_anything_is_touched(reports):
+    for found in values(reports[2, "two_dimensions"]):
+        assert found["told"].startswith("ConfigError: mesh= expects one dimension, found 2: hybrid sharding")
+        assert found["untouched"]
 
 
 @pytest.mark.parametrize("size", [2, 3])

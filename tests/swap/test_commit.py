@@ -4,14 +4,26 @@ import errno
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import FaultySystemCalls, Short
+from doubles import FaultySystemCalls, Short, Stall
 
 import swap
-from swap import AlignedBuffer, ChecksumError, FormatError, SwapError, SwapFullError, SwapIOError, SwapSpace
+from swap import (
+    AlignedBuffer,
+    ChecksumError,
+    EngineSettings,
+    FormatError,
+    SwapError,
+    SwapFullError,
+    SwapInUseError,
+    SwapIOError,
+    SwapSpace,
+    SwapTimeoutError,
+)
 from swap.commit import CommitStore
 from swap.generations import Generations, Mark
 from swap.recovery import find_leftovers, recover, verify
@@ -136,7 +148,7 @@ def test_a_damaged_manifest_without_an_earlier_one_is_refused(tmp_path: Path) ->
     with pytest.raises(FormatError, match=r"checksum.*no earlier commit to fall back to"):
         run.store.read_latest()
     with pytest.raises(FormatError, match="damaged"):
-        CommitStore([tmp_path], name="r0").discard()
+        CommitStore([tmp_path], name="r0").discard_leftovers()
     assert path.read_bytes() == before
 
 
@@ -260,6 +272,152 @@ def test_after_a_fault_that_leaves_the_disk_in_doubt_no_commit_succeeds(tmp_path
     with pytest.raises(SwapError, match="EIO"):
         run.commit(3)
     run.space.close()
+
+
+class Reports(FaultySystemCalls):
+    """Does what it is asked to, and once reports an error all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: str | None = None
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        self._report("rename")
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        self._report("unlink")
+
+    def _report(self, call: str) -> None:
+        if self.wrong == call:
+            self.wrong = None
+            raise OSError(errno.EIO, "EIO")
+
+
+@pytest.mark.parametrize("happened", [False, True])
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_a_look_at_the_directory_ends_the_doubt(tmp_path: Path, call: str, happened: bool) -> None:
+    run = Run(tmp_path, system=Reports())
+    run.two_commits()
+    run.write("a", b"2")
+    before, mark = run.mark, run.generations.mark()
+    if happened:
+        run.system.wrong = call
+    else:
+        run.system.inject(call, errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.store.write(2, mark.entries(), {}, space=run.space)
+    assert run.store.in_doubt
+    found = run.store.resolve()
+    assert not run.store.in_doubt
+    new = happened or call == "unlink"
+    assert (found.generation if found else None) == (2 if new else None)
+    assert before is not None
+    run.generations.release(before if new else mark)
+    run.mark = mark if new else before
+    latest = CommitStore([tmp_path], name="r0").read_latest()
+    assert latest is not None
+    assert latest.generation == (2 if new else 1)
+    assert names(tmp_path) == {"r0.lock", "r0.swapfile", manifest_path(tmp_path, latest.generation).name}
+    run.write("a", b"3")
+    run.commit(3)
+    run.space.close()
+    run = Run(tmp_path, keep=True)
+    recovered = recover(run.space, run.store)
+    assert recovered is not None
+    assert recovered.manifest.generation == 3
+    run.space.close()
+
+
+def test_a_doubt_after_a_failed_sync_cannot_be_ended(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ValueError, match="no doubt"):
+        run.store.resolve()
+    run.two_commits()
+    run.system.inject("fsync", None, errno.EIO)  # the manifest's, then that of its name
+    with pytest.raises(SwapIOError):
+        run.commit(2)
+    for _ in range(2):
+        with pytest.raises(SwapError, match=r"not known which commit holds.*EIO"):
+            run.store.resolve()
+    with pytest.raises(SwapError, match="EIO"):
+        run.commit(3)
+    run.space.close()
+
+
+def test_a_drive_that_fails_again_leaves_the_doubt_until_it_answers(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    mark = run.generations.mark()
+    run.system.inject("unlink", errno.EIO, errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.store.write(2, mark.entries(), {}, space=run.space)
+    with pytest.raises(SwapIOError, match="unlink"):
+        run.store.resolve()
+    found = run.store.resolve()
+    assert found is not None
+    assert found.generation == 2
+    run.space.close()
+
+
+def test_a_rename_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=0.1)
+    run.two_commits()
+    stall = Stall()
+    run.system.inject("rename", stall)
+    with pytest.raises(SwapIOError, match="ETIMEDOUT"):
+        run.commit(2)
+    with pytest.raises(SwapError, match="1 calls are not answered yet"):
+        run.store.resolve()
+    run.space.close()
+    assert find_leftovers([tmp_path], name="r0").in_use
+    with pytest.raises(SwapInUseError):
+        Run(tmp_path, keep=True)
+    stall.release()
+    run = when_free(tmp_path)
+    recovered = recover(run.space, run.store)
+    assert recovered is not None
+    assert recovered.manifest.generation == 2
+    run.space.close()
+
+
+def test_a_write_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path: Path) -> None:
+    stall, system = Stall(), FaultySystemCalls()
+    settings = EngineSettings(stall_seconds=0.1)
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system, settings=settings)
+    extent, buffer = space.allocate(4096), AlignedBuffer(4096)
+    system.inject("pwritev", stall)
+    space.start_write(extent, buffer.view)
+    stall.entered.wait(60)
+    with pytest.raises(SwapTimeoutError):
+        space.close()
+    with pytest.raises(SwapInUseError):  # what it writes late would fall into an extent of the next run
+        Run(tmp_path, keep=True)
+    stall.release()
+    when_free(tmp_path).space.close()
+
+
+def when_free(directory: Path) -> Run:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return Run(directory, keep=True)
+        except SwapInUseError:
+            assert time.monotonic() < deadline, "the lock is never given back"
+            time.sleep(0.01)
+
+
+def test_commits_of_a_run_that_lives_are_not_discarded(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    with pytest.raises(SwapInUseError):
+        CommitStore([tmp_path], name="r0").discard_leftovers()
+    assert manifest_path(tmp_path, 1).exists()
+    run.space.close()
+    CommitStore([tmp_path], name="r0").discard_leftovers()
+    assert not manifest_path(tmp_path, 1).exists()
 
 
 def test_after_a_full_disk_the_next_commit_succeeds(tmp_path: Path) -> None:

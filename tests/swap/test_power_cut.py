@@ -45,7 +45,7 @@ class Life:
         self.store = CommitStore(drives, name="r0", system=system)
         keep = find_leftovers(drives, name="r0", system=system).resumable
         if not keep:
-            self.store.discard()
+            self.store.discard_leftovers()
         self.space = SwapSpace.open(drives, name="r0", nbytes=SPACE, keep=keep, settings=SETTINGS, system=system)
         if keep:
             self.resume()

@@ -92,3 +92,27 @@ def test_parameters_registered_in_lists():
             self.items = nn.ParameterList([torch.ones(2), torch.ones(3)])
 
     assert names(Holder()) == ["items"]
+
+
+def test_a_frozen_part_that_is_larger_than_what_is_trained_is_a_unit_of_its_own():
+    model = Tied()
+    model.layers[0][0].requires_grad_(False)  # as much as is trained: it stays
+    assert names(model) == names(Tied())
+    model.layers[0][2].weight.requires_grad_(False)
+    divided = find_units(model)
+    assert names(model) == ["embed", "layers.0", "layers.0 (frozen)", "layers.1", "norm", "head"]
+    trained, frozen = divided.units[1:3]
+    assert [member.names[0] for member in trained.members] == ["layers.0.2.bias"]
+    assert [member.names[0] for member in frozen.members] == [
+        "layers.0.0.weight",
+        "layers.0.0.bias",
+        "layers.0.2.weight",
+    ]
+    assert trained.root is frozen.root is model.layers[0]
+    assert (trained.borrowed, frozen.borrowed) == ((2,), (1,))
+    points = {id(point.module): point.units for point in divided.points}
+    assert points[id(model.layers[0])] == (2, 1)
+    assert points[id(model.layers[0][0])] == (2,)
+    assert points[id(model.layers[0][2])] == (2, 1)
+    model.requires_grad_(False)
+    assert names(model) == names(Tied())

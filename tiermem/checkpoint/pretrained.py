@@ -12,8 +12,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import Any, Protocol
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +31,14 @@ from tiermem.zero3.lend import lend
 
 MAX_SHARD = "5GB"  # what transformers takes for its own
 _FORMAT = {"format": "pt"}  # transformers insists on it
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """How several ranks do the same."""
+
+    def __call__(self, what: str, action: Callable[[], T], /) -> T:
+        """Do something on every rank; raises on all of them if it fails on one. `what`: for that error."""
 
 
 class TensorSource(Protocol):
@@ -90,6 +99,11 @@ class ModelSource:
         return {name: buffer for name, buffer in self._model.named_buffers() if name in wanted}
 
 
+def alone(what: str, action: Callable[[], T], /) -> T:  # noqa: ARG001 - others would have to be told
+    """Do something where nobody else has to know how it went."""
+    return action()
+
+
 def save_pretrained(
     path: str | os.PathLike[str],
     source: TensorSource,
@@ -97,26 +111,88 @@ def save_pretrained(
     *,
     max_shard_nbytes: int,
     stall_seconds: float = STALL_SECONDS,
+    writes: bool = True,
+    together: Together = alone,
 ) -> None:
     """Write `source` as sharded safetensors, with `files` (text by name) beside them; waits until it is durable.
 
+    Several ranks call this together, with sources that give the same tensors at the same time; one of them `writes`.
     Raises ConfigError if the path is taken, swap.SwapFullError or SwapIOError if it cannot be written, and what the
     source raises; nothing is left then.
     """
-    if max_shard_nbytes <= 0:
-        raise ConfigError(f"max_shard_size: expected a positive size, found {max_shard_nbytes}")
-    shards = plan_shards(source.specs(), max_shard_nbytes)
-    names = shard_names(len(shards))
-    with Draft(path, stall_seconds=stall_seconds) as draft:
-        _write_shards(draft, source, dict(zip(names, shards, strict=True)))
+    with ExitStack() as last:
+
+        def begin() -> _Folder:
+            if max_shard_nbytes <= 0:
+                raise ConfigError(f"max_shard_size: expected a positive size, found {max_shard_nbytes}")
+            if not writes:
+                return _Elsewhere()
+            draft = last.enter_context(Draft(path, stall_seconds=stall_seconds))
+            return _Here(draft, plan_shards(source.specs(), max_shard_nbytes))
+
+        folder = together("begin to save the model", begin)
+        with closing(source.blocks()) as blocks:  # type: ignore[type-var]
+            for name, data in blocks:
+                # Agreed on each time: a full disk is noticed now, not after everything else has been gathered.
+                together("save the model", partial(folder.write, name, data))
+        together("finish saving the model", partial(folder.finish, files))
+
+
+class _Folder(Protocol):
+    """Where tensors go."""
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Write the next bytes of a tensor."""
+
+    def finish(self, files: Mapping[str, str]) -> None:
+        """Write what stands beside the tensors, and give the folder its name."""
+
+
+class _Elsewhere:
+    """Another rank writes."""
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Nothing to do."""
+
+    def finish(self, files: Mapping[str, str]) -> None:
+        """Nothing to do."""
+
+
+class _Here:
+    """The files of one folder, written one after the other."""
+
+    def __init__(self, draft: Draft, shards: Sequence[Sequence[TensorSpec]]) -> None:
+        self._draft = draft
+        self._shards = dict(zip(shard_names(len(shards)), shards, strict=True))
+        self._waiting = iter(self._shards.items())
+        self._writer: TensorWriter | None = None
+        self._held: set[str] = set()
+
+    def write(self, name: str, data: memoryview) -> None:
+        """See `_Folder`; in the next file, if the tensor is there."""
+        while name not in self._held:
+            if self._writer is not None:
+                self._writer.finish()
+            shard = next(self._waiting, None)
+            if shard is None:
+                raise InvariantError(f"{name}: the source gave what it had not announced")
+            self._writer = self._draft.tensors(shard[0], shard[1], metadata=_FORMAT)
+            self._held = {spec.name for spec in shard[1]}
+        if self._writer is not None:
+            self._writer.write(name, data)
+
+    def finish(self, files: Mapping[str, str]) -> None:
+        """See `_Folder`."""
+        if self._writer is not None:
+            self._writer.finish()
         for name, text in files.items():
-            draft.text(name, text)
-        if len(shards) > 1:
-            total = sum(spec.nbytes for shard in shards for spec in shard)
-            weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+            self._draft.text(name, text)
+        if len(self._shards) > 1:
+            total = sum(spec.nbytes for shard in self._shards.values() for spec in shard)
+            weight_map = {spec.name: name for name, shard in self._shards.items() for spec in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            draft.text(INDEX, json.dumps(index, indent=2) + "\n")
-        draft.finish()
+            self._draft.text(INDEX, json.dumps(index, indent=2) + "\n")
+        self._draft.finish()
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_nbytes: int) -> list[list[TensorSpec]]:
@@ -178,26 +254,6 @@ def model_files(model: nn.Module, dtype: torch.dtype) -> dict[str, str]:
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = str(generation.to_json_string())
     return files
-
-
-def _write_shards(draft: Draft, source: TensorSource, shards: Mapping[str, Sequence[TensorSpec]]) -> None:
-    waiting = iter(shards.items())
-    writer: TensorWriter | None = None
-    held: set[str] = set()
-    with closing(source.blocks()) as blocks:  # type: ignore[type-var]
-        for name, data in blocks:
-            while name not in held:
-                if writer is not None:
-                    writer.finish()
-                shard = next(waiting, None)
-                if shard is None:
-                    raise InvariantError(f"{name}: the source gave what it had not announced")
-                writer = draft.tensors(shard[0], shard[1], metadata=_FORMAT)
-                held = {spec.name for spec in shard[1]}
-            if writer is not None:
-                writer.write(name, data)
-    if writer is not None:
-        writer.finish()
 
 
 def _tied_targets(model: nn.Module) -> list[Callable[[str], Any]]:

@@ -30,6 +30,7 @@ from tiermem.cli.findings import (
     about_software,
 )
 from tiermem.cli.limits import cgroup_limit, file_size, locked_memory, open_files
+from tiermem.optim.compiled import why_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,13 @@ class DoctorReport:
     open_files: int | None = None
     file_size_bytes: int | None = None
     gpus: tuple[Gpu, ...] = ()
+    no_compiled_loops: str | None = None
 
     def findings(self) -> tuple[Finding, ...]:
         """Every fact with what it means for tiermem."""
         limits = Limits(self.cgroup_limit_bytes, self.memlock_bytes, self.open_files, self.file_size_bytes)
         return (
-            *about_software(self.python, self.torch),
+            *about_software(self.python, self.torch, self.no_compiled_loops),
             *about_cpu(self.cpu_model, self.cpu_cores, self.instruction_sets),
             *about_memory(self.memory_bytes, self.memory_available_bytes, limits),
             *about_gpus(self.gpus),
@@ -107,6 +109,7 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
         open_files=files,
         file_size_bytes=file_size(),
         gpus=gpus,
+        no_compiled_loops=why_not(),
     )
 
 

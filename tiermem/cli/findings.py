@@ -49,10 +49,17 @@ class Limits:
     file_bytes: int | None
 
 
-def about_software(python: str, torch: str) -> Iterator[Finding]:
-    """What runs it."""
+def about_software(python: str, torch: str, no_loops: str | None) -> Iterator[Finding]:
+    """What runs it. `no_loops`: why the update cannot run as compiled loops, None if it can."""
     yield Finding("Python", python, "3.11 or newer is needed")
     yield Finding("torch", torch, "computes, and updates with its fused AdamW")
+    if no_loops is None:
+        yield Finding(
+            "numba", "works", "bfloat16 parameters and 8-bit moments are updated by compiled loops, same bits"
+        )
+    else:
+        slower = "updates of bfloat16 parameters and 8-bit moments take three times as long; same bits"
+        yield Finding("numba", no_loops, slower, "install numba, or a version of it for this Python and processor")
 
 
 def about_cpu(model: str | None, cores: int, sets: Sequence[str] | None) -> Iterator[Finding]:

@@ -41,6 +41,7 @@ class UpdateCoordinator:
         self._schedule = schedule
         self._speculation = speculation
         self._source_of: dict[int, SettingsSource] = {}
+        self._sources: list[SettingsSource] = []  # those in `_source_of`, which is asked for every unit
         self._scales = Scales(gradients)
         # Optimizers that clip by calls between backward and step.
         self._calling: set[SettingsSource] = set()
@@ -51,10 +52,11 @@ class UpdateCoordinator:
         """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it."""
         self.settle_early()
         self._source_of.update(dict.fromkeys(parameters, source))
+        self._sources = list(dict.fromkeys(self._source_of.values()))
 
     def optimizers(self) -> list[SettingsSource]:
         """The optimizers that own a parameter, in the order of the parameters they were made for."""
-        return list(dict.fromkeys(self._source_of.values()))
+        return list(self._sources)
 
     def parameters_of(self, source: SettingsSource) -> list[int]:
         """The parameters that an optimizer has."""
@@ -67,7 +69,7 @@ class UpdateCoordinator:
         is not finite skips the step. What was updated early is kept if nothing is clipped, else undone and redone. If
         it was for good the step is `partial` instead of skipped, and a `max_grad_norm` set since is a `ConfigError`.
         """
-        if source not in self._source_of.values():
+        if source not in self._sources:
             raise ConfigError("another optimizer was made for the same parameters since; step that one")
         self._queue.raise_failed()  # before anything is claimed for a step that makes no sense any more
         if unscale != 1.0:
@@ -114,8 +116,9 @@ class UpdateCoordinator:
         parameters = self._present(source)
         self._scales.forget(parameters)
         if parameters:
+            going = set(parameters)
             for unit in self._units:  # another optimizer's update may still have to read what is forgotten
-                if self._queue.pending(unit) and not set(parameters).isdisjoint(self._gradients.present(unit)):
+                if self._queue.pending(unit) and not going.isdisjoint(self._gradients.present(unit)):
                     self._queue.wait(unit)
         if parameters or spent:
             self._gradients.drop(parameters)

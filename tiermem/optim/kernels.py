@@ -13,6 +13,12 @@ elements that are left over in the whole parameter are left over in the last sli
 
 Moments of 8 bits are made float32 slice by slice, updated by the same call, and rounded again: the bits then depend on
 where blocks begin, which is where a parameter or a tile does, and not on slices.
+
+Two forms with the same bits
+----------------------------
+What torch's operations do in eleven passes over a slice in cache, `loops.py` does in one (`compiled.py` says whether
+this process has it). float32 parameters with float32 moments are one call of torch's already, and what a run has
+beyond its last multiple of 64 elements, or its last whole block, is left to torch.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import torch
 from tiermem.errors import InvariantError
 from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
 from tiermem.optim.codebook import signed_book, unsigned_book
+from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, StatePlanes, TilePlanes
 from tiermem.optim.split import join, split
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT
@@ -43,9 +50,12 @@ class Run:
 
 
 class Workspace:
-    """Scratch for one worker: allocated once, used by one kernel at a time."""
+    """Scratch for one worker: allocated once, used by one kernel at a time.
 
-    def __init__(self, slice_numel: int = SLICE_NUMEL) -> None:
+    `compiled` False: torch's operations only, where the default is the compiled loops if this process has them.
+    """
+
+    def __init__(self, slice_numel: int = SLICE_NUMEL, *, compiled: bool = True) -> None:
         if slice_numel <= 0 or slice_numel % SEGMENT_ALIGNMENT:
             raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
         self.slice_numel = slice_numel
@@ -54,7 +64,13 @@ class Workspace:
         self.grad = torch.empty(numel, dtype=torch.float32)
         self.integers = torch.empty(numel, dtype=torch.int32)
         self.step = torch.zeros((), dtype=torch.float32)
+        self._compiled = compiled
         self._coded: tuple[torch.Tensor, torch.Tensor, BlockScratch] | None = None
+
+    @property
+    def loops(self) -> CompiledLoops | None:
+        """The compiled loops, if they are to be used and can be."""
+        return compiled_loops() if self._compiled else None
 
     def slices(self, begin: int, length: int, *, coded: bool = False) -> Iterator[slice]:
         """Cut [begin, begin + length) into slices that fit the scratch; `coded`: for 8-bit moments."""
@@ -92,9 +108,20 @@ def adamw_tile(
             f"{grad.dtype} and {planes.numel} moments"
         )
     for run in runs:
-        workspace.step.fill_(run.settings.step)
         whole = slice(run.begin, run.begin + run.length)
         _update_run(parameter[whole], grad[whole], planes.part(run.begin, run.length), run, (workspace, grad_scale))
+
+
+def update_by_torch(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    planes: StatePlanes | BlockPlanes,
+    settings: Settings,
+    grad_scale: float,
+) -> None:
+    """Update one run by torch's operations only: what the compiled loops are compared with."""
+    run, workspace = Run(0, parameter.numel(), settings), Workspace(parameter.numel(), compiled=False)
+    _update_run(parameter, grad, planes, run, (workspace, grad_scale))
 
 
 def _update_run(
@@ -104,18 +131,23 @@ def _update_run(
     run: Run,
     scaling: tuple[Workspace, float],
 ) -> None:
+    settings = run.settings
+    begin = _update_compiled(parameter, grad, planes, settings, scaling)
+    if begin == run.length:
+        return
+    parameter, grad, planes = parameter[begin:], grad[begin:], planes.part(begin, run.length - begin)
     workspace, grad_scale = scaling
-    settings, step = run.settings, workspace.step
+    workspace.step.fill_(settings.step)
     if isinstance(planes, StatePlanes):
         if parameter.dtype == torch.float32 and grad_scale == 1.0:
             # One pass over memory however long the run is: nothing to gain from slices.
-            _fused(parameter, grad, (planes.exp_avg, planes.exp_avg_sq), settings, step)
+            _fused(parameter, grad, (planes.exp_avg, planes.exp_avg_sq), settings, workspace.step)
             return
-        for piece in workspace.slices(0, run.length):
+        for piece in workspace.slices(0, parameter.numel()):
             part = planes.part(piece.start, piece.stop - piece.start)
             _update_slice(parameter[piece], grad[piece], part, (part.exp_avg, part.exp_avg_sq), settings, scaling)
         return
-    for piece in workspace.slices(0, run.length, coded=True):
+    for piece in workspace.slices(0, parameter.numel(), coded=True):
         coded = planes.part(piece.start, piece.stop - piece.start)
         first, second, scratch = workspace.moments(coded.numel)
         coded.exp_avg.load(signed_book(), first, scratch)
@@ -124,6 +156,36 @@ def _update_run(
         _update_slice(parameter[piece], grad[piece], coded, moments, settings, scaling)
         coded.exp_avg.store(signed_book(), first, scratch)
         coded.exp_avg_sq.store(unsigned_book(), second, scratch)
+
+
+def _update_compiled(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    planes: StatePlanes | BlockPlanes,
+    settings: Settings,
+    scaling: tuple[Workspace, float],
+) -> int:
+    """Update as many elements as the compiled loops can, from the first one on; return how many."""
+    workspace, grad_scale = scaling
+    loops, numel = workspace.loops, parameter.numel()
+    if loops is None:
+        return 0
+    if isinstance(planes, StatePlanes):
+        end = numel - numel % SEGMENT_ALIGNMENT if planes.remainder is not None else 0
+        if end:
+            loops.update_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
+        return end
+    end = numel - numel % BLOCK_NUMEL
+    if end and planes.remainder is not None:
+        loops.update_coded_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
+    elif end:
+        for piece in workspace.slices(0, end, coded=True):
+            part, narrow = planes.part(piece.start, piece.stop - piece.start), parameter[piece]
+            master = narrow if part.master is None else part.master
+            loops.update_coded(master, scaled_grad(grad[piece], grad_scale, workspace), part, settings, 1.0)
+            if part.master is not None:
+                narrow.copy_(part.master)
+    return end
 
 
 def _update_slice(

@@ -32,6 +32,7 @@ class Speculation:
         self._counters = counters
         self._protection: Protector | None = None
         self._shares: list[Share] = []
+        self._units: set[int] = set()  # of the shares
         self._kept: set[SettingsSource] = set()
         self._given_up = False
         self._spent: set[int] = set()
@@ -62,6 +63,7 @@ class Speculation:
         else:
             update = replace(update, protection=self._protection)
             self._shares.append((source, update))
+            self._units.add(update.unit)
             self._gradients.borrowed(update.unit, parameters)
         self._queue.start(update)
 
@@ -81,7 +83,7 @@ class Speculation:
 
     def holds(self, unit: int) -> bool:
         """Whether a unit has such an update."""
-        return any(update.unit == unit for _, update in self._shares)
+        return unit in self._units
 
     def settings(self, source: SettingsSource) -> Mapping[int, Settings]:
         """The parameters of `source` that were updated early and not kept yet, with the settings that were used."""
@@ -118,10 +120,9 @@ class Speculation:
         self._close()
         self.spoiled = True
         self.give_up()
-        for source, update in shares:
-            if source not in kept:
-                self._gradients.given_back(_parameters(update))
-        wanted = {update.unit for source, update in shares if source not in kept}
+        undone = [update for source, update in shares if source not in kept]
+        self._gradients.given_back([parameter for update in undone for parameter in _parameters(update)])
+        wanted = {update.unit for update in undone}
         for source, update in sorted(shares, key=lambda share: share[1].unit):
             if source in kept:
                 last = update.discard_gradients and update.unit not in wanted
@@ -131,6 +132,7 @@ class Speculation:
     def _close(self) -> None:
         self._protection = None
         self._shares = []
+        self._units = set()
         self._kept = set()
 
 

@@ -206,7 +206,7 @@ class UnitStream:
         written = [key for key in keys if self.pager.is_written(key)]
         if update.protection is not None:
             update.protection.discard(written)
-        else:
+        elif written:
             self.pager.start_discard(written)
 
     async def _load_all(self, state: UnitState, update: UnitUpdate, work: Sequence[_Work], window: _Window) -> None:

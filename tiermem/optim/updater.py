@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from tiermem.optim.kernels import Workspace
 from tiermem.optim.stream import StreamStatistics, UnitStream, UpdatePager
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import Protector, UnitUpdate
+from tiermem.pager.page import PageKey
 
 # How many queued updates behind the running one the pager is told of, for it to read ahead and to keep what they need.
 _ANNOUNCED = 8
@@ -33,9 +34,10 @@ class UpdaterStatistics:
     queued: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     update: UnitUpdate
+    keys: Sequence[PageKey]
     future: Future[None]
 
 
@@ -56,7 +58,8 @@ class Updater:
         self._pager = pager
         self._stream = UnitStream(pager, units, depth=depth, workspace=workspace)
         self._lock = threading.Lock()
-        self._queue: deque[_Entry] = deque()
+        # In order; a dictionary, so that moving a unit to the front does not depend on how many are queued.
+        self._queue: OrderedDict[_Entry, None] = OrderedDict()
         self._unfinished: dict[int, list[_Entry]] = {}
         self._failed: dict[int, BaseException] = {}
         self._running = False
@@ -71,11 +74,11 @@ class Updater:
         """
         if update.unit not in self._stream.units:
             raise InvariantError(f"unit {update.unit} has no optimizer state")
-        entry = _Entry(update, Future())
+        entry = _Entry(update, self._stream.keys(update), Future())
         with self._lock:
             if self._closed:
                 raise TiermemError("the updater is closed; a closed runtime cannot be used again")
-            self._queue.append(entry)
+            self._queue[entry] = None
             self._unfinished.setdefault(update.unit, []).append(entry)
             must_run = not self._running
             self._running = True
@@ -83,7 +86,7 @@ class Updater:
             self._start_running()
         else:
             # At once, so that its gradient is not written to disk for want of anybody who needs it soon.
-            self._pager.extend_agenda(self._stream.keys(update))
+            self._pager.extend_agenda(entry.keys)
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit is queued or running, or has failed, so that `wait` has something to say."""
@@ -93,9 +96,9 @@ class Updater:
     def hurry(self, unit: int) -> None:
         """Move the unit's queued updates to the front, in their order."""
         with self._lock:
-            wanted = [entry for entry in self._queue if entry.update.unit == unit]
-            others = [entry for entry in self._queue if entry.update.unit != unit]
-            self._queue = deque(wanted + others)
+            for entry in reversed(self._unfinished.get(unit, [])):
+                if entry in self._queue:  # else it is running
+                    self._queue.move_to_end(entry, last=False)
 
     def withdraw(self, protection: Protector) -> list[Future[None]]:
         """Give up the updates under this protection that have not begun; return a future for each that has.
@@ -104,7 +107,8 @@ class Updater:
         """
         with self._lock:
             given_up = [entry for entry in self._queue if entry.update.protection is protection]
-            self._queue = deque(entry for entry in self._queue if entry.update.protection is not protection)
+            for entry in given_up:
+                del self._queue[entry]
         for entry in given_up:
             self._end(entry, None)
         with self._lock:
@@ -213,11 +217,11 @@ class Updater:
                 if not self._queue:
                     self._running = False
                     return
-                entry = self._queue.popleft()
+                entry, _ = self._queue.popitem(last=False)
                 coming = [entry, *itertools.islice(self._queue, _ANNOUNCED)]
                 error = self._failed.get(entry.update.unit)
             if error is None:
-                self._pager.set_agenda([self._stream.keys(announced.update) for announced in coming])
+                self._pager.set_agenda([announced.keys for announced in coming])
                 try:
                     await self._stream.run(entry.update)
                 except Exception as raised:  # noqa: BLE001 - recorded, and raised to whoever waits for the unit

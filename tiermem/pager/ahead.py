@@ -113,9 +113,12 @@ class Ahead:
 
     def _look(self, tier: Tier) -> None:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
-        appetite = self._appetite[tier]
+        appetite, residency = self._appetite[tier], self._residency
         positions: dict[PageKey, int] = {}
         self._horizon[tier] = -1
+        if not residency.census.away[tier] and residency.total <= residency.chain.capacity(tier):
+            self._pending[tier] = deque()
+            return  # everything is there, or on its way, and stays: a look would find nothing to do
         chosen = choose_read_ahead(
             self._coming(tier, positions),
             capacity=self._residency.chain.capacity(tier),

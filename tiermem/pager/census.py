@@ -14,28 +14,9 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Page
 from tiermem.pager.policy import FarthestFirst
 
-
-class Tally:
-    """The bytes of the pages for which something holds now, per tier."""
-
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._of_page: dict[Tier, dict[Page, int]] = {tier: {} for tier in tiers}
-        self._total = dict.fromkeys(tiers, 0)
-
-    def note(self, tier: Tier, page: Page, nbytes: int) -> None:
-        """It holds now for `nbytes` bytes of the page on `tier`; zero: no longer."""
-        noted = self._of_page[tier]
-        before = noted.get(page, 0)
-        if nbytes == before:
-            return
-        self._total[tier] += nbytes - before
-        if nbytes:
-            noted[page] = nbytes
-        else:
-            del noted[page]
-
-    def __getitem__(self, tier: Tier) -> int:
-        return self._total[tier]
+# Of one page on one tier: bytes held, stuck, unsaved, dirty, leaving, away.
+_Sums = tuple[int, int, int, int, int, int]
+_NOTHING: _Sums = (0, 0, 0, 0, 0, 0)
 
 
 class Census:
@@ -47,15 +28,19 @@ class Census:
         leaving: bytes of copies being written down that nobody holds: room that is about to be free.
         stuck: bytes of failed pages: they stay, so that nothing is lost by making room.
         unsaved: bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy.
+        away: bytes of pages that have contents but neither a frame on the tier nor an error.
         changes: how often the facts of any page have changed.
     """
 
     def __init__(self, tiers: Sequence[Tier], next_use: Callable[[Page, Tier], int]) -> None:
-        self.held = Tally(tiers)
-        self.dirty = Tally(tiers)
-        self.leaving = Tally(tiers)
-        self.stuck = Tally(tiers)
-        self.unsaved = Tally(tiers)
+        self.held = dict.fromkeys(tiers, 0)
+        self.stuck = dict.fromkeys(tiers, 0)
+        self.unsaved = dict.fromkeys(tiers, 0)
+        self.dirty = dict.fromkeys(tiers, 0)
+        self.leaving = dict.fromkeys(tiers, 0)
+        self.away = dict.fromkeys(tiers, 0)
+        self._totals = (self.held, self.stuck, self.unsaved, self.dirty, self.leaving, self.away)
+        self._noted: dict[Tier, dict[Page, _Sums]] = {tier: {} for tier in tiers}
         self.changes = 0
         self._next_use = next_use
         self._droppable = {tier: FarthestFirst() for tier in tiers}
@@ -65,22 +50,41 @@ class Census:
         """The facts of the page have changed."""
         page.stamp += 1
         self.changes += 1
+        failed, move, lowest_tier = page.error is not None, page.move, min(page.valid, default=None)
         for tier in self._droppable:
             frame = page.frames.get(tier)
-            nbytes = frame.nbytes if frame is not None else 0
+            if frame is None:  # whatever is valid or moves on a tier has its frame there
+                self._sum(tier, page, (0, 0, 0, 0, 0, 0 if failed or lowest_tier is None else page.room))
+                continue
+            nbytes, lowest = frame.nbytes, lowest_tier == tier
             leased = bool(page.leases.get(tier))
-            failed, move = page.error is not None, page.move
-            lowest = page.is_dirty_on(tier)
             free = tier in page.valid and not failed and move is None and not page.exclusive
-            self.held.note(tier, page, nbytes if leased else 0)
-            self.stuck.note(tier, page, nbytes if failed and not leased else 0)
-            self.unsaved.note(tier, page, nbytes if lowest and not failed and not page.doomed else 0)
-            self.dirty.note(tier, page, nbytes if free and lowest and not leased else 0)
-            leaves = move is not None and move.is_write_back and move.source is tier and not leased
-            self.leaving.note(tier, page, nbytes if leaves and not failed else 0)
+            leaves = move is not None and move.is_write_back and move.source is tier
+            sums = (
+                nbytes if leased else 0,
+                nbytes if failed and not leased else 0,
+                nbytes if lowest and not failed and not page.doomed else 0,
+                nbytes if free and lowest and not leased else 0,
+                nbytes if leaves and not leased and not failed else 0,
+                0,
+            )
+            self._sum(tier, page, sums)
             if free and (lowest or not leased):
                 queue = self._writable[tier] if lowest else self._droppable[tier]
                 queue.push(page, next_use=self._next_use(page, tier), stamp=page.stamp)
+
+    def _sum(self, tier: Tier, page: Page, sums: _Sums) -> None:
+        """What holds of the page on the tier now, in place of what was noted before."""
+        noted = self._noted[tier]
+        before = noted.get(page, _NOTHING)
+        if sums == before:
+            return
+        for total, now, then in zip(self._totals, sums, before, strict=True):
+            total[tier] += now - then
+        if sums == _NOTHING:
+            del noted[page]
+        else:
+            noted[page] = sums
 
     def forget_order(self) -> None:
         """Empty the orders of eviction; every page in memory must be noted again."""

@@ -25,6 +25,9 @@ def check_invariants(pages: Iterable[Page], chain: Chain, census: Census, moves:
     for tier, arena in chain.arenas.items():
         framed = sum(page.frames[tier].nbytes for page in pages if tier in page.frames)
         held = sum(page.frames[tier].nbytes for page in pages if page.leases.get(tier))
+        away = sum(page.room for page in pages if page.valid and tier not in page.frames and page.error is None)
+        if away != census.away[tier]:
+            raise InvariantError(f"{tier.name}: {away} bytes of pages are not there, {census.away[tier]} were counted")
         if framed != arena.reserved or arena.reserved > arena.capacity or held != census.held[tier]:
             raise InvariantError(
                 f"I5 {tier.name}: frames {framed}, reserved {arena.reserved}, capacity {arena.capacity}, "

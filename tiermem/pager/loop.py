@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.pager.bell import BellLoop
 from tiermem.process import HomeProcess
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class LoopThread:
 
     def __init__(self, name: str, *, after: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`after()` runs on the loop behind each batch of messages; `failed(error)` when one or the other raised."""
-        self.asyncio = asyncio.new_event_loop()
+        self.asyncio = BellLoop()
         self._after = after
         self._failed = failed
         self._inbox: deque[Message] = deque()

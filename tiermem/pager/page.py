@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiermem.memory.arena import Frame
 from tiermem.memory.tiers import Tier
@@ -47,9 +47,11 @@ class Lane(enum.Enum):
     __hash__ = object.__hash__  # as for Kind
 
 
-@dataclass(frozen=True, slots=True)
-class PageKey:
-    """The name of a page: unit number, kind, and tile number within (unit, kind)."""
+class PageKey(NamedTuple):
+    """The name of a page: unit number, kind, and tile number within (unit, kind).
+
+    A tuple, because it is looked up in dictionaries all the time and tuples are hashed and compared without Python.
+    """
 
     unit: int
     kind: Kind

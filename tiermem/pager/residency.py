@@ -87,6 +87,7 @@ class Residency:
         page = self.pages[key] = Page(key, nbytes, room)
         if saved:
             page.valid.add(Tier.SWAP)
+            self.census.note(page)
         self.total += room if self.chain.memory_tiers[0] in self.chain.tiers_of(key) else 0
         return page
 

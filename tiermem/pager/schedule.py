@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -84,7 +85,10 @@ class Forecast:
         self._lanes: dict[Lane, _LaneOrder] = {}
         self._step = 0
         self._regular = True
-        self._agenda: list[dict[PageKey, None]] | None = None
+        self._agenda: deque[dict[PageKey, None]] | None = None
+        # The groups of the agenda in which a page is, in order: so that asking does not depend on how long it is.
+        self._groups_of: dict[PageKey, deque[dict[PageKey, None]]] = {}
+        self._in_order: list[tuple[int, Lane, PageKey]] = []
         self.surprises = 0
         self.version = 0
 
@@ -100,7 +104,9 @@ class Forecast:
         self._step = 0
         self._regular = True
         self.version += 1
-        for position, access in enumerate(schedule.accesses if schedule else ()):
+        accesses = schedule.accesses if schedule else ()
+        self._in_order = [(position, access.lane, access.key) for position, access in enumerate(accesses)]
+        for position, access in enumerate(accesses):
             order = self._lanes[access.lane]
             order.positions.append(position)
             order.keys.append(access.key)
@@ -129,17 +135,26 @@ class Forecast:
 
         Returns the pages whose next use may have changed.
         """
-        changed = {key for group in self._agenda or () for key in group}
-        self._agenda = [dict.fromkeys(group) for group in groups]
-        changed.symmetric_difference_update(key for group in self._agenda for key in group)
+        before = self._groups_of.keys()
+        self._agenda, self._groups_of = deque(), {}
+        for group in groups:
+            self._append(dict.fromkeys(group))
+        changed = set(before ^ self._groups_of.keys())
         self.version += 1
         return changed
 
     def extend_agenda(self, group: Sequence[PageKey]) -> set[PageKey]:
         """One more unit at the end of the agenda; returns its pages."""
-        self._agenda = [*(self._agenda or []), dict.fromkeys(group)]
+        self._append(dict.fromkeys(group))
         self.version += 1
         return set(group)
+
+    def _append(self, group: dict[PageKey, None]) -> None:
+        if self._agenda is None:
+            self._agenda = deque()
+        self._agenda.append(group)
+        for key in group:
+            self._groups_of.setdefault(key, deque()).append(group)
 
     def note(self, lane: Lane, key: PageKey) -> None:
         """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
@@ -171,7 +186,7 @@ class Forecast:
         """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`."""
         if self._schedule is None:
             return _UNKNOWN - last_use
-        if Lane.UPDATE in lanes and any(key in group for group in self._agenda or ()):
+        if Lane.UPDATE in lanes and key in self._groups_of:
             return self._lanes[Lane.COMPUTE].cursor
         period = self._schedule.period
         uses = [use for lane in lanes if (use := self._lanes[lane].next_at(key, period, self._start(lane))) is not None]
@@ -188,15 +203,11 @@ class Forecast:
         yield from itertools.islice(self._with_agenda(self._merged()), limit)
 
     def _with_agenda(self, accesses: Iterator[tuple[int, Lane, PageKey]]) -> Iterator[tuple[int, Lane, PageKey]]:
-        groups = [list(group) for group in self._agenda or ()]
-        known = {key for group in groups for key in group}
         now = self._lanes[Lane.COMPUTE].cursor
-        if groups:
-            groups[:1] = [groups[0][:_FIRST], groups[0][_FIRST:]]
-        waiting = iter(groups)
+        waiting = _portions(self._agenda or ())
         yield from ((now, Lane.UPDATE, key) for key in next(waiting, ()))
         for position, lane, key in accesses:
-            if lane is Lane.UPDATE and key in known:
+            if lane is Lane.UPDATE and key in self._groups_of:
                 continue
             yield position, lane, key
             if lane is Lane.COMPUTE and key.kind is Kind.PARAM:
@@ -206,6 +217,9 @@ class Forecast:
 
     def _merged(self) -> Iterator[tuple[int, Lane, PageKey]]:
         period = self._schedule.period if self._schedule else 1
+        if self._agenda is not None:  # all lanes start where the computation is, so they are merged already
+            yield from self._from(self._lanes[Lane.COMPUTE].cursor, period)
+            return
         heads = {
             lane: _ahead(order, period, self._start(lane)) for lane, order in self._lanes.items() if order.positions
         }
@@ -220,6 +234,14 @@ class Forecast:
             else:
                 front[lane] = following
 
+    def _from(self, start: int, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
+        """One period's worth of the recorded accesses from `start` on."""
+        cycle, inside = divmod(start, period)
+        for turn, part in ((cycle, range(inside, len(self._in_order))), (cycle + 1, range(inside))):
+            for index in part:
+                position, lane, key = self._in_order[index]
+                yield turn * period + position, lane, key
+
     def _start(self, lane: Lane) -> int:
         """From where on a lane's recorded accesses are still to come.
 
@@ -229,13 +251,24 @@ class Forecast:
         return self._lanes[Lane.COMPUTE if self._agenda is not None else lane].cursor
 
     def _agenda_done(self, key: PageKey) -> None:
-        agenda = self._agenda or []
-        for group in agenda:
-            if key in group:
-                del group[key]
-                break
+        groups = self._groups_of.get(key)
+        if groups:
+            del groups.popleft()[key]
+            if not groups:
+                del self._groups_of[key]
+        agenda = self._agenda
         while agenda and not agenda[0]:
-            del agenda[0]
+            agenda.popleft()
+
+
+def _portions(agenda: Iterable[dict[PageKey, None]]) -> Iterator[Sequence[PageKey]]:
+    """The groups of an agenda, the first one in two: what goes first, and the rest of it."""
+    for index, group in enumerate(agenda):
+        keys = list(group)
+        if index == 0:
+            yield keys[:_FIRST]
+            keys = keys[_FIRST:]
+        yield keys
 
 
 def _ahead(order: _LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:

@@ -11,6 +11,10 @@ a forward or a backward lies between a commit and the next update, so there is l
 Several ranks commit all or none. Each makes its part durable under a name that does not count; when all have, each
 publishes it; when all have, each removes the commit before. As long as a rank may lack the new commit, every rank has
 the old one, and its bytes: a resume takes the newest that all have.
+
+A commit that fails where it is not known whether it happened keeps both copies of every page. Before pages change
+again, a look at the drive decides which commit holds, and the copies of the other are given up; as long as it cannot be
+decided, or where there are several ranks, both are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from swap import Mark
+from swap import Mark, SwapError
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
 from tiermem.runtime.company import Company, together
@@ -88,6 +92,7 @@ class Commits:
         self._generation = recovered.manifest.generation if recovered else 0
         self._record: Mapping[str, Any] | None = recovered.manifest.user if recovered else origin
         self._last: PendingCommit | None = None
+        self._doubtful: tuple[Mark, Mapping[str, Any]] | None = None  # a commit of which it is not known if it holds
 
     @property
     def record(self) -> Mapping[str, Any] | None:
@@ -112,9 +117,15 @@ class Commits:
         return pending
 
     def wait_open(self) -> None:
-        """Wait until no commit is under way: pages may change. Raises nothing that a commit has met."""
+        """Wait until no commit is under way: pages may change. Raises nothing that a commit has met.
+
+        If the last one left it in doubt which commit holds, it is found out now, where that can be.
+        """
         if self._last is not None:
             self._last.wait_ended()
+        if self._doubtful is not None:
+            with contextlib.suppress(SwapError):  # both copies are kept, and the next commit says why
+                self._resolve(*self._doubtful)
 
     def close(self) -> None:
         """Wait for the commit under way. Raises its error unless somebody has been told."""
@@ -125,7 +136,7 @@ class Commits:
     def _run(
         self, pending: PendingCommit, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
     ) -> None:
-        generations, store, ranks = self._storage.extents.generations, self._storage.store, self._company.committing
+        store, ranks = self._storage.store, self._company.committing
         try:
             mark, full = together(
                 ranks, "prepare a commit", lambda: self._prepare(record, generation, updates), undo=self._withdraw
@@ -133,16 +144,32 @@ class Commits:
             try:
                 together(ranks, "publish a commit", store.publish)
                 store.retire()
-            except BaseException as error:  # from here on another rank may have what this one has not
-                store.fail(error)
+            except BaseException as error:
+                if self._company.size > 1:  # from here on another rank may have what this one has not
+                    store.fail(error)
+                elif store.in_doubt:
+                    self._doubtful = (mark, full)
                 raise
-            if self._mark is not None:
-                generations.release(self._mark)
-            self._mark, self._record = mark, full
+            self._adopt(mark, full)
         except BaseException as error:  # noqa: BLE001 - kept in the future for whoever asks
             pending.future.set_exception(error)
         else:
             pending.future.set_result(None)
+
+    def _adopt(self, mark: Mark, record: Mapping[str, Any]) -> None:
+        """This commit holds; the one before is gone."""
+        if self._mark is not None:
+            self._storage.extents.generations.release(self._mark)
+        self._mark, self._record = mark, record
+
+    def _resolve(self, mark: Mark, record: Mapping[str, Any]) -> None:
+        """Find out whether a commit holds that raised an error. Raises SwapError if that is not to be known yet."""
+        holds = self._storage.store.resolve() is not None
+        self._doubtful = None
+        if holds:
+            self._adopt(mark, record)
+        else:
+            self._storage.extents.generations.release(mark)
 
     def _prepare(
         self, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]

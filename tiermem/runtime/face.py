@@ -64,8 +64,9 @@ class Runtime(Closing):
         return self._house.divided.model
 
     def statistics(self) -> Statistics:
-        """What happened in the last step and in total, and what each tier holds."""
-        return self._house.storage.counters.snapshot(self._house.storage.tiers())
+        """What happened in the last step and in total, what each tier holds, and what each drive moved."""
+        storage = self._house.storage
+        return storage.counters.snapshot(storage.tiers(), storage.drives())
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> OverlapReport:
         """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.
@@ -138,24 +139,25 @@ class Runtime(Closing):
 
         Parameters in `param_dtype` after all updates, tied ones once, persistent buffers, and config.json and
         generation_config.json of a model that has them. A unit is in memory at a time. `path`: a free name or an empty
-        folder; it is there whole or not at all.
+        folder; it is there whole or not at all. Collective: the first rank writes, into a folder that only it need see,
+        with its own buffers; what fails on it is an error on all.
 
         Raises:
             ConfigError: the path is taken, or the size makes no sense.
-            TiermemError: it was called between backward and step.
+            TiermemError: it was called between backward and step, or another rank could not save.
             swap.SwapError: the disk is full, or failed; training may go on.
         """
         house = self._open()
-        house.require_alone("save_pretrained")
         house.require_between_steps("save_pretrained")
-        nbytes = parse_bytes(max_shard_size)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
         save_pretrained(
             path,
             source,
             model_files(self.model, house.config.dtype),
-            max_shard_nbytes=nbytes,
+            max_shard_nbytes=parse_bytes(max_shard_size),
             stall_seconds=house.config.stall_timeout,
+            writes=house.company.rank == 0,
+            together=house.company.together,
         )
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:

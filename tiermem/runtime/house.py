@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiermem.config import Config
-from tiermem.errors import ConfigError, TiermemError
+from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
@@ -82,14 +82,6 @@ class House:
             raise TiermemError(
                 f"{verb} between backward and step: its gradients would be lost; call it after optimizer.step(), or "
                 "forget them with optimizer.zero_grad()"
-            )
-
-    def require_alone(self, verb: str) -> None:
-        """Raise ConfigError with several ranks: what `verb` writes would lack the parts of the others."""
-        if self.company.size > 1:
-            raise ConfigError(
-                f"{verb}: this version writes it from one process, found {self.company.size} ranks; use commit(), or "
-                "runtime.parameter(p) for each parameter on all ranks"
             )
 
     def owned(self, unit: int, slot: Slot) -> list[Piece]:

@@ -31,6 +31,7 @@ class BackwardThrottle:
         self._nbytes = nbytes
         self._limit = limit
         self._lagging: dict[int, None] = {}
+        self._lagging_nbytes = 0
 
     def unit_needed(self, unit: int) -> None:
         """Wait for a pending update of a unit that is about to be used."""
@@ -39,13 +40,21 @@ class BackwardThrottle:
     def gradients_complete(self, unit: int) -> bool:
         """Have the unit updated, and wait for earlier updates if they lag too far; whether its update has begun."""
         begun = self._coordinator.gradients_complete(unit)
-        self._lagging[unit] = None
-        self._lagging = {lagging: None for lagging in self._lagging if self._queue.pending(lagging)}
-        while sum(self._nbytes[lagging] for lagging in self._lagging) > self._limit:
+        if unit not in self._lagging:
+            self._lagging[unit] = None
+            self._lagging_nbytes += self._nbytes[unit]
+        if self._lagging_nbytes > self._limit:
+            for lagging in [lagging for lagging in self._lagging if not self._queue.pending(lagging)]:
+                self._caught_up(lagging)
+        while self._lagging_nbytes > self._limit:
             oldest = next(iter(self._lagging))
             self._queue.wait(oldest)
-            del self._lagging[oldest]
+            self._caught_up(oldest)
         return begun
+
+    def _caught_up(self, unit: int) -> None:
+        del self._lagging[unit]
+        self._lagging_nbytes -= self._nbytes[unit]
 
 
 class LazyQueue:

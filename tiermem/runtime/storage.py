@@ -6,6 +6,7 @@ that what was opened is closed again if a later part fails, and that closing goe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from tiermem.pager.service import Appetite
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
-from tiermem.stats import Counters, TierStatistics
+from tiermem.stats import Counters, DriveStatistics, TierStatistics
 from tiermem.timeline import STEP_LANE, Timeline
 
 # The latest moves, stalls, kernels and units, about 500 bytes each, and levels, about 150: 13 MB outside the budget.
@@ -81,6 +82,27 @@ class Storage:
                 for tier, arena in sorted(self.arenas.items())
             ),
         )
+
+    def drives(self) -> tuple[DriveStatistics, ...]:
+        """What each drive holds and has moved; directories on one file system are one drive."""
+        found = self.space.statistics()
+        moved = {device.device: device for device in found.engine.devices}
+        drives = []
+        for number in dict.fromkeys(directory.device for directory in found.directories):
+            here = [directory for directory in found.directories if directory.device == number]
+            traffic = moved.get(number)
+            drives.append(
+                DriveStatistics(
+                    directories=tuple(directory.path for directory in here),
+                    budget=sum(directory.nbytes for directory in here),
+                    reserved=sum(directory.allocated for directory in here),
+                    share=sum(directory.weight for directory in here),
+                    bytes_read=traffic.bytes_read if traffic else 0,
+                    bytes_written=traffic.bytes_written if traffic else 0,
+                    busy_seconds=traffic.seconds_busy if traffic else 0.0,
+                )
+            )
+        return tuple(drives)
 
     @property
     def torch_device(self) -> torch.device:
@@ -177,8 +199,12 @@ def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes
         size = sum(manifest.file_sizes)
         return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=size, settings=settings, keep=True)
     check_room(config, nbytes)
-    store.discard()
-    return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings)
+    store.discard_leftovers()
+    # One drive has nothing to be compared with; a moment's look at several tells what part of a page each should have.
+    several = len({os.stat(path).st_dev for path in config.swap_paths}) > 1
+    return SwapSpace.open(
+        config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights="measure" if several else None
+    )
 
 
 def _recover(config: Config, space: SwapSpace, store: CommitStore, generation: int) -> Recovered:

@@ -220,7 +220,9 @@ def members_of(mesh: Any) -> list[int]:
     if hasattr(mesh, "get_group"):
         if getattr(mesh, "ndim", 1) != 1:
             raise ConfigError(
-                f"mesh= expects one dimension, found {mesh.ndim}: pass mesh['name'] of the one to shard over"
+                f"mesh= expects one dimension, found {mesh.ndim}: hybrid sharding (replicas of the model, each "
+                "sharded) is not there. Leave mesh= out to shard over all ranks; mesh['name'] alone makes each slice "
+                "of the mesh a run of its own, whose gradients are not averaged with those of the others"
             )
         group = mesh.get_group()
     if not isinstance(group, dist.ProcessGroup):

@@ -53,6 +53,18 @@ class _Stack(threading.local):
         self.calls: list[_Call] = []
 
 
+class _Held(dict[int, None]):
+    """The units gathered for backward, in order of arrival."""
+
+    def __init__(self, divided: ModelUnits) -> None:
+        super().__init__()
+        self._roots = [id(unit.root) for unit in divided.units]
+
+    def without(self, keep: int | None) -> list[int]:
+        """All but `keep` and what has the same root: its frozen part, or what is trained of it."""
+        return [unit for unit in self if keep is None or self._roots[unit] != self._roots[keep]]
+
+
 class GatherScheduler:
     """Hooks a divided model. `parameters` by global number. `saved`: what keeps handles in the graph.
 
@@ -79,8 +91,7 @@ class GatherScheduler:
         self._stack = _Stack(HomeProcess())
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
-        # Units gathered for backward, in order of arrival.
-        self._backward: dict[int, None] = {}
+        self._backward = _Held(divided)
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
@@ -244,9 +255,7 @@ class GatherScheduler:
 
     def _release_backward(self, keep: int | None = None) -> None:
         """Reshard what backward holds. A unit that a node of the graph is just using lingers, and is rechecked."""
-        for unit in tuple(self._backward):
-            if unit == keep:
-                continue
+        for unit in self._backward.without(keep):
             del self._backward[unit]
             if self._gatherer.holds(unit) == 0:
                 self._gatherer.reshard(unit)
@@ -264,7 +273,7 @@ class GatherScheduler:
         self._gradients.release()
         self._gatherer.recheck()
         self._gatherer.count_leaks()
-        for unit in tuple(self._touched):
+        for unit in tuple(self._touched) if self._early else ():
             self.announce(unit)
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:

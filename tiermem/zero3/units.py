@@ -7,6 +7,10 @@ gathers them all.
 Two kinds of modules are hook points. A unit's root gathers everything its subtree reads, once for the whole layer.
 Every other module that owns parameters gathers those again (a count, if the root has done it): checkpointing that
 recomputes a layer calls its inner modules and not its root, and users call inner modules directly.
+
+Frozen apart. A unit's parameters are one page, written back as a whole after an update. So where more of a root is
+frozen than trained (adapters on a frozen base), it has two units: what is trained, and what is frozen, which no update
+ever writes. Both are gathered for the same calls, and kept together in backward.
 """
 
 from __future__ import annotations
@@ -108,27 +112,25 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> ModelUnits:
     if not places:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to page")
 
-    names = {id(module): name for name, module in modules}
     owned: dict[int, list[Member]] = {}
-    owner_root: dict[int, int] = {}
-    root_modules: dict[int, nn.Module] = {}
-    for number, (parameter, at) in enumerate(places.items()):
+    for number, at in enumerate(places.values()):
         first = at[0]
         root = root_of.get(id(first.module), first.module)
-        root_modules[id(root)] = root
         owned.setdefault(id(root), []).append(Member(number, tuple(at)))
-        owner_root[parameter] = id(root)
-    order = [id(module) for _, module in modules if id(module) in owned]
-    numbers = {root: number for number, root in enumerate(order)}
-    owner = {parameter: numbers[root] for parameter, root in owner_root.items()}
+    parts = [
+        (name or type(model).__name__, module, part, frozen_apart)
+        for name, module in modules
+        if id(module) in owned
+        for part, frozen_apart in _parts(owned[id(module)])
+    ]
+    owner = {id(member.parameter): number for number, part in enumerate(parts) for member in part[2]}
 
     points = tuple(_points(modules, roots, owner))
     needs = {id(point.module): point.units for point in points}
     units = []
-    for key, number in numbers.items():
-        borrowed = tuple(unit for unit in needs.get(key, ()) if unit != number)
-        name = names[key] or type(model).__name__
-        units.append(Unit(number, name, root_modules[key], tuple(owned[key]), borrowed))
+    for number, (name, module, members, frozen_apart) in enumerate(parts):
+        borrowed = tuple(unit for unit in needs.get(id(module), ()) if unit != number)
+        units.append(Unit(number, f"{name} (frozen)" if frozen_apart else name, module, members, borrowed))
     return ModelUnits(model, tuple(units), points)
 
 
@@ -214,6 +216,21 @@ def _assign(model: nn.Module, roots: set[int]) -> dict[int, nn.Module]:
             root_of[id(module)] = root
         pending.extend((child, root) for child in reversed(list(module.children())))
     return root_of
+
+
+def _parts(members: Sequence[Member]) -> Iterator[tuple[tuple[Member, ...], bool]]:
+    """The units of one root: all of it, or what is trained and (True) what is frozen; see "Frozen apart"."""
+    trained = tuple(member for member in members if member.parameter.requires_grad)
+    frozen = tuple(member for member in members if not member.parameter.requires_grad)
+    if trained and frozen and _nbytes(frozen) > _nbytes(trained):
+        yield trained, False
+        yield frozen, True
+    else:
+        yield tuple(members), False
+
+
+def _nbytes(members: Sequence[Member]) -> int:
+    return sum(member.parameter.numel() * member.parameter.dtype.itemsize for member in members)
 
 
 def _places(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, list[Place]]:

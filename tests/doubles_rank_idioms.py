@@ -1,0 +1,324 @@
+"""More of what ranks do in the tests: ways of using a model, saving it, continuing it elsewhere, and what they keep."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubles_rank_scenarios import CLIP, WORDS, Experts, Odd, config_for, llama, loss_of, part, tokens, trained
+from torch import nn
+
+import tiermem
+
+
+def told(action: Callable[[], Any]) -> str:
+    """The class and the text of the error that `action` raises."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - told apart by the test
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def parameters_of(runtime: tiermem.Runtime) -> dict[str, torch.Tensor]:
+    return {name: runtime.parameter(parameter) for name, parameter in runtime.model.named_parameters()}
+
+
+# Saving
+
+
+def saved(directory: Path, rank: int, size: int, **settings: Any) -> Any:
+    """Two steps, a model saved; refused in the middle of a step, and where the disk of the first rank is full."""
+    from swap import SwapFullError
+    from tiermem.checkpoint.tensor_writer import TensorWriter
+
+    torch.manual_seed(1)
+    model = llama()
+    folder = directory.parent
+    with tiermem.offload(model, config_for(directory, **settings)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            loss_of(model, part(tokens(step), rank, size)).backward()
+            early = told(lambda: runtime.save_pretrained(folder / "early"))
+            optimizer.step()
+            optimizer.zero_grad()
+        real, written = TensorWriter.write, [0]
+
+        def full(writer: TensorWriter, name: str, data: memoryview) -> None:
+            written[0] += 1
+            if written[0] == 5:
+                raise SwapFullError("the disk of the first rank is full")
+            real(writer, name, data)
+
+        TensorWriter.write = full
+        failed = told(lambda: runtime.save_pretrained(folder / "full"))
+        TensorWriter.write = real
+        senseless = told(lambda: runtime.save_pretrained(folder / "senseless", max_shard_size=0 if rank == 1 else 9))
+        runtime.save_pretrained(folder / "model", max_shard_size="20KB")
+        taken = told(lambda: runtime.save_pretrained(folder / "model"))
+        loss_of(model, part(tokens(2), rank, size)).backward()  # training goes on
+        weights = parameters_of(runtime)
+        optimizer.step()
+        host = next(tier for tier in runtime.statistics().tiers if tier.name == "HOST")
+    errors = {"early": early, "full": failed, "senseless": senseless, "taken": taken}
+    left = sorted(path.name for path in folder.iterdir())
+    return {
+        "weights": weights,
+        "errors": errors,
+        "written": written[0],
+        "left": left,
+        "host": (host.high_water, host.budget),
+    }
+
+
+def saved_stage_2(directory: Path, rank: int, size: int) -> Any:
+    return saved(directory, rank, size, stage=2, param_dtype="bfloat16")
+
+
+# Other numbers of ranks
+
+
+def begun(directory: Path, rank: int, size: int) -> Any:
+    """Two steps, and a snapshot that another number of ranks continues."""
+    return _continued(directory, rank, size, before=None, steps=(0, 1))
+
+
+def continued(before: int, step: int) -> Callable[[Path, int, int], Any]:
+    """One step more, from the snapshot that `before` ranks have left."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        return _continued(directory, rank, size, before=before, steps=(step,))
+
+    scenario.__name__ = f"continued_from_{before}"
+    return scenario
+
+
+def _continued(directory: Path, rank: int, size: int, *, before: int | None, steps: tuple[int, ...]) -> Any:
+    folder = directory.parent.parent
+    torch.manual_seed(1 if before is None else 77)  # a snapshot's values win
+    model = Odd()
+    resume = False if before is None else folder / f"left by {before}"
+    with tiermem.offload(model, config_for(directory), resume=resume) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=CLIP)
+        if before is not None:
+            runtime.snapshot(folder / f"found by {size}").wait()
+        losses = []
+        for step in steps:
+            loss = loss_of(model, part(tokens(step), rank, size))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        runtime.snapshot(folder / f"left by {size}").wait()
+        count = optimizer.steps_of(model.embedding.weight)
+        return {"losses": losses, "weights": parameters_of(runtime), "steps": count}
+
+
+# Ways of using a model
+
+
+def activations(directory: Path, rank: int, size: int) -> Any:
+    """What autograd keeps goes to pages, and to disk, and the numbers stay: of a plain and of a checkpointing model."""
+
+    def run(kind: str, *, paged: bool) -> tuple[list[Any], int]:
+        torch.manual_seed(1)
+        model = llama().train()
+        if kind == "checkpointed":
+            model.gradient_checkpointing_enable()
+        own = directory.parent / f"{kind} {paged}"
+        with tiermem.offload(model, config_for(own, host_memory="768KiB")) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+            noted: list[Any] = []
+            for step in range(3):
+                rows = part(tokens(step), rank, size).repeat(30, 1)
+                with runtime.offload_activations(4096) if paged else contextlib.nullcontext():
+                    loss = loss_of(model, rows)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                noted.append((float(loss.detach()), float(optimizer.grad_norm)))
+            on_disk = runtime._house.storage.extents.scratch.high_water
+            noted.append(parameters_of(runtime))
+        return noted, on_disk
+
+    return {kind: (run(kind, paged=True), run(kind, paged=False)) for kind in ("plain", "checkpointed")}
+
+
+def one_cannot_page_activations(directory: Path, rank: int, size: int) -> Any:
+    """The disk of rank 1 is full in forward: an error on all, none waits for ever."""
+    from swap import SwapFullError
+    from tiermem.zero3.activations import ActivationStore
+
+    real = ActivationStore.keep
+
+    def full(*_: Any) -> Any:
+        raise SwapFullError("the disk of rank 1 is full")
+
+    try:
+        ActivationStore.keep = full if rank == 1 else real
+        with tiermem.offload(llama(), config_for(directory, host_memory="768KiB")) as runtime:
+            with runtime.offload_activations(4096):
+                loss_of(runtime.model, part(tokens(0), rank, size).repeat(60, 1)).backward()
+    finally:
+        ActivationStore.keep = real
+
+
+def scaled(directory: Path, rank: int, size: int) -> Any:
+    """float16 with a scaler, where one rank alone overflows in the second step."""
+    torch.manual_seed(1)
+    model = Odd()
+    with tiermem.offload(model, config_for(directory, param_dtype="float16")) as runtime, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scales = []
+        for step in range(4):
+            loss = loss_of(model, part(tokens(step), rank, size)).float()
+            scaler.scale(loss * (1e38 if rank == 1 and step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return {"scales": scales, "skipped": optimizer.skipped, "weights": parameters_of(runtime)}
+
+
+class Cast(Odd):
+    """float32 parameters, computed with in bfloat16."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(rows).float()
+
+
+def autocast(directory: Path, rank: int, size: int) -> Any:
+    return trained(Cast, directory, rank, size)
+
+
+def adapted() -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+
+
+def lora(directory: Path, rank: int, size: int) -> Any:
+    return trained(adapted, directory, rank, size)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=WORDS,
+    )
+    return MixtralForCausalLM(config)
+
+
+def mixture(directory: Path, rank: int, size: int) -> Any:
+    return trained(mixtral, directory, rank, size)
+
+
+def experts_as_units(directory: Path, rank: int, size: int) -> Any:
+    """Every expert a unit, and both ranks' tokens go to all experts."""
+    torch.manual_seed(1)
+    model = Experts()
+    rows = torch.arange(WORDS).repeat(2)[: 12 * 7].view(12, 7)
+    with tiermem.offload(model, config_for(directory), units=["Linear"]) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        for _ in range(2):
+            loss_of(model, part(rows, rank, size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"weights": parameters_of(runtime), "rows": rows}
+
+
+def an_expert_without_tokens(directory: Path, rank: int, size: int) -> Any:
+    """Every expert a unit; rank 1 has no token for the first one."""
+    torch.manual_seed(1)
+    model = Experts()
+    rows = torch.arange(12).view(2, 6) if rank == 0 else torch.tensor([[1, 2, 3, 4, 5, 1, 2]])
+    with tiermem.offload(model, config_for(directory), units=["Linear"]):
+        loss_of(model, rows).backward()
+
+
+def two_dimensions(directory: Path, rank: int, size: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Odd()
+    before = {name: values.clone() for name, values in model.named_parameters()}
+    said = told(lambda: tiermem.offload(model, config_for(directory), mesh=mesh))
+    same = all(torch.equal(values, before[name]) for name, values in model.named_parameters())
+    return {"told": said, "untouched": same and not list(directory.iterdir())}
+
+
+# What a rank keeps
+
+WIDTH, DEPTH = 512, 12
+
+
+def kept(directory: Path, rank: int, size: int) -> Any:
+    """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
+    _kept(directory / "small", rank, size, width=8)  # what is imported and set up on first use is not counted
+    return _kept(directory / "large", rank, size, width=WIDTH)
+
+
+def _kept(directory: Path, rank: int, size: int, *, width: int) -> Any:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tiermem.deferred_init():
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
+    before, most = memory(), 0
+    with tiermem.offload(model, config_for(directory, host_memory="256MiB")) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            most = max(most, memory())
+            optimizer.step()
+            optimizer.zero_grad()
+            most = max(most, memory())
+        runtime.settle()
+        most = max(most, memory())
+        own = directory if size == 1 else directory / f"rank_{rank:05d}"
+        disk = sum(path.stat().st_blocks * 512 for path in own.rglob("*") if path.is_file())
+        high_water = {tier.name: tier.high_water for tier in runtime.statistics().tiers}
+    return {"memory": most - before, "disk": disk, "reserved": high_water["HOST"]}
+
+
+def memory() -> int:
+    """Bytes of this process that are no file's. (Of files a forked process maps anew what its parent had.)"""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
+    function.__name__: function
+    for function in (
+        saved,
+        saved_stage_2,
+        begun,
+        continued(1, 2),
+        continued(2, 3),
+        continued(4, 2),
+        activations,
+        one_cannot_page_activations,
+        scaled,
+        autocast,
+        lora,
+        mixture,
+        experts_as_units,
+        an_expert_without_tokens,
+        two_dimensions,
+        kept,
+    )
+}

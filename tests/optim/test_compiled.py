@@ -1,0 +1,158 @@
+"""The compiled loops: the bits of torch's operations, or not used at all."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.optim import compiled
+from tiermem.optim.kernels import Run, Workspace, adamw_tile
+from tiermem.optim.planes import tile_planes
+from tiermem.optim.tiles import Segment, UnitState
+from tiermem.optim.updates import Settings
+
+pytestmark = pytest.mark.timeout(120)  # the first call compiles
+
+
+@pytest.fixture
+def afresh() -> Iterator[None]:
+    """The decision is made once per process: forget it before and after."""
+    for cached in (compiled.compiled_loops, compiled._find):
+        cached.cache_clear()
+    yield
+    for cached in (compiled.compiled_loops, compiled._find):
+        cached.cache_clear()
+
+
+def needs_loops() -> None:
+    if compiled.compiled_loops() is None:
+        pytest.skip(f"no compiled loops here: {compiled.why_not()}")
+
+
+def test_numba_is_used_where_it_is_installed() -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert compiled.why_not() is None
+        assert Workspace().loops is not None
+    assert Workspace(compiled=False).loops is None
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(
+    numel=st.integers(1, 5000),
+    slice_numel=st.sampled_from([64, 1024, 8192]),
+    lr=st.floats(0.0, 0.1),
+    beta1=st.sampled_from([0.9, 0.4, 0.0]),
+    scale=st.sampled_from([1.0, 0.3]),
+    spread=st.integers(0, 30),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=15, deadline=None)
+def test_both_forms_have_the_same_bits(
+    dtype: torch.dtype,
+    numel: int,
+    slice_numel: int,
+    lr: float,
+    beta1: float,
+    scale: float,
+    spread: int,
+    seed: int,
+    quantized: bool,
+) -> None:
+    needs_loops()
+    generator = torch.Generator().manual_seed(seed)
+    state = UnitState(0, dtype, (Segment(0, 0, numel, quantized),), numel, 8192)
+    master = torch.randn(numel, generator=generator).to(dtype)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(4)]
+    gradients = [g.mul_(torch.rand(numel, generator=generator).pow_(spread)).to(dtype) for g in gradients]
+    gradients[2][::3] = 0.0
+    results = []
+    for form in (True, False):
+        buffer, parameter = torch.zeros(state.state_nbytes(0), dtype=torch.uint8), master.clone()
+        if dtype == torch.float16:
+            buffer[: numel * 4].view(torch.float32).copy_(master)
+        workspace = Workspace(slice_numel, compiled=form)
+        for step, gradient in enumerate(gradients, 1):
+            run = Run(0, numel, Settings(lr, beta1, 0.95, 1e-8, 0.1, step))
+            adamw_tile(parameter, gradient, tile_planes(buffer, state, 0), [run], workspace, scale)
+        results.append((parameter.view(torch.uint8), buffer))
+    assert all(map(torch.equal, *results))
+
+
+def test_ties_keep_their_marks() -> None:
+    """Masters that are exact ties, half of them above their parameter, updated by nothing: lr 0, no decay."""
+    needs_loops()
+    numel = 4096
+    for quantized in (False, True):
+        state = UnitState(0, torch.bfloat16, (Segment(0, 0, numel, quantized),), numel, 8192)
+        planes = tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0)
+        master = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+        bits = master.view(torch.int32)
+        bits[::2] = (bits[::2] & -0x10000) | 0x8000
+        from tiermem.optim.split import joined, split
+
+        part, parameter = planes.part(0, numel), torch.empty(numel, dtype=torch.bfloat16)
+        split(master, parameter, part.remainder, part.marks, torch.empty(numel, dtype=torch.int32))
+        run = Run(0, numel, Settings(0.0, 0.9, 0.95, 1e-8, 0.0, 1))
+        for _ in range(3):
+            adamw_tile(parameter, torch.randn(numel).to(torch.bfloat16), planes, [run], Workspace())
+        assert torch.equal(joined(parameter, part.remainder, part.marks), master)
+
+
+def test_a_gradient_that_is_not_a_number_makes_parameters_so() -> None:
+    needs_loops()
+    for quantized in (False, True):
+        state = UnitState(0, torch.bfloat16, (Segment(0, 0, 512, quantized),), 512, 8192)
+        planes = tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0)
+        parameter, gradient = torch.ones(512, dtype=torch.bfloat16), torch.ones(512, dtype=torch.bfloat16)
+        gradient[3] = float("nan")
+        for _ in range(2):
+            run = Run(0, 512, Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1))
+            adamw_tile(parameter, gradient, planes, [run], Workspace())
+        assert parameter[3].isnan()
+        assert parameter[300].isfinite()
+
+
+def test_without_numba_torch_does_it(afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert Workspace().loops is None
+    assert "cannot be imported" in str(compiled.why_not())
+
+
+def test_a_compiler_that_fails_is_said_and_survived(afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert Workspace().loops is None
+    assert "no locator" in str(compiled.why_not())
+
+
+def test_loops_with_other_bits_are_refused(afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor, or a torch, that rounds at another place: one last bit in one moment is enough."""
+    needs_loops()
+    real = importlib.import_module("tiermem.optim.loops")
+
+    def other(parameter: Any, remainder: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, c: Any) -> None:
+        real.update_split(parameter, remainder, grad, exp_avg, exp_avg_sq, c)
+        exp_avg.view("int32")[17] ^= 1
+
+    fake = SimpleNamespace(
+        update_split=other, update_coded=real.update_coded, update_coded_split=real.update_coded_split
+    )
+    compiled.compiled_loops.cache_clear()
+    compiled._find.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", lambda name: fake)
+    assert Workspace().loops is None
+    assert "update_split" in str(compiled.why_not())

@@ -1,0 +1,61 @@
+"""Several drives: pages are striped over them in proportion to what they give, and each is reported."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doubles_commit import Training, make_config, undisturbed
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another device than `tmp_path`."""
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no file system in memory here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        if os.stat(name).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("there is one file system only")
+        yield Path(name)
+
+
+@pytest.mark.filterwarnings("ignore::swap.DirectIOWarning")
+def test_two_drives_share_in_proportion_and_are_reported_one_by_one(tmp_path: Path, elsewhere: Path) -> None:
+    (tmp_path / "here").mkdir()
+    directories = [str(tmp_path / "here"), str(elsewhere)]
+    losses, _ = undisturbed(tmp_path / "plain", 4)
+    training = Training(make_config(tmp_path, swap_dirs=directories))
+    assert [training.step() for _ in range(2)] == losses[:2]
+    training.commit().wait()
+    statistics = training.runtime.statistics()
+    assert [drive.directories for drive in statistics.drives] == [(name,) for name in directories]
+    shares = [drive.share for drive in statistics.drives]
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) > 0
+    assert shares[0] != shares[1], "measured, not assumed to be equal"
+    tier = statistics.tiers[0]
+    assert sum(drive.reserved for drive in statistics.drives) == tier.reserved
+    assert sum(drive.budget for drive in statistics.drives) == tier.budget
+    assert sum(drive.bytes_written for drive in statistics.drives) >= statistics.total.bytes_written > 0
+    assert all(drive.busy_seconds > 0 and drive.bytes_per_second > 0 for drive in statistics.drives)
+    for name in directories:
+        assert name in statistics.table()
+    training.close()
+    training = Training(make_config(tmp_path, swap_dirs=directories), resume=True)
+    assert [training.step() for _ in range(2)] == losses[2:]
+    training.close()
+
+
+def test_directories_on_one_drive_are_reported_as_one(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("a", "b")]
+    for name in names:
+        os.mkdir(name)
+    training = Training(make_config(tmp_path, swap_dirs=names))
+    training.step()
+    (drive,) = training.runtime.statistics().drives
+    assert drive.directories == tuple(names)
+    assert drive.share == pytest.approx(1)
+    training.close()

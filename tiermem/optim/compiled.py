@@ -1,0 +1,197 @@
+"""The compiled loops, where they may be used.
+
+Owns the decision: numba is installed, compiles here, and its loops give the bits that torch gives, tried once per
+process on numbers of every kind before the first update. Does not know tiles or pages. Guarantees that whoever asks
+gets loops with the bits of `kernels.py`, or None, and `why_not` then says the reason; training goes on without, only
+slower.
+
+The comparison is needed because torch's bits depend on how its compiler fused multiplications and additions on this
+processor ("Where multiplications and additions are fused" in `loops.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiermem.optim.blocks import BLOCK_NUMEL, Blocks
+from tiermem.optim.codebook import signed_book, unsigned_book
+from tiermem.optim.planes import BlockPlanes, StatePlanes
+from tiermem.optim.updates import Settings
+
+Update = Callable[[torch.Tensor, torch.Tensor, Any, Settings, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLoops:
+    """What numba made of `loops.py`."""
+
+    module: Any
+
+    def update_split(
+        self, parameter: torch.Tensor, grad: torch.Tensor, planes: StatePlanes, settings: Settings, grad_scale: float
+    ) -> None:
+        """Update bfloat16 parameters with float32 moments: 1-D, a multiple of 64 elements."""
+        if planes.remainder is not None:
+            moments = planes.exp_avg.numpy(), planes.exp_avg_sq.numpy()
+            narrow = _bits(parameter), planes.remainder.numpy(), _bits(grad)
+            self.module.update_split(*narrow, *moments, _constants(settings, grad_scale))
+
+    def update_coded_split(
+        self, parameter: torch.Tensor, grad: torch.Tensor, planes: BlockPlanes, settings: Settings, grad_scale: float
+    ) -> None:
+        """Update bfloat16 parameters with 8-bit moments: 1-D, whole blocks."""
+        if planes.remainder is not None and planes.mark_bits is not None:
+            masters = _bits(parameter), planes.remainder.numpy(), planes.mark_bits.numpy()
+            self.module.update_coded_split(
+                *masters, _bits(grad), *_coded(planes), _books(), _constants(settings, grad_scale)
+            )
+
+    def update_coded(
+        self, master: torch.Tensor, grad: torch.Tensor, planes: BlockPlanes, settings: Settings, grad_scale: float
+    ) -> None:
+        """Update float32 masters with 8-bit moments by float32 gradients, already scaled: 1-D, whole blocks."""
+        self.module.update_coded(
+            master.numpy(), grad.numpy(), *_coded(planes), _books(), _constants(settings, grad_scale)
+        )
+
+
+@functools.cache
+def compiled_loops() -> CompiledLoops | None:
+    """The loops, or None where they cannot be had. Imports and compiles at the first call: a second, once."""
+    found = _find()
+    return found if isinstance(found, CompiledLoops) else None
+
+
+def why_not() -> str | None:
+    """Why there are no compiled loops in this process; None if there are."""
+    found = _find()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _find() -> CompiledLoops | str:
+    try:
+        loops = CompiledLoops(importlib.import_module("tiermem.optim.loops"))
+        different = differences(loops)
+    except ImportError as error:
+        return f"numba cannot be imported ({error})"
+    except Exception as error:  # noqa: BLE001  a compiler has many ways to fail, and torch can do without it
+        return f"numba cannot compile the update here ({type(error).__name__}: {error})"
+    if different:
+        return f"the compiled {', '.join(different)} would not have the bits of torch on this processor"
+    return loops
+
+
+def differences(loops: CompiledLoops) -> list[str]:
+    """The loops whose results differ from torch's in any bit, on a few thousand numbers of every kind."""
+    from tiermem.optim import kernels
+
+    generator = torch.Generator().manual_seed(20)
+    trials: list[tuple[str, Update, torch.dtype, type[StatePlanes | BlockPlanes]]] = [
+        ("update_split", loops.update_split, torch.bfloat16, StatePlanes),
+        ("update_coded_split", loops.update_coded_split, torch.bfloat16, BlockPlanes),
+        ("update_coded", loops.update_coded, torch.float32, BlockPlanes),
+    ]
+    return [
+        name
+        for name, update, dtype, kind in trials
+        if not all(
+            _same(kernels.update_by_torch, update, generator, dtype, kind, settings)
+            for settings in (
+                Settings(3e-4, 0.9, 0.95, 1e-8, 0.1, 1),
+                Settings(0.1, 0.3, 0.999, 1e-6, 0.0, 1000),
+            )
+        )
+    ]
+
+
+_NUMEL = 4096
+
+
+def _same(
+    by_torch: Update,
+    compiled: Update,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    kind: type[StatePlanes | BlockPlanes],
+    settings: Settings,
+) -> bool:
+    """Three updates of the same numbers by both, with and without a scale of gradients."""
+    magnitudes = torch.logspace(-30, 3, _NUMEL)[torch.randperm(_NUMEL, generator=generator)]
+    parameter = (torch.randn(_NUMEL, generator=generator) * magnitudes).to(dtype)
+    sides = [(update, parameter.clone(), _planes(kind, dtype)) for update in (by_torch, compiled)]
+    # A scale on float32 gradients is applied before the loop is called.
+    for scale in (1.0, 0.37, 1.0) if dtype == torch.bfloat16 else (1.0, 1.0):
+        grad = (torch.randn(_NUMEL, generator=generator) * magnitudes.flip(0)).to(dtype)
+        grad[::97] = 0.0
+        for update, own, planes in sides:
+            update(own, grad, planes, settings, scale)
+    (_, left, left_planes), (_, right, right_planes) = sides
+    pairs = zip([left, *_tensors(left_planes)], [right, *_tensors(right_planes)], strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def _planes(kind: type[StatePlanes | BlockPlanes], dtype: torch.dtype) -> StatePlanes | BlockPlanes:
+    split = dtype == torch.bfloat16
+    # Every fourth remainder is a tie's, every eighth has its mark.
+    remainder = torch.arange(_NUMEL).mul_(4097).to(torch.int16) if split else None
+    if remainder is not None:
+        remainder[::4] = -0x8000
+    if kind is StatePlanes:
+        second = torch.rand(_NUMEL, generator=torch.Generator().manual_seed(3))
+        if remainder is not None:
+            second[::8] *= -1.0
+        return StatePlanes(remainder, None, torch.zeros(_NUMEL), second)
+    marks = torch.zeros(_NUMEL // 8, dtype=torch.uint8) if split else None
+    if marks is not None:
+        marks[: _NUMEL // 16] = 1  # whole blocks have none
+    moments = [Blocks(torch.zeros(_NUMEL, dtype=torch.uint8), torch.zeros(_NUMEL // BLOCK_NUMEL)) for _ in range(2)]
+    return BlockPlanes(remainder, None, marks, *moments)
+
+
+def _tensors(planes: StatePlanes | BlockPlanes) -> Sequence[torch.Tensor]:
+    if isinstance(planes, StatePlanes):
+        found = [planes.remainder, planes.exp_avg, planes.exp_avg_sq]
+    else:
+        blocks = planes.exp_avg, planes.exp_avg_sq
+        found = [planes.remainder, planes.mark_bits, *(view for b in blocks for view in (b.codes, b.scales))]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _bits(narrow: torch.Tensor) -> Any:
+    return narrow.view(torch.int16).numpy()
+
+
+def _coded(planes: BlockPlanes) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    blocks = planes.exp_avg, planes.exp_avg_sq
+    return (blocks[0].codes.numpy(), blocks[1].codes.numpy()), (blocks[0].scales.numpy(), blocks[1].scales.numpy())
+
+
+@functools.cache
+def _books() -> tuple[Any, Any, Any, Any]:
+    signed, unsigned = signed_book(), unsigned_book()
+    return signed.values.numpy(), signed.table.numpy(), unsigned.values.numpy(), unsigned.table.numpy()
+
+
+def _constants(settings: Settings, grad_scale: float) -> tuple[np.float32, ...]:
+    """As torch's fused AdamW has them: computed in float64, rounded once."""
+    correction1 = 1.0 - settings.beta1**settings.step
+    correction2 = 1.0 - settings.beta2**settings.step
+    numbers = (
+        1.0 - settings.lr * settings.weight_decay,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        correction2**0.5,
+        settings.eps,
+        -(settings.lr / correction1),
+        grad_scale,
+    )
+    return tuple(np.float32(number) for number in numbers)
