@@ -138,7 +138,7 @@ def train(
 def config_for(directory: Path, **settings: Any) -> tiermem.Config:
     directory.mkdir(exist_ok=True)
     defaults = {"param_dtype": "float32", "host_memory": "4MiB", "update": "forward", "stall_timeout": 20.0}
-    return tiermem.Config(device="cpu", poison=True, swap_dirs=[directory], **(defaults | settings))
+    return tiermem.Config(poison=True, swap_dirs=[directory], **({"device": "cpu"} | defaults | settings))
 
 
 def trained(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import importlib
 import json
 import os
 import pickle
@@ -67,6 +68,7 @@ def values(reports: list[Report | None]) -> list[Any]:
 
 
 def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) -> None:
+    import doubles_rank_devices as on_devices
     import doubles_rank_idioms as idioms
     import doubles_rank_scenarios as scenarios
     import torch
@@ -76,12 +78,13 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     wait = dt.timedelta(seconds=STALL)
     store = directory / f"{number}.store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
+    known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)
         report, started = Report(), time.monotonic()
         try:
-            report.value = (scenarios.SCENARIOS | idioms.SCENARIOS)[name](own / "swap", rank, size)
+            report.value = known[name](own / "swap", rank, size)
         except Exception as error:  # noqa: BLE001 - reported
             report.error = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
         report.seconds = time.monotonic() - started
@@ -89,8 +92,10 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
 
 
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
-    import doubles_rank_idioms  # noqa: F401 - and torch with it, once for all ranks
-    import torch._dynamo  # noqa: F401 - every optimizer does, which would take seconds on each rank
+    # Once for all ranks, and not within the time that they have for an answer: what the first step would import.
+    for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba"):
+        with contextlib.suppress(ModuleNotFoundError):  # numba need not be there
+            importlib.import_module(name)
 
     until = time.monotonic() + limit
     for number, (size, names) in enumerate(jobs):

@@ -48,12 +48,15 @@ class FakeCuda:
         self.streams = 0
         self.local = threading.local()
 
-    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+    def Stream(self, device: torch.device, priority: int = 0) -> FakeStream:  # noqa: N802
         self.streams += 1
         return FakeStream(self, f"stream {self.streams}")
 
     def Event(self) -> FakeEvent:  # noqa: N802
         return FakeEvent(self)
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.local.stream = stream
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return getattr(self.local, "stream", None) or FakeStream(self, "compute")
@@ -68,7 +71,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    for name in ("Stream", "Event", "current_stream", "stream"):
+    for name in ("Stream", "Event", "current_stream", "stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     return fake
 
@@ -105,6 +108,21 @@ def test_a_copy_waits_for_both_frames_and_ends_with_its_own_event(cuda: FakeCuda
         "event 3 behind stream 2",
     ]
     assert target.tensor[:10].tolist() == [7] * 10
+    device.close()
+
+
+def test_a_thread_that_works_beside_others_has_a_stream_of_its_own(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+
+    def issuer() -> None:
+        device.work_beside()
+        CudaFence(device.torch_device)
+
+    thread = threading.Thread(target=issuer)
+    thread.start()
+    thread.join(SECONDS)
+    CudaFence(device.torch_device).hold()
+    assert cuda.log == ["event 1 behind stream 3", "event 2 behind compute", "compute waits for event 2"]
     device.close()
 
 

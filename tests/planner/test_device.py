@@ -11,8 +11,8 @@ from tiermem.errors import BudgetError
 from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
-from tiermem.planner.device import device_least, device_most, plan_tiers
-from tiermem.planner.footprint import SMALLEST_TILE, UnitSize, rounded
+from tiermem.planner.device import _needed_by_ranks, device_least, device_most, plan_tiers
+from tiermem.planner.footprint import SMALLEST_TILE, UnitSize, received_nbytes, rounded
 
 MIB = 1 << 20
 PLENTY = 4 << 30
@@ -127,3 +127,44 @@ def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
     for frame in filler:
         arena.free(frame)
     assert arena.allocate(state) is not None
+
+
+@given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), beside=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
+    data: st.DataObject, ranks: int, pages: int, beside: bool
+) -> None:
+    """What is held in an exchange comes in its order, at places that fillers push it to; fillers can be made to go."""
+    numel = pages * PAGE // 4
+    size = UnitSize("unit", numel * 4, numel, 4, 8, 0, 0, ranks, numel * 4 * ranks)
+    needed = _needed_by_ranks([size], SMALLEST_TILE, beside=beside)
+    assert needed <= device_most([size])
+    arena = SlabArena(TensorSlab(torch.empty(needed, dtype=torch.uint8)), Tier.DEVICE)
+    tile, received = rounded(min(SMALLEST_TILE, numel) * 4), received_nbytes(size, SMALLEST_TILE)
+    gathered = [size.computed_nbytes] * (2 if beside else 1)
+    # A bucket is open already, or asked for while everything else is held that can be.
+    holds = [size.bucket_nbytes, size.param_nbytes, *gathered, received, tile]
+    if data.draw(st.booleans()):
+        holds = (
+            [size.param_nbytes, *gathered, received, tile, size.bucket_nbytes] if beside else [*gathered, *holds[:1]]
+        )
+    filler: list[Frame] = []
+    for nbytes in holds:
+        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
+        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
+        while arena.allocate(nbytes) is None:
+            assert filler, f"no place for {nbytes} bytes"
+            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))
+        assert arena.reserved <= needed
+
+
+def test_ranks_gather_beside_the_computation_where_there_is_room() -> None:
+    units = [UnitSize("unit", MIB, MIB // 4, 4, 8, 0, 0, 2, 2 * MIB)]
+    least = device_least(units)
+    assert not plan_tiers(units, PLENTY, least, 16 * MIB)[1].beside
+    assert plan_tiers(units, PLENTY, 4 * least, 16 * MIB)[1].beside
+    footprint, device = plan_tiers(units, plan_tiers(units, PLENTY, least, 1)[0].least, 4 * least, 16 * MIB)
+    assert footprint.serial
+    assert not device.beside, "an update that nobody asks for must not be missed by what is gathered ahead"
+    with pytest.raises(BudgetError, match=f"{2 * MIB} bytes of parameters"):
+        plan_tiers(units, PLENTY, least - 1, 16 * MIB)

@@ -165,10 +165,14 @@ def test_a_simulated_device_needs_a_size(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_ranks_with_a_device_are_refused(tmp_path):
+def test_ranks_agree_on_the_smallest_device_and_on_whether_there_is_one(tmp_path):
     config = config_for(tmp_path, 64 * MIB, "step", device="simulated", device_memory=64 * MIB)
-    with pytest.raises(tiermem.ConfigError, match="2 ranks"):
-        share_out(config, [UnitSize("unit", 4096, 1024, 4, 8, ranks=2)], 64 * MIB)
+    sizes = [UnitSize("unit", 4096, 1024, 4, 8, ranks=2, gathered_nbytes=8192)]
+    _, device = share_out(config, sizes, 64 * MIB, least=lambda nbytes: nbytes // 2)
+    assert device is not None
+    assert device.nbytes == 32 * MIB
+    with pytest.raises(tiermem.ConfigError, match="another one does not"):
+        share_out(config, sizes, 64 * MIB, least=lambda _: 0)
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.zero3.exchange import average
+from tiermem.zero3.average import average
 
 
 @settings(deadline=None)

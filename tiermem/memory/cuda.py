@@ -150,6 +150,10 @@ class CudaDevice:
         """See `Device`. Raises TiermemError after `close`."""
         return self._lines[up].start(source, target, nbytes, urgent=urgent, done=done)
 
+    def work_beside(self) -> None:
+        """A stream of its own becomes the calling thread's current one: before others, as exchanges are waited for."""
+        torch.cuda.set_stream(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
+
     def close(self) -> None:
         """Wait for copies under way and end both threads. Idempotent."""
         for line in self._lines:

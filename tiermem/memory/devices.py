@@ -48,6 +48,10 @@ class Device(Protocol):
         """
         ...
 
+    def work_beside(self) -> None:
+        """What the calling thread asks for from now on runs beside what others ask for; fences bring both in order."""
+        ...
+
     def close(self) -> None:
         """Wait for copies under way and end the threads; before the arenas are closed."""
         ...
@@ -119,6 +123,9 @@ class SimulatedDevice:
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""
         return (self._up if up else self._down).start(source, target, nbytes, urgent=urgent, done=done)
+
+    def work_beside(self) -> None:
+        """Nothing to do: a processor's threads run beside each other."""
 
     def close(self) -> None:
         """Wait for copies under way and end both threads. Idempotent."""

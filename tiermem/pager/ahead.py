@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from swap.requests import Priority
 from tiermem.memory.tiers import Tier
 from tiermem.pager.course import Limits
-from tiermem.pager.page import Lane, PageKey
+from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
@@ -200,6 +200,8 @@ class Ahead:
                 continue
             if not page.valid and lane is Lane.UPDATE:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
+            if tier < wanted and key.kind is Kind.TRANSIT and not page.valid:
+                continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
             if lane is Lane.COMPUTE and tier < top and top in page.frames:
                 continue  # it is there, or has its place there: nothing is needed on the way
             positions[key] = position

@@ -69,7 +69,7 @@ class Core:
             tensors = {page.key: page.frames[tier].tensor[: page.nbytes] for page in pages}
             fences = tuple(fence for page in pages for fence in page.frames[tier].fences)
             release: Release = lambda lease, failure: self._post_release(lease, tier, failure)  # noqa: E731
-            settled(Lease(pages, tensors, release, fences), None)
+            settled(Lease(pages, tensors, release, fences, self.residency.chain.arenas[tier].fence), None)
 
         self.service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
 
@@ -132,7 +132,7 @@ class Core:
             if failure is not None:
                 for page in lease.pages:
                     self.residency.fail(page, failure)
-            self.service.release(lease.pages, tier, fence)
+            self.service.release(lease.pages, tier, *lease.handed_over, fence)
 
         self.loop.post(release)
 

@@ -7,7 +7,7 @@ whatever thread it ends, and that an error at the start is raised and reported t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -18,7 +18,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
-from tiermem.pager.page import Page, PageKey, Transfer
+from tiermem.pager.page import Kind, Page, PageKey, Transfer
 
 Done = Callable[[BaseException | None], None]
 
@@ -55,6 +55,10 @@ class Chain:
     def top(self) -> Tier:
         """The tier the computation works on."""
         return self.memory_tiers[-1]
+
+    def tiers_of(self, key: PageKey) -> Sequence[Tier]:
+        """The tiers where a page takes room; what is exchanged among ranks comes, and mostly goes, on the top one."""
+        return self.memory_tiers[-1:] if key.kind is Kind.TRANSIT else self.memory_tiers
 
     def room(self, nbytes: int) -> int:
         """Bytes that a frame for `nbytes` bytes takes."""

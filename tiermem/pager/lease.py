@@ -26,7 +26,7 @@ Release = Callable[["Lease", BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("_closing", "_fences", "_pages", "_release", "_tensors")
+    __slots__ = ("_closing", "_fence", "_fences", "_pages", "_release", "_tensors", "handed_over")
 
     def __init__(
         self,
@@ -34,8 +34,11 @@ class Lease:
         tensors: dict[PageKey, torch.Tensor],
         release: Release,
         fences: Sequence[Fence] = (),
+        fence: Callable[[], Fence | None] = lambda: None,
     ) -> None:
-        """`fences`: what may still be going on in the frames."""
+        """`fences`: what may still be going on in the frames. `fence()`: what the calling thread has asked for."""
+        self.handed_over: tuple[Fence, ...] = ()
+        self._fence = fence
         self._fences = fences
         self._pages = pages
         self._tensors: dict[PageKey, torch.Tensor] | None = tensors
@@ -58,9 +61,15 @@ class Lease:
         tensors = self._tensors
         if tensors is None:
             raise InvariantError(f"{key}: looked at after its lease was released; this is a bug in tiermem")
-        for fence in self._fences:
+        for fence in (*self._fences, *self.handed_over):
             fence.hold()
         return tensors[key]
+
+    def hand_over(self) -> None:
+        """Another thread goes on: `tensor` there, and release, come after what this one has asked of a device."""
+        fence = self._fence()
+        if fence is not None:
+            self.handed_over = (*self.handed_over, fence)
 
     def release(self) -> None:
         """Give the hold back. Never waits; may be called from any thread and more than once."""

@@ -41,7 +41,7 @@ class Residency:
 
     Attributes:
         census: what is derived from the facts of all pages.
-        total: bytes that all pages would take on one tier.
+        total: bytes that all pages would take on the lowest tier that has frames.
         moves: how many moves are in flight.
         ended: how many have ended so far.
         uses: how many leases were granted so far.
@@ -78,7 +78,7 @@ class Residency:
                 f"{key}: expected a new page of a byte or more, found {nbytes} bytes, or the name taken"
             )
         room = self.chain.room(nbytes)
-        for tier in self.chain.memory_tiers:
+        for tier in self.chain.tiers_of(key):
             if room > self.chain.capacity(tier):
                 raise CapacityError(
                     f"{key} needs {room} bytes on {tier.name} at once, but the budget of that tier is "
@@ -88,7 +88,7 @@ class Residency:
         if saved:
             page.valid.add(Tier.SWAP)
             self.census.note(page)
-        self.total += room
+        self.total += room if self.chain.memory_tiers[0] in self.chain.tiers_of(key) else 0
         return page
 
     def allocate(self, page: Page, tier: Tier) -> bool:
@@ -124,11 +124,12 @@ class Residency:
         if intent is Intent.FRESH:
             self._take_over(page, tier)
 
-    def unhold(self, page: Page, tier: Tier, fence: Fence | None = None) -> None:
-        """Give one lease back; whatever its holder has asked a device to do with the frame has passed with `fence`."""
+    def unhold(self, page: Page, tier: Tier, *fences: Fence | None) -> None:
+        """Give one lease back; whatever its holder has asked a device to do with the frame has passed with `fences`."""
         if not page.leases.get(tier):
             raise InvariantError(f"{page.key}: released on {tier.name} without a lease; this is a bug in tiermem")
-        page.frames[tier].fence(fence)  # before anybody can want the frame (I8)
+        for fence in fences:
+            page.frames[tier].fence(fence)  # before anybody can want the frame (I8)
         page.leases[tier] -= 1
         if not page.leases[tier] and tier not in page.valid:
             self._free(page, tier)  # FRESH, and never granted
@@ -208,7 +209,7 @@ class Residency:
         self.census.note(page)
         del self.pages[page.key]
         self._last_use.pop(page.key, None)
-        self.total -= page.room
+        self.total -= page.room if self.chain.memory_tiers[0] in self.chain.tiers_of(page.key) else 0
         self.chain.forget(page.key)
         return True
 

@@ -76,10 +76,10 @@ class Service:
         self.waiting.append(request)
         self._in_order()
 
-    def release(self, pages: Sequence[Page], tier: Tier, fence: Fence | None = None) -> None:
-        """Leases given back; what their holder asked of a device is done with `fence`."""
+    def release(self, pages: Sequence[Page], tier: Tier, *fences: Fence | None) -> None:
+        """Leases given back; what their holders asked of a device is done with `fences`."""
         for page in pages:
-            self._residency.unhold(page, tier, fence)
+            self._residency.unhold(page, tier, *fences)
         self._in_order()
 
     def pump(self) -> None:

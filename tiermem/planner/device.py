@@ -8,6 +8,10 @@ Gaps. Frames that are leased stay where they are, all others can be made to go. 
 are n + 1 gaps, so a frame of b bytes finds its place if the bytes that are not leased are at least (n + 1) b, wherever
 the n frames lie. That is asked for twice: when a unit is gathered inside n others, and when gradient tiles are taken
 while a unit and those around it are held.
+
+Several ranks hold more there: what is gathered, the shard it comes from, a bucket of gradients, and what has arrived of
+the other ranks' buckets. For each the same rule is asked for, with everything that can lie on the device beside it
+(`_needed_by_ranks`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, received_nbytes, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class DeviceFootprint:
     Attributes:
         nbytes: the budget.
         hold_tiles: whether a unit's gradient tiles are all leased at once while they arrive.
+        beside: whether ranks gather the next unit, and add gradients up, beside the computation.
         reserve: bytes that fetching ahead leaves for demands.
         look_ahead: bytes fetched ahead at most.
         least: the smallest budget that would work, bytes.
@@ -33,6 +38,7 @@ class DeviceFootprint:
 
     nbytes: int
     hold_tiles: bool
+    beside: bool
     reserve: int
     look_ahead: int
     least: int
@@ -56,16 +62,17 @@ def plan_tiers(
     """
     least = device_least(units)
     if device < least:
-        largest = max(units, key=lambda unit: unit.param_nbytes)
+        largest = max(units, key=lambda unit: unit.computed_nbytes)
+        nbytes = largest.gathered_nbytes or largest.param_nbytes
         raise BudgetError(
-            f"device_memory is {device} bytes, but the largest unit ({largest.name}, {largest.param_nbytes} bytes of "
+            f"device_memory is {device} bytes, but the largest unit ({largest.name}, {nbytes} bytes of "
             f"parameters) needs at least {least} bytes on the device to be computed; "
             f"set device_memory to {least} bytes or more, or pass smaller units"
         )
-    below = [replace(unit, nested_nbytes=0) for unit in units]
+    below = [replace(unit, nested_nbytes=0, ranks=1, gathered_nbytes=0) for unit in units]
     while True:
         footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile, gaps=True)
-        needed = _needed(units, footprint.tile_numel, hold_tiles=False)
+        needed = _needed(units, footprint.tile_numel, roomy=False)
         if needed <= device or tile is not None or footprint.tile_numel <= SMALLEST_TILE:
             break
         tile_nbytes //= 2
@@ -74,11 +81,15 @@ def plan_tiers(
             f"device_memory is {device} bytes, but with gradient tiles of {footprint.tile_numel} elements it takes "
             f"{needed}; raise device_memory"
         )
-    holding = _needed(units, footprint.tile_numel, hold_tiles=True)
-    spare = device - (holding if holding <= device else needed)
+    alone = all(unit.ranks == 1 for unit in units)
+    wished = _needed(units, footprint.tile_numel, roomy=True)
+    # Where updates wait to be asked for, only the computation asks, and it comes too late for what is gathered ahead.
+    roomy = wished <= device and (alone or not footprint.serial)
+    spare = device - (wished if roomy else needed)
     return footprint, DeviceFootprint(
         nbytes=device,
-        hold_tiles=holding <= device,
+        hold_tiles=roomy and alone,
+        beside=roomy and not alone,
         reserve=max((_tile(unit, footprint.tile_numel) for unit in units), default=0),
         look_ahead=max(spare, device // 2),
         least=least,
@@ -87,19 +98,26 @@ def plan_tiers(
 
 def device_least(units: Sequence[UnitSize]) -> int:
     """The smallest device budget that works, bytes."""
-    return _needed(units, SMALLEST_TILE, hold_tiles=False)
+    return _needed(units, SMALLEST_TILE, roomy=False)
 
 
 def device_most(units: Sequence[UnitSize]) -> int:
     """Bytes with which no parameter would ever have to leave the device: more are of no use."""
-    gradients = max((rounded(unit.trainable_numel * unit.grad_itemsize) for unit in units), default=0)
-    return sum(rounded(unit.param_nbytes) for unit in units) + device_least(units) + 2 * gradients
+    gradients = max((unit.bucket_nbytes for unit in units), default=0)
+    alone = all(unit.ranks == 1 for unit in units)
+    leased = _needed(units, SMALLEST_TILE, roomy=not alone)
+    return sum(rounded(unit.param_nbytes) for unit in units) + leased + 2 * gradients
 
 
-def _needed(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
-    """The computation's leases on the device, with room for the gaps between them."""
+def _needed(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) -> int:
+    """The computation's leases on the device, with room for the gaps between them.
+
+    `roomy`: with all gradient tiles of a unit at once, or, with several ranks, another unit on its way.
+    """
+    if any(unit.ranks > 1 for unit in units):
+        return _needed_by_ranks(units, tile_numel, beside=roomy)
     tile = max((_tile(unit, tile_numel) for unit in units), default=0)
-    most = max((-(-unit.trainable_numel // tile_numel) for unit in units), default=0) if hold_tiles else 1
+    most = max((-(-unit.trainable_numel // tile_numel) for unit in units), default=0) if roomy else 1
 
     def of(unit: UnitSize) -> int:
         around, own = rounded(unit.nested_nbytes), rounded(unit.param_nbytes)
@@ -112,3 +130,37 @@ def _needed(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> 
 
 def _tile(unit: UnitSize, tile_numel: int) -> int:
     return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
+
+
+def _needed_by_ranks(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) -> int:
+    """The same with several ranks: for each frame the least bytes with which it finds a place beside the others.
+
+    The others are: what is gathered around; the unit that is computed; the shard from which one is gathered; the open
+    bucket (the next one waits until it has been added up); and, as any rank may announce gradients at any time, what
+    arrives of those and a tile of the sum. `beside`: and the unit that comes next, while the first is computed.
+    """
+    around = max(rounded(unit.nested_nbytes) for unit in units)
+    computed = max(unit.computed_nbytes for unit in units)
+    sent = max(rounded(unit.param_nbytes) if unit.gathered_nbytes else 0 for unit in units)
+    bucket = max(unit.bucket_nbytes for unit in units)
+    received = max(received_nbytes(unit, tile_numel) for unit in units)
+    tile = max(_tile(unit, tile_numel) for unit in units)
+    count = max(unit.nested_count for unit in units)
+
+    def room_for(frame: int, *others: int) -> int:
+        return around + sum(others) + (count + len(others) + 1) * frame
+
+    if beside:
+        return max(
+            room_for(computed, computed, sent, bucket),
+            room_for(bucket, computed, computed, sent, received, tile),
+            room_for(received, computed, computed, sent, bucket),
+            room_for(tile, computed, computed, sent, bucket, received),
+        )
+    return max(
+        room_for(sent, bucket),
+        room_for(computed, sent, bucket),
+        room_for(bucket, computed),
+        room_for(received, computed, sent, bucket),
+        room_for(tile, computed, sent, bucket, received),
+    )

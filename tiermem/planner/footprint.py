@@ -216,13 +216,14 @@ def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) 
     `beside`: another unit on its way here, and another bucket that is filled while the first is exchanged.
     """
     buckets = max((unit.bucket_nbytes for unit in units), default=0) * (2 if beside else 1)
-    arrived = max((_received(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
+    arrived = max((received_nbytes(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
     sent = max((rounded(unit.param_nbytes) for unit in units if unit.gathered_nbytes), default=0)
     ahead = max((unit.computed_nbytes for unit in units), default=0) if beside else 0
     return buckets + arrived + sent + ahead
 
 
-def _received(unit: UnitSize, tile_numel: int) -> int:
+def received_nbytes(unit: UnitSize, tile_numel: int) -> int:
+    """Bytes that arrive from all ranks in the largest exchange of gradients."""
     return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize * unit.ranks)
 
 

@@ -49,6 +49,11 @@ class Blueprint:
     stage: int = 3
     device: DeviceFootprint | None = None
 
+    @property
+    def beside(self) -> bool:
+        """Whether ranks gather the next unit, and add gradients up, beside the computation."""
+        return (self.device or self.footprint).beside
+
     def swap_nbytes(self, copies: int) -> int:
         """Bytes that all pages take on disk, those that training changes in `copies` copies.
 
@@ -74,7 +79,7 @@ class Blueprint:
     def plan(self, accesses: Sequence[Access], touches: Sequence[tuple[int, PageKey]], update: str) -> Schedule:
         """The pager's schedule of a step with these accesses of units and touches, updated as `update` says."""
         tiles = {unit: state.tiles for unit, state in self.states.items()}
-        return plan_step(accesses, tiles, update, self.shards, beside=self.footprint.beside, touches=touches)
+        return plan_step(accesses, tiles, update, self.shards, beside=self.beside, touches=touches)
 
     def state_pages(self) -> list[tuple[PageKey, int]]:
         """The pages of optimizer state with their sizes in bytes."""
@@ -108,7 +113,7 @@ def draw(
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype, quantized)
     beginning = beginning or Beginning()
-    footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel)
+    footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
     layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel, ranks=ranks)
     if beginning.record is not None:
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tiermem.config import Config
+from tiermem.config import Config, resolve_device
 from tiermem.errors import TiermemError
 from tiermem.zero3.collectives import Collectives, SingleProcess
 from tiermem.zero3.ranks import Ranks, members_of, next_name
@@ -93,7 +93,7 @@ def find_company(config: Config, mesh: Any = None) -> Company:
     members = None if mesh is None else members_of(mesh)
     if (torch.distributed.get_world_size() if members is None else len(members)) == 1:
         return Company(alone, alone)
-    device = torch.device("cuda" if config.device.startswith("cuda") else "cpu")
+    device = resolve_device(config)
     name = next_name()
     computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
     committing = Ranks(members, timeout=config.stall_timeout, device=torch.device("cpu"), name=f"{name}/committing")

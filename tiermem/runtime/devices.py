@@ -6,6 +6,7 @@ whoever names a device that is not there, or gives a simulated one no size, is t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -25,7 +26,7 @@ def device_budget(config: Config, most: Callable[[], int]) -> int | None:
     "auto" leaves half of what the device has free to activations and to torch, and takes no more than `most()`.
     Raises ConfigError if the device is not there, and for a simulated one without a size.
     """
-    device = resolve_device(config)
+    device = own_device(config)
     if config.device_nbytes is None and parse_link(config.device) is not None:
         raise ConfigError(f"device_memory: expected a size with device={config.device!r}; only a real device has one")
     if device.type == "cpu" and parse_link(config.device) is None:
@@ -37,12 +38,32 @@ def device_budget(config: Config, most: Callable[[], int]) -> int | None:
     return nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
 
 
+def own_device(config: Config) -> torch.device:
+    """The device of this process: of several ranks on a machine each takes that of its LOCAL_RANK, unless one is named.
+
+    Raises ConfigError if there is none for this rank, and as `resolve_device`.
+    """
+    device, local = resolve_device(config), os.environ.get("LOCAL_RANK", "")
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if device.type != "cuda" or config.device not in ("auto", "cuda") or not together or not local.isdecimal():
+        return device
+    count = torch.cuda.device_count()
+    if count == 1:
+        return torch.device("cuda", 0)  # its launcher shows each process its own only; NCCL refuses a shared one
+    if int(local) >= count:
+        raise ConfigError(
+            f"device={config.device!r}: LOCAL_RANK is {local}, found {count} CUDA devices; start one process for each "
+            "device, or name devices"
+        )
+    return torch.device("cuda", int(local))
+
+
 def open_device(config: Config) -> Device | None:
     """Make the device ready; None where the computation works in host memory."""
     link = parse_link(config.device)
     if link is not None:
         return SimulatedDevice(link)
-    device = resolve_device(config)
+    device = own_device(config)
     return CudaDevice(device) if device.type == "cuda" else None
 
 

@@ -18,7 +18,8 @@ from tiermem.zero3.conductor import Conductor
 from tiermem.zero3.exchange import RankGradients
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import GradientStore
-from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource, WholeUnits
+from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource
+from tiermem.zero3.whole import WholeUnits
 
 
 def open_exchanges(
@@ -30,9 +31,9 @@ def open_exchanges(
     updater: Updater,
 ) -> tuple[UnitSource, Gradients]:
     """Where units come from and gradients go to: one's own pages, or the other ranks."""
-    shards, footprint, pager = blueprint.shards, blueprint.footprint, storage.pager
+    shards, pager = blueprint.shards, storage.pager
     if company.size == 1:
-        hold_tiles = (blueprint.device or footprint).hold_tiles
+        hold_tiles = (blueprint.device or blueprint.footprint).hold_tiles
         gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=hold_tiles)
         return LocalUnits(pager, blueprint.layouts, before=gradients.release), gradients
 
@@ -46,8 +47,8 @@ def open_exchanges(
             updater.wait(unit)
 
     kind = WholeUnits if blueprint.stage < 3 else RankUnits
-    source: UnitSource = kind(pager, shards, conductor, needed, ahead=footprint.beside)
+    source: UnitSource = kind(pager, shards, conductor, needed, ahead=blueprint.beside)
     for unit in blueprint.states if storage.recovered is not None else ():
         source.changed(unit)  # by updates of which the other ranks had not told before the commit
-    late, beside = blueprint.stage == 1, footprint.beside
-    return source, RankGradients(pager, shards, parameters, conductor, beside=beside, late=late)
+    late = blueprint.stage == 1
+    return source, RankGradients(pager, shards, parameters, conductor, beside=blueprint.beside, late=late)

@@ -162,7 +162,8 @@ def _furnish(
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     names = [layout.name for layout in layouts]
-    conductor = Conductor(company.computing, names, storage.timeline)
+    beside = storage.device.work_beside if storage.device is not None else _nothing
+    conductor = Conductor(company.computing, names, storage.timeline, beside)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
@@ -206,9 +207,14 @@ def _furnish(
     )
 
 
+def _nothing() -> None:
+    """What a processor's thread needs to work beside others."""
+
+
 def _update(config: Config, company: Company) -> str:
-    # Which unit is complete is not known at one moment on all ranks: several update behind backward.
-    return "forward" if company.size > 1 and config.update in ("backward", "auto") else config.update
+    # Ranks with whole parameters fetch what the others have updated: all at one time, which is behind backward.
+    together = company.size > 1 and config.stage < 3
+    return "forward" if together and config.update in ("backward", "auto") else config.update
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:

@@ -7,7 +7,7 @@ tiles it was committed with, or is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiermem.config import Config
 from tiermem.errors import BudgetError, ConfigError, ResumeError
@@ -17,11 +17,16 @@ from tiermem.runtime.devices import device_budget
 
 
 def share_out(
-    config: Config, sizes: Sequence[UnitSize], host_nbytes: int, *, tile: int | None = None
+    config: Config,
+    sizes: Sequence[UnitSize],
+    host_nbytes: int,
+    *,
+    tile: int | None = None,
+    least: Callable[[int], int] = lambda nbytes: nbytes,
 ) -> tuple[Footprint, DeviceFootprint | None]:
     """How host memory is shared out, and device memory where the computation has its own.
 
-    `tile`: elements of a tile in the commit that is continued.
+    `tile`: elements of a tile in the commit that is continued. `least(number)`: the smallest of what all ranks give.
 
     Raises:
         ConfigError: the device is not there, or needs a size.
@@ -31,11 +36,11 @@ def share_out(
     ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes)
     device_nbytes = device_budget(config, lambda: device_most(sizes))
 
-    if device_nbytes is not None and sizes and sizes[0].ranks > 1:
-        raise ConfigError(
-            f"device={config.device!r} with {sizes[0].ranks} ranks: several ranks train on processors only so far; "
-            "use device='cpu'"
-        )
+    agreed = least(device_nbytes or 0)
+    if device_nbytes is not None:
+        if not agreed:
+            raise ConfigError(f"device={config.device!r}: this rank computes on a device, another one does not")
+        device_nbytes = agreed
 
     def share(tile: int | None) -> tuple[Footprint, DeviceFootprint | None]:
         if device_nbytes is None:

@@ -36,8 +36,8 @@ class Collectives(Protocol):
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[bool]) -> None:
         """Give every rank its slice of `sent`, and receive from each of `senders` what it has for this rank.
 
-        1-D, equal slices in rank order. Where a rank does not send, its slice of `received` stays as it is, and its
-        `sent` is not looked at.
+        1-D, equal slices in rank order. Where a rank does not send, its slice of `received` is undefined afterwards,
+        and its `sent` is not looked at.
         """
         ...
 
@@ -49,8 +49,8 @@ class Collectives(Protocol):
         """The numbers of every rank, in rank order; equally many on each."""
         ...
 
-    def tell_floats(self, numbers: Sequence[float]) -> list[list[float]]:
-        """As `tell`, in float64."""
+    def tell_floats(self, numbers: torch.Tensor) -> list[list[float]]:
+        """As `tell`, of a 1-D tensor in float64; where it is on a device, its values are waited for."""
         ...
 
     def tell_text(self, text: str) -> list[str]:
@@ -92,9 +92,9 @@ class SingleProcess:
         """One's own."""
         return [list(numbers)]
 
-    def tell_floats(self, numbers: Sequence[float]) -> list[list[float]]:
+    def tell_floats(self, numbers: torch.Tensor) -> list[list[float]]:
         """One's own."""
-        return [list(numbers)]
+        return [numbers.tolist()]
 
     def tell_text(self, text: str) -> list[str]:
         """One's own."""

@@ -73,12 +73,21 @@ class Operation(Generic[T]):
 class Conductor:
     """Issues the operations of one run. Used from the compute thread."""
 
-    def __init__(self, collectives: Collectives, names: Sequence[str], timeline: Timeline | None = None) -> None:
-        """`names`: of the units, for messages. `timeline`: where each operation is noted, without what it prepares."""
+    def __init__(
+        self,
+        collectives: Collectives,
+        names: Sequence[str],
+        timeline: Timeline | None = None,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`names`: of the units, for messages. `timeline`: where each operation is noted, without what it prepares.
+
+        `begin`: called first on the issuer's thread: on a device it asks for things beside the computation.
+        """
         self.collectives = collectives
         self._timeline = timeline or NullTimeline()
         self._names = names
-        self._issuer = ThreadPoolExecutor(1, "tiermem-ranks")
+        self._issuer = ThreadPoolExecutor(1, "tiermem-ranks", initializer=begin)
         self._serve: Serve | None = None
         self._broken: BaseException | None = None
         self._announced = 0

@@ -14,13 +14,14 @@ the mean to its GRAD tile. One rounding, whatever the number of ranks; no more b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import nn
 
 from tiermem.pager.page import Intent, PageKey
+from tiermem.zero3.average import average
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
@@ -28,17 +29,19 @@ from tiermem.zero3.reduce import norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Lease, Pager
 
-# Elements added up at once: what is outside the budget stays small, and in the cache.
-_SLICE = 1 << 16
-
 
 class Bucket:
-    """One unit's gradients on their way. `present`: the parameters that have contributed."""
+    """One unit's gradients on their way. `present`: the parameters that have contributed.
+
+    `then`: whom to tell that no rank has more for the unit, if this one has not; `complete`: whether that is so.
+    """
 
     def __init__(self, shard: Shard, lease: Lease, present: Iterable[int] = ()) -> None:
         self.shard = shard
         self.lease = lease
         self.present = set(present)
+        self.then: Callable[[int], None] | None = None
+        self.complete = False
 
     def tensor(self) -> torch.Tensor:
         """The elements: 1-D, in the unit's dtype."""
@@ -75,7 +78,7 @@ class RankGradients:
             slot.parameter: (shard, slot) for shard in shards for slot in shard.layout.trainable
         }
         self._open: Bucket | None = None
-        self._under_way: Future[None] | None = None
+        self._under_way: tuple[Bucket, Future[None]] | None = None
         self._norms: dict[int, torch.Tensor] = {}
         self._written: set[PageKey] = set()
         self._lined_up = -1
@@ -109,6 +112,17 @@ class RankGradients:
         elif bucket is not None:
             self._add_up(bucket)
 
+    def complete(self, unit: int, then: Callable[[int], None]) -> None:
+        """Say to the others, with the bucket, that it is this rank's last one of the unit; see `Gradients`."""
+        if self._open is not None and self._open.shard.unit == unit:
+            self._open.then = then
+        self.release()
+
+    def catch_up(self, unit: int) -> None:
+        """Where the unit's last bucket is under way, wait for it: all ranks go on from the same values."""
+        if self._under_way is not None and self._under_way[0].then and self._under_way[0].shard.unit == unit:
+            self._wait()
+
     def _add_up(self, bucket: Bucket) -> None:
         whole = bucket.tensor()
         for slot in bucket.shard.layout.trainable:
@@ -116,9 +130,10 @@ class RankGradients:
                 for cut in bucket_ranges(bucket.shard, slot):
                     whole[cut.start : cut.start + cut.length].zero_()
         del whole
+        bucket.lease.hand_over()
         undo = bucket.lease.release
         operation: Operation[None] = Operation(Act.REDUCE, bucket.shard.unit, undo=lambda _: undo(), bucket=bucket)
-        self._under_way = self._conductor.start(operation)
+        self._under_way = bucket, self._conductor.start(operation)
         if not self._beside:
             self._wait()
 
@@ -161,12 +176,12 @@ class RankGradients:
             for piece in shard.owned():
                 if piece.slot is slot:
                     start = slot.start + piece.begin - shard.begin
-                    self._copy_out(shard, start, whole[piece.begin : piece.begin + piece.length])
+                    _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
 
         self._conductor.run(
             Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.collectives, shard, slot, whole))
         )
-        return whole.as_strided(slot.shape, slot.stride)
+        return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
     def reset(self) -> None:
         """Begin a new step: the pages now belong to whoever took note of them."""
@@ -221,22 +236,29 @@ class RankGradients:
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.result()
+            bucket, future = under_way
+            future.result()
+            if bucket.complete and bucket.then is not None:
+                bucket.then(bucket.shard.unit)
 
     def _present(self, shard: Shard, bucket: Bucket | None) -> list[bool]:
         own = bucket.present if bucket is not None else set()
-        told = self._conductor.collectives.tell([int(number in own) for number in self.trainable(shard.unit)])
-        return [any(each) for each in zip(*told, strict=True)]
+        last = bucket is not None and bucket.then is not None
+        numbers = [int(last), *(int(number in own) for number in self.trainable(shard.unit))]
+        told = list(zip(*self._conductor.collectives.tell(numbers), strict=True))
+        if bucket is not None:
+            bucket.complete = all(told[0])
+        return [any(each) for each in told[1:]]
 
     def _exchange(
         self, shard: Shard, bucket: Bucket | None, senders: Sequence[bool], present: Sequence[bool]
-    ) -> list[float]:
-        """Add up, store, and return this rank's share of each parameter's squared norm."""
-        squares = [0.0] * len(present)
+    ) -> torch.Tensor:
+        """Add up, store, and return this rank's share of each parameter's squared norm, in float64."""
         layout, ranks = shard.layout, self._conductor.collectives.size
         received = self._pager.lease([shard.received_key], Intent.FRESH)
         try:
             room = received.tensor(shard.received_key).view(layout.dtype)
+            squares = torch.zeros(len(present), dtype=torch.float64, device=room.device)
             sent = bucket.tensor() if bucket is not None else room[:0]
             at = 0
             for tile in range(shard.exchanges):
@@ -257,7 +279,7 @@ class RankGradients:
         return squares
 
     def _store(
-        self, shard: Shard, tile: int, mean: torch.Tensor, present: Sequence[bool], squares: list[float]
+        self, shard: Shard, tile: int, mean: torch.Tensor, present: Sequence[bool], squares: torch.Tensor
     ) -> None:
         """Add one tile of the mean to what it had in this step."""
         key = shard.layout.gradient_key(tile)
@@ -277,25 +299,11 @@ class RankGradients:
                     fresh.add_(kept)
                 kept.copy_(fresh)
                 norm = torch.linalg.vector_norm(fresh, dtype=norm_dtype(fresh.dtype))
-                squares[index] += float(norm) ** 2
+                squares[index].add_(norm.double().square())  # not looked at here, so that a device is not waited for
         except BaseException as error:
             lease.fail(error)
             raise
         lease.release()
-
-    def _copy_out(self, shard: Shard, start: int, out: torch.Tensor) -> None:
-        """Copy elements from `start` on of this rank's gradient tiles."""
-        done = 0
-        while done < out.numel():
-            tile, inside = divmod(start + done, shard.layout.tile_numel)
-            count = min(shard.tile_length(tile) - inside, out.numel() - done)
-            key = shard.layout.gradient_key(tile)
-            lease = self._pager.lease([key], Intent.READ)
-            try:
-                out[done : done + count].copy_(lease.tensor(key).view(out.dtype)[inside : inside + count])
-            finally:
-                lease.release()
-            done += count
 
 
 def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor) -> None:
@@ -315,11 +323,16 @@ def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor
                 whole[piece.begin : piece.begin + piece.length] = theirs[piece.begin : piece.begin + piece.length]
 
 
-def average(parts: Sequence[torch.Tensor], ranks: int) -> None:
-    """Put the sum of `parts`, in their order, divided by `ranks` into the first; 16-bit ones are added in float32."""
-    exact = torch.float32 if parts[0].dtype.itemsize < 4 else parts[0].dtype
-    for begin in range(0, parts[0].numel(), _SLICE):
-        total = parts[0][begin : begin + _SLICE].to(exact, copy=True)
-        for part in parts[1:]:
-            total.add_(part[begin : begin + _SLICE])
-        parts[0][begin : begin + _SLICE] = total.div_(ranks)
+def _copy_out(pager: Pager, shard: Shard, start: int, out: torch.Tensor) -> None:
+    """Copy elements from `start` on of this rank's gradient tiles."""
+    done = 0
+    while done < out.numel():
+        tile, inside = divmod(start + done, shard.layout.tile_numel)
+        count = min(shard.tile_length(tile) - inside, out.numel() - done)
+        key = shard.layout.gradient_key(tile)
+        lease = pager.lease([key], Intent.READ)
+        try:
+            out[done : done + count].copy_(lease.tensor(key).view(out.dtype)[inside : inside + count])
+        finally:
+            lease.release()
+        done += count

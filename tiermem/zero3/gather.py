@@ -169,6 +169,11 @@ class Gatherer:
         if self._units[unit].base is None:
             self._source.start(unit)
 
+    @property
+    def ahead(self) -> int | None:
+        """The unit that is fetched ahead, if there is one."""
+        return self._source.ahead
+
     def give_up_ahead(self) -> None:
         """Forget what was fetched ahead and not gathered: it may change now."""
         self._source.give_up()

@@ -6,7 +6,7 @@ ranks, to `exchange.RankGradients`; the listener is the runtime's. Guarantees no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,6 +36,17 @@ class Gradients(Protocol):
 
     def release(self) -> None:
         """Let go of the unit written last."""
+        ...
+
+    def complete(self, unit: int, then: Callable[[int], None]) -> None:
+        """Let go of a unit that has all its gradients here; `then(unit)` follows when all ranks' are added up.
+
+        On the calling thread: now, or in a later call of these verbs; not at all where another rank says less.
+        """
+        ...
+
+    def catch_up(self, unit: int) -> None:
+        """The unit is used next: what `complete` has promised for it is done first."""
         ...
 
     def line_up(self) -> None:

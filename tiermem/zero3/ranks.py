@@ -30,6 +30,7 @@ from tiermem.errors import ConfigError, TiermemError
 # computation notices late and is then among those who are named as silent.
 _WORD_SECONDS = 5.0
 _LONGEST_TEXT = 2000
+_LOOK_SECONDS = 0.0002  # how often to ask a device whether an exchange has ended
 _RUNS = itertools.count()  # tells the runs of one process apart in the store; the same on every rank
 
 
@@ -57,23 +58,26 @@ class Ranks:
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """See `Collectives`."""
         all_parts, own = _apart(whole), _apart(shard)
-        self._call(lambda: _gather_into()(all_parts, own, group=self._tensors))
+        self._call(lambda: _gather_into()(all_parts, own, group=self._line(whole)))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[bool]) -> None:
         """See `Collectives`."""
         received, sent = _apart(received), _apart(sent)
         length = received.numel() // self.size
         sending = senders[self.rank]
+        line = self._line(received)
         if all(senders):
-            self._call(lambda: dist.all_to_all_single(received, sent, group=self._tensors))
+            self._call(lambda: dist.all_to_all_single(received, sent, group=line))
             return
-        packed = torch.empty(length * sum(senders), dtype=received.dtype, device=received.device)
+        packed = received[: length * sum(senders)]
         given = sent if sending else received[:0]
         incoming = [length if each else 0 for each in senders]
         outgoing = [length if sending else 0] * self.size
-        self._call(lambda: dist.all_to_all_single(packed, given, incoming, outgoing, group=self._tensors))
-        for index, sender in enumerate(index for index, each in enumerate(senders) if each):
-            received[sender * length : (sender + 1) * length] = packed[index * length : (index + 1) * length]
+        self._call(lambda: dist.all_to_all_single(packed, given, incoming, outgoing, group=line))
+        # To their places, the last ones first: none lies before the place it came to, so nothing is overwritten.
+        for index, sender in reversed(list(enumerate(index for index, each in enumerate(senders) if each))):
+            if index != sender:
+                received[sender * length : (sender + 1) * length] = received[index * length : (index + 1) * length]
 
     def broadcast(self, values: torch.Tensor) -> None:
         """See `Collectives`."""
@@ -88,9 +92,9 @@ class Ranks:
         """See `Collectives`."""
         return self._tell(torch.tensor(list(numbers), dtype=torch.int64))
 
-    def tell_floats(self, numbers: Sequence[float]) -> list[list[float]]:
+    def tell_floats(self, numbers: torch.Tensor) -> list[list[float]]:
         """See `Collectives`."""
-        return self._tell(torch.tensor(list(numbers), dtype=torch.float64))
+        return self._tell(self._arrived(numbers) if numbers.device.type == "cuda" else numbers)
 
     def tell_text(self, text: str) -> list[str]:
         """See `Collectives`."""
@@ -106,10 +110,34 @@ class Ranks:
         if reason is not None:
             self._leave_word(reason)
         groups = {id(each): each for each in (self._messages, self._tensors)}
+        if self._device.type == "cuda" and reason is not None and self._tensors is not None:
+            with contextlib.suppress(RuntimeError):
+                self._tensors.abort()  # an exchange that waits for the dead would keep the device's streams for ever
         self._messages = self._tensors = None  # the connections end with the last reference, and others see that
         while groups:
             with contextlib.suppress(RuntimeError, ValueError):  # gone with the process group of the program
                 dist.destroy_process_group(groups.popitem()[1])
+
+    def _line(self, values: torch.Tensor) -> Any:
+        """Where tensors of this device travel: NCCL carries what is on GPUs, and nothing else."""
+        return self._tensors if values.device.type == self._device.type else self._messages
+
+    def _arrived(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory of what the device is still to come up with, for which nobody waits for ever.
+
+        An exchange on GPUs has only been asked for when its call returns. If another rank dies in the middle of it, it
+        never ends; here, and only here, this is noticed.
+        """
+        here = torch.empty_like(values, device="cpu", pin_memory=True)
+        here.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        until = time.monotonic() + self._timeout
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > until:
+                raise self._lost(RuntimeError(f"an exchange on the device did not end within {self._timeout:g} s"))
+            time.sleep(_LOOK_SECONDS)
+        return here
 
     def _group(self, backend: str, *, everybody: bool) -> Any:
         wait = dt.timedelta(seconds=self._timeout)

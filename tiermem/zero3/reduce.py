@@ -10,7 +10,7 @@ and in the place of a parameter without gradient, is undefined; `numbers` says w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -76,6 +76,14 @@ class GradientStore:
             lease = self._held[1]
             self._held = None
             lease.release()
+
+    def complete(self, unit: int, then: Callable[[int], None]) -> None:
+        """The unit's gradients are all here: let go of its tiles and say so."""
+        self.release()
+        then(unit)
+
+    def catch_up(self, unit: int) -> None:
+        """Nothing is left to be said later."""
 
     def line_up(self) -> None:
         """Wait for other ranks: there are none."""

@@ -228,11 +228,15 @@ class GatherScheduler:
             self.lockstep.turn(unit)
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
+            self._gradients.catch_up(unit)
             self._listener.unit_needed(unit)
             self.order.access(unit, phase)
             base = self._gatherer.gather(unit)
             following = self.order.upcoming()
             if following is not None:
+                self._gradients.catch_up(following)
+                if self._touched.get(following):
+                    self._listener.unit_needed(following)  # fetched with the values it has before the step
                 self._gatherer.start(following)
         else:
             base = self._gatherer.gather(unit)
@@ -274,6 +278,7 @@ class GatherScheduler:
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
         self._watch_backward()
+        self._gradients.catch_up(unit)
         if self._touched.get(unit):
             self._listener.unit_needed(unit)  # may have the update undone
         if self._touched.get(unit):
@@ -288,8 +293,8 @@ class GatherScheduler:
         self._gradients.accumulate(parameter)
         self.order.contribution(parameter)
         if self.order.all_arrived(self._gradients.trainable(unit)):
-            self._gradients.release()
             self.announce(unit)
+            self._gradients.release()
 
     def announce(self, unit: int) -> None:
         """Tell the listener that the unit is complete, if it is and nothing can need its present values any more.
@@ -305,7 +310,13 @@ class GatherScheduler:
             return
         if self.saved.outstanding(unit) or self._gatherer.holds(unit):
             return
-        self._gradients.release()
+
+        def take(unit: int) -> None:
+            """All ranks have all gradients of the unit: an update may take them, unless its values are wanted again."""
+            wanted = self._gatherer.ahead == unit or self._gatherer.presence(unit) is not Presence.SHARDED
+            if not wanted and not self._touched.get(unit, True):
+                self._touched[unit] = self._listener.gradients_complete(unit)
+
         self._backward.pop(unit, None)
         if self._gatherer.reshard(unit):
-            self._touched[unit] = self._listener.gradients_complete(unit)
+            self._gradients.complete(unit, take)

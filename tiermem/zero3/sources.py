@@ -30,6 +30,10 @@ class Lease(Protocol):
         """The page's bytes, 1-D uint8."""
         ...
 
+    def hand_over(self) -> None:
+        """Another thread goes on: there `tensor` comes after what this one has asked of a device."""
+        ...
+
     def release(self) -> None:
         """Give the hold back."""
         ...
@@ -84,6 +88,11 @@ class UnitSource(Protocol):
         """Begin to fetch the unit that will be taken next. Does not wait; another one fetched ahead is given up."""
         ...
 
+    @property
+    def ahead(self) -> int | None:
+        """The unit that is fetched ahead, if there is one."""
+        ...
+
     def give_up(self) -> None:
         """Give back what was fetched ahead and not taken: it may change."""
         ...
@@ -93,7 +102,7 @@ class UnitSource(Protocol):
         ...
 
 
-class _Leased:
+class Leased:
     """A unit whose bytes are one page."""
 
     __slots__ = ("_lease", "base", "viewers")
@@ -104,6 +113,7 @@ class _Leased:
         self.viewers = viewers(self.base)
 
     def release(self) -> None:
+        """Give it back."""
         self.base = _NOTHING  # the frame is free from here on
         self._lease.release()
 
@@ -123,10 +133,15 @@ class LocalUnits:
         """Lease the unit's page."""
         self._before()  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
         key = self._keys[unit]
-        return _Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
+        return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
 
     def start(self, unit: int) -> None:
         """Nothing to do."""
+
+    @property
+    def ahead(self) -> int | None:
+        """None: the pager's look-ahead is nobody's business."""
+        return None
 
     def give_up(self) -> None:
         """Nothing to do."""
@@ -146,6 +161,15 @@ class _Gathered:
         self._shard = shard
         self._lease = lease
         self.writable = False
+
+    def came(self) -> None:
+        """All ranks' parts have been asked for, on the issuer's thread."""
+        self._lease.hand_over()
+
+    def arrived(self) -> _Gathered:
+        """On the thread that computes: what it asks of a device from now on comes after the gathering."""
+        self._lease.tensor(self._shard.gathered_key)
+        return self
 
     def release(self) -> None:
         """Keep this rank's part if it may have been written; every rank keeps its own."""
@@ -182,16 +206,21 @@ class RankUnits:
         self._conductor = conductor
         self._needed = needed
         self._is_ahead = ahead
-        self._ahead: tuple[int, Future[HeldUnit]] | None = None
+        self._ahead: tuple[int, Future[_Gathered]] | None = None
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Gather the unit from all ranks, or wait for it if that has begun."""
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit and not writable:
             self._ahead = None
-            return ahead[1].result()
+            return ahead[1].result().arrived()
         self.give_up()
-        return self._conductor.run(self._gathering(unit, writable=writable))
+        return self._conductor.run(self._gathering(unit, writable=writable)).arrived()
+
+    @property
+    def ahead(self) -> int | None:
+        """See `UnitSource`."""
+        return None if self._ahead is None else self._ahead[0]
 
     def start(self, unit: int) -> None:
         """Begin to gather a unit ahead, where there is room for that."""
@@ -208,7 +237,7 @@ class RankUnits:
     def changed(self, unit: int) -> None:
         """Nothing to do: it is gathered anew every time."""
 
-    def _gathering(self, unit: int, *, writable: bool) -> Operation[HeldUnit]:
+    def _gathering(self, unit: int, *, writable: bool) -> Operation[_Gathered]:
         shard = self._shards[unit]
         own = shard.layout.key
 
@@ -222,7 +251,7 @@ class RankUnits:
                 raise
             return mine, _Gathered(self._pager, shard, gathered)
 
-        def action(held: tuple[Lease, _Gathered]) -> HeldUnit:
+        def action(held: tuple[Lease, _Gathered]) -> _Gathered:
             mine, gathered = held
             try:
                 for part, whole in sections(shard, mine.tensor(own), gathered.base):
@@ -232,6 +261,7 @@ class RankUnits:
                 raise
             finally:
                 mine.release()
+            gathered.came()
             gathered.writable = writable
             return gathered
 
@@ -240,80 +270,6 @@ class RankUnits:
                 each.release()
 
         return Operation(Act.GATHER, unit, prepare, action, undo)
-
-
-class WholeUnits:
-    """Several ranks that each have all parameters, and update a part of them (ZeRO's stages 1 and 2).
-
-    A unit that was updated is completed from the other ranks before it is used again, once.
-    """
-
-    def __init__(
-        self,
-        pager: Pager,
-        shards: Sequence[Shard],
-        conductor: Conductor,
-        needed: Callable[[int], None],
-        *,
-        ahead: bool,
-    ) -> None:
-        """As for `RankUnits`."""
-        self._pager = pager
-        self._shards = shards
-        self._conductor = conductor
-        self._needed = needed
-        self._is_ahead = ahead
-        self._stale: set[int] = set()
-        self._ahead: tuple[int, Future[None]] | None = None
-
-    def changed(self, unit: int) -> None:
-        """The ranks update their parts of this unit; all of them say so, for the same units."""
-        self._stale.add(unit)
-
-    def take(self, unit: int, *, writable: bool) -> HeldUnit:
-        """Lease the unit's page, completed if it was updated."""
-        ahead = self._ahead
-        if ahead is not None and ahead[0] == unit:
-            self._ahead = None
-            ahead[1].result()
-        else:
-            self.give_up()
-            if unit in self._stale:
-                self._conductor.run(self._completing(unit))
-        key = self._shards[unit].layout.key
-        return _Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
-
-    def start(self, unit: int) -> None:
-        """Begin to complete a unit ahead, where there is room for that."""
-        if self._is_ahead and unit in self._stale and (self._ahead is None or self._ahead[0] != unit):
-            self.give_up()
-            self._ahead = unit, self._conductor.start(self._completing(unit))
-
-    def give_up(self) -> None:
-        """Wait for what is completed ahead: all ranks have begun it."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead[1].exception()  # whatever comes next raises it
-
-    def _completing(self, unit: int) -> Operation[None]:
-        shard, key = self._shards[unit], self._shards[unit].layout.key
-        self._stale.discard(unit)
-
-        def prepare() -> Lease:
-            self._needed(unit)
-            return self._pager.lease([key], Intent.WRITE)
-
-        def action(lease: Lease) -> None:
-            try:
-                page = lease.tensor(key)
-                for part, full in sections(shard, page, page)[:1]:  # what is frozen is everywhere already
-                    self._conductor.collectives.all_gather(full, part)
-            except BaseException as error:
-                lease.fail(error)
-                raise
-            lease.release()
-
-        return Operation(Act.GATHER, unit, prepare, action, lambda lease: lease.release() if lease else None)
 
 
 def sections(shard: Shard, own: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

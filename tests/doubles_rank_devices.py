@@ -1,0 +1,175 @@
+"""What ranks do in the tests with a device each, played by the processor: the scenarios of processors, once more."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import doubles_rank_scenarios as scenarios
+import pytest
+import torch
+from doubles_streams import StreamDevice
+from torch import nn
+
+import tiermem
+from tiermem.pager.lease import Lease
+from tiermem.runtime import house
+from tiermem.zero3 import exchange
+
+SLOW = "simulated:bandwidth=20MB/s,latency=200us"
+Scenario = Callable[[Path, int, int], Any]
+
+
+def least(make: Callable[[], nn.Module], directory: Path, **settings: Any) -> int:
+    """What BudgetError names where `settings` give a tier a single page."""
+    with pytest.raises(tiermem.BudgetError) as caught:
+        tiermem.offload(make(), scenarios.config_for(directory, **settings))
+    return int(re.search(r"at least (\d+) bytes", str(caught.value)).group(1))
+
+
+def on(device: dict[str, Any], make: Callable[[], nn.Module], **how: Any) -> Scenario:
+    """Train on processors, or on a device; memory of "least" is the least that works."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        given = {**device, **how}
+        settings = {key: given[key] for key in ("device", "stage", "param_dtype") if key in given}
+        if given.get("device_memory") == "least":
+            given["device_memory"] = least(make, directory, device_memory=4096, **settings)
+        if given.get("host_memory") == "least":
+            room = {"device_memory": given["device_memory"]} if "device_memory" in given else {}
+            given["host_memory"] = least(make, directory, host_memory=4096, **settings, **room)
+        return scenarios.trained(make, directory, rank, size, **given)
+
+    return scenario
+
+
+DEVICES: dict[str, dict[str, Any]] = {
+    "processors": {},
+    "roomy": {"device": "simulated", "device_memory": "8MiB"},
+    "tight": {"device": SLOW, "device_memory": "least"},
+    "tightest": {"device": SLOW, "device_memory": "least", "host_memory": "least"},
+}
+RUNS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "odd": (scenarios.Odd, {"accumulate": 2}),
+    "stage_2": (scenarios.Odd, {"accumulate": 2, "stage": 2}),
+    "stage_1": (scenarios.Odd, {"accumulate": 2, "stage": 1}),
+    "bfloat16": (scenarios.Odd, {"param_dtype": "bfloat16"}),
+    "experts": (scenarios.Experts, {"batch": scenarios.routed_tokens}),
+}
+
+
+EARLY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "odd": (scenarios.Odd, {"accumulate": 2}),
+    "experts": (scenarios.Experts, {"accumulate": 2, "batch": scenarios.routed_tokens}),
+    "stage_2": (scenarios.Odd, {"accumulate": 2, "stage": 2}),
+}
+
+
+def early(update: str, **settings: Any) -> Scenario:
+    """Steps that clip, that do not, and one that overflows on one rank; how many updates were made early, and kept."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = scenarios.Odd()
+        with tiermem.offload(model, scenarios.config_for(directory, update=update, **settings)) as runtime:
+            clip = settings.get("param_dtype") is None
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=70.0 if clip else None)
+            noted: list[Any] = []
+            spent = 0
+            for step in range(6):
+                rows = scenarios.part(scenarios.tokens(step), rank, size)
+                spoilt = float("inf") if clip and step == 4 and rank == size - 1 else 1.0
+                loss = scenarios.loss_of(model, rows) * (0.1 if step % 2 else 10.0)
+                (loss * spoilt).backward()
+                spent += bool(runtime._house.coordinator.spent)
+                if step == 3 and clip:
+                    with torch.no_grad():  # looked at between backward and step: what was updated early is undone
+                        noted.append(float(scenarios.loss_of(model, rows)))
+                with contextlib.suppress(UserWarning):
+                    optimizer.step()
+                optimizer.zero_grad()
+                norm = None if optimizer.grad_norm is None else float(optimizer.grad_norm)
+                noted.append((float(loss.detach()), optimizer.skipped, str(norm)))
+            masters = [runtime.master(parameter) for parameter in model.parameters()]
+            total = runtime.statistics().total
+        counts = (total.speculated, total.confirmed, total.redone)
+        return {"noted": noted, "masters": masters, "counts": counts, "spent": spent}
+
+    return scenario
+
+
+def with_device(scenario: Scenario) -> Scenario:
+    """The same with a device for every rank."""
+
+    def on_device(directory: Path, rank: int, size: int) -> Any:
+        plain = scenarios.config_for
+
+        def config_for(directory: Path, **settings: Any) -> tiermem.Config:
+            return plain(directory, **({"device": "simulated", "device_memory": "8MiB"} | settings))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scenarios, "config_for", config_for)
+            return scenario(directory, rank, size)
+
+    return on_device
+
+
+def streams(*, hand_over: bool = True) -> Scenario:
+    """Train where every thread has a stream of its own; what was used too early."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        device = StreamDevice()
+        torch.manual_seed(1)
+        model = scenarios.Odd()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(house, "open_device", lambda _: device)
+            if not hand_over:
+                patch.setattr(Lease, "hand_over", lambda _: None)
+            config = scenarios.config_for(directory, device="simulated", device_memory="256KiB", update="step")
+            with tiermem.offload(model, config) as runtime:
+                ranks = runtime._house.company.computing
+                patch.setattr(ranks, "all_gather", device.watch(ranks, "all_gather", 0, 1))
+                patch.setattr(ranks, "exchange", device.watch(ranks, "exchange", 0, 1))
+                for module in model.modules():
+                    module.register_forward_pre_hook(lambda module, _: use_parameters(device, module))
+                    module.register_forward_hook(lambda module, *_: use_parameters(device, module))
+                real = exchange.Bucket.tensor
+
+                def bucket(self: exchange.Bucket) -> torch.Tensor:
+                    device.streams.use(found := real(self), "a bucket")
+                    return found
+
+                patch.setattr(exchange.Bucket, "tensor", bucket)
+                optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+                scenarios.train(model, optimizer, rank=rank, size=size, steps=2)
+        return {"early": device.streams.early, "checks": device.streams.checks}
+
+    return scenario
+
+
+def use_parameters(device: StreamDevice, module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        device.streams.use(parameter.detach(), "computation")
+
+
+SCENARIOS: dict[str, Scenario] = {
+    **{f"early_{update}": early(update) for update in ("step", "forward", "backward", "auto")},
+    "early_device": early("backward", device="simulated", device_memory="8MiB"),
+    **{f"early_for_good_{update}": early(update, param_dtype="bfloat16") for update in ("step", "backward")},
+    **{
+        f"early_{run}_{update}_{device}": on(DEVICES[device], make, **how, update=update)
+        for run, (make, how) in EARLY.items()
+        for update in ("step", "backward")
+        for device in ("processors", "tightest")
+    },
+    "streams": streams(),
+    "streams_not_handed_over": streams(hand_over=False),
+    **{f"{device}_{run}": on(DEVICES[device], make, **how) for device in DEVICES for run, (make, how) in RUNS.items()},
+    **{
+        f"device_{name}": with_device(scenarios.SCENARIOS[name])
+        for name in ("verbs", "one_fails", "one_dies", "another_order", "committing_stage_2")
+    },
+}

@@ -1,0 +1,112 @@
+"""Ranks with a device each have the bits of the same ranks on processors, in device memory of a given size.
+
+The device is played by the processor: what computes sees the device's frames only, and released ones are NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from doubles_rank_devices import RUNS
+from doubles_ranks import Reports, run_jobs, values
+
+TWO = [f"{device}_{run}" for run in RUNS for device in ("processors", "roomy", "tight")]
+THREE = [f"{device}_{run}" for run in ("odd", "experts") for device in ("processors", "tightest")]
+OTHERS = ["tightest_odd", "device_verbs", "device_committing_stage_2", "device_another_order", "device_one_fails"]
+STREAMS = ["streams", "streams_not_handed_over"]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    directory = tmp_path_factory.mktemp("ranks")
+    return run_jobs(directory, [(2, [*TWO, "verbs", *OTHERS, *STREAMS]), (3, [*THREE, "device_one_dies"])])
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["norm"] == other["norm"]
+        for kind in ("weights", "masters"):
+            for name, found_values in one[kind].items():
+                assert torch.equal(found_values, other[kind][name]), name
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert set(each["tiers"]) == {"SWAP", "HOST", "DEVICE"}
+        for budget, reserved, high_water in each["tiers"].values():
+            assert reserved <= high_water <= budget
+        assert each["tiers"]["DEVICE"][2] > 0
+        assert each["left"] == [], "nothing was committed, so nothing is kept"
+
+
+@pytest.mark.parametrize("device", ["roomy", "tight"])
+@pytest.mark.parametrize("run", RUNS)
+def test_the_same_bits_as_on_processors(reports, run, device):
+    """In float32 and in bfloat16, at every stage, with room for everything and with the least that works."""
+    found = values(reports[2, f"{device}_{run}"])
+    same(found, values(reports[2, f"processors_{run}"]))
+    check(found)
+
+
+@pytest.mark.parametrize(("size", "run"), [(2, "odd"), (3, "odd"), (3, "experts")])
+def test_the_least_memory_everywhere_and_slow_copies(reports, size, run):
+    found = values(reports[size, f"tightest_{run}"])
+    same(found, values(reports[size, f"processors_{run}"]))
+    check(found)
+    assert all(each["tiers"]["SWAP"][2] > 0 for each in found), "host memory does not hold everything"
+
+
+def test_verbs_are_those_of_processors(reports):
+    for one, other in zip(values(reports[2, "device_verbs"]), values(reports[2, "verbs"]), strict=True):
+        assert one["skipped"] == other["skipped"] == (1, True)
+        for name, gradient in one["gradients"].items():
+            expected = other["gradients"][name]
+            assert (gradient is None) == (expected is None)
+            assert gradient is None or torch.equal(gradient, expected), name
+        for verb in ("written", "master", "evaluated"):
+            assert torch.equal(one[verb], other[verb]), verb
+
+
+def test_a_stage_with_whole_parameters_resumes(reports):
+    assert [each["second"]["begun"] for each in values(reports[2, "device_committing_stage_2"])] == [2, 2]
+
+
+def test_whoever_uses_a_frame_waits_for_the_work_of_others_on_it(reports):
+    """With a stream for each thread: the exchange waits for computation and copies, both of them for the exchange."""
+    for found in values(reports[2, "streams"]):
+        assert found["checks"] > 500
+        assert found["early"] == []
+    for found in values(reports[2, "streams_not_handed_over"]):
+        assert any("computation did not wait for all_gather" in each for each in found["early"]), "it would be noticed"
+        assert any("exchange (1) did not wait for a bucket" in each for each in found["early"])
+
+
+# What goes wrong
+
+
+def errors(reports: list[Any]) -> list[tuple[str, str]]:
+    assert all(report is not None and report.error is not None for report in reports), reports
+    return [report.error for report in reports]
+
+
+def test_another_order_is_an_error_on_every_rank(reports):
+    for kind, text in errors(reports[2, "device_another_order"]):
+        assert kind == "TiermemError"
+        assert "rank 0 gathers unit 2 (layers.0)" in text
+
+
+def test_the_others_learn_which_rank_failed_and_why(reports):
+    (kind, text), (other, _) = errors(reports[2, "device_one_fails"])
+    assert (kind, other) == ("TiermemError", "ValueError")
+    assert "rank 1: closed its runtime because of ValueError: the data of rank 1 are spoilt" in text
+
+
+def test_a_rank_that_dies_is_named(reports):
+    *living, dead = reports[3, "device_one_dies"]
+    assert dead is None
+    for kind, text in errors(living):
+        assert kind == "TiermemError"
+        assert "no word from rank 2" in text

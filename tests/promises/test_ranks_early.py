@@ -1,0 +1,65 @@
+"""Ranks that update under backward have the bits of those that update in the step, whatever had to be taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from doubles_rank_devices import EARLY
+from doubles_ranks import Reports, run_jobs, values
+
+TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_device"]
+GOOD = ["early_for_good_step", "early_for_good_backward"]
+RUNS = [
+    f"early_{run}_{how}" for run in EARLY for how in ("step_processors", "backward_processors", "backward_tightest")
+]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    directory = tmp_path_factory.mktemp("ranks")
+    return run_jobs(directory, [(2, [*TWO, *GOOD, *RUNS]), (3, ["early_step", "early_backward", "early_device"])])
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["noted"] == other["noted"], "losses, norms and skipped steps"
+        assert all(map(torch.equal, one["masters"], other["masters"]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["early_backward", "early_device"])
+def test_clipped_unclipped_skipped_and_looked_at_in_between(reports, size, name):
+    """All ranks decide the same way, as they know the same norm; one rank's overflow has everybody's update undone."""
+    found = values(reports[size, name])
+    same(found, values(reports[size, "early_step"]))
+    assert [each["noted"][-1][1] for each in found] == [1] * size
+    for speculated, confirmed, redone in (each["counts"] for each in found):
+        assert confirmed > 0, "a step that is not clipped"
+        assert redone > 0, "one that is"
+        assert speculated == confirmed + redone
+    assert len({each["counts"] for each in found}) == 1
+
+
+@pytest.mark.parametrize("name", ["early_forward", "early_auto"])
+def test_the_other_schedules(reports, name):
+    same(values(reports[2, name]), values(reports[2, "early_step"]))
+
+
+def test_without_clipping_nothing_waits_for_the_others(reports):
+    found = values(reports[2, "early_for_good_backward"])
+    same(found, values(reports[2, "early_for_good_step"]))
+    for each in found:
+        assert each["spent"] == 5, "in every step but the first, whose order nobody knew"
+        assert each["counts"] == (0, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["processors", "tightest"])
+@pytest.mark.parametrize("run", EARLY)
+def test_micro_batches_experts_and_tight_budgets(reports, run, how):
+    found = values(reports[2, f"early_{run}_backward_{how}"])
+    for one, other in zip(found, values(reports[2, f"early_{run}_step_processors"]), strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["norm"] == other["norm"]
+        assert all(torch.equal(one["masters"][name], other["masters"][name]) for name in one["masters"])

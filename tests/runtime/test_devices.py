@@ -1,0 +1,40 @@
+"""Which device a process takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiermem.config import Config
+from tiermem.errors import ConfigError
+from tiermem.runtime.devices import own_device
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with four CUDA devices, on which torchrun has started this process as the third."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_of_several_ranks_each_takes_its_own(four: pytest.MonkeyPatch, device: str) -> None:
+    config = Config(swap_dirs=["run"], device=device)
+    assert own_device(config) == torch.device("cuda", 2)
+    four.setattr(torch.cuda, "device_count", lambda: 1)
+    assert own_device(config) == torch.device("cuda", 0), "its launcher shows it no other"
+    four.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 2, found 2 CUDA devices"):
+        own_device(config)
+    four.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert own_device(config) == torch.device("cuda"), "torchrun, but not a run of several ranks"
+
+
+@pytest.mark.usefixtures("four")
+def test_whoever_is_named_is_taken() -> None:
+    assert own_device(Config(swap_dirs=["run"], device="cuda:1")) == torch.device("cuda:1")
+    assert own_device(Config(swap_dirs=["run"], device="cpu")) == torch.device("cpu")
+    assert own_device(Config(swap_dirs=["run"], device="simulated", device_memory=4096)) == torch.device("cpu")

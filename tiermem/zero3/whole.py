@@ -1,0 +1,94 @@
+"""Where the bytes of a unit come from where every rank has all parameters.
+
+Owns which units other ranks have updated since they were last completed here. Does not know `param.data` or when a unit
+is due. Guarantees that a unit which was updated is completed from the other ranks before it is used again, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from tiermem.pager.page import Intent
+from tiermem.zero3.conductor import Act, Conductor, Operation
+from tiermem.zero3.shards import Shard
+from tiermem.zero3.sources import HeldUnit, Lease, Leased, Pager, sections
+
+
+class WholeUnits:
+    """Several ranks that each have all parameters, and update a part of them (ZeRO's stages 1 and 2).
+
+    A unit that was updated is completed from the other ranks before it is used again, once.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        shards: Sequence[Shard],
+        conductor: Conductor,
+        needed: Callable[[int], None],
+        *,
+        ahead: bool,
+    ) -> None:
+        """As for `RankUnits`."""
+        self._pager = pager
+        self._shards = shards
+        self._conductor = conductor
+        self._needed = needed
+        self._is_ahead = ahead
+        self._stale: set[int] = set()
+        self._ahead: tuple[int, Future[None]] | None = None
+
+    def changed(self, unit: int) -> None:
+        """The ranks update their parts of this unit; all of them say so, for the same units."""
+        self._stale.add(unit)
+
+    def take(self, unit: int, *, writable: bool) -> HeldUnit:
+        """Lease the unit's page, completed if it was updated."""
+        ahead = self._ahead
+        if ahead is not None and ahead[0] == unit:
+            self._ahead = None
+            ahead[1].result()
+        else:
+            self.give_up()
+            if unit in self._stale:
+                self._conductor.run(self._completing(unit))
+        key = self._shards[unit].layout.key
+        return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
+
+    @property
+    def ahead(self) -> int | None:
+        """See `UnitSource`."""
+        return None if self._ahead is None else self._ahead[0]
+
+    def start(self, unit: int) -> None:
+        """Begin to complete a unit ahead, where there is room for that."""
+        if self._is_ahead and unit in self._stale and (self._ahead is None or self._ahead[0] != unit):
+            self.give_up()
+            self._ahead = unit, self._conductor.start(self._completing(unit))
+
+    def give_up(self) -> None:
+        """Wait for what is completed ahead: all ranks have begun it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].exception()  # whatever comes next raises it
+
+    def _completing(self, unit: int) -> Operation[None]:
+        shard, key = self._shards[unit], self._shards[unit].layout.key
+        self._stale.discard(unit)
+
+        def prepare() -> Lease:
+            self._needed(unit)
+            return self._pager.lease([key], Intent.WRITE)
+
+        def action(lease: Lease) -> None:
+            try:
+                page = lease.tensor(key)
+                for part, full in sections(shard, page, page)[:1]:  # what is frozen is everywhere already
+                    self._conductor.collectives.all_gather(full, part)
+            except BaseException as error:
+                lease.fail(error)
+                raise
+            lease.release()
+
+        return Operation(Act.GATHER, unit, prepare, action, lambda lease: lease.release() if lease else None)
