@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,18 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
     settings = swap.EngineSettings(stall_seconds=0.1)
     with pytest.raises(swap.SwapIOError, match=r"name\.swapfile.*ETIMEDOUT.*no progress"):
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
+    with pytest.raises(swap.SwapInUseError):  # as long as the call may still happen
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings)
     stall.release()
-    swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings).close(remove=True)
+    until = time.monotonic() + 10.0
+    while True:
+        try:
+            swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings).close(remove=True)
+            break
+        except swap.SwapInUseError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def test_a_short_answer_is_passed_on(tmp_path: Path) -> None:

@@ -167,18 +167,17 @@ def _update_compiled(
 ) -> int:
     """Update as many elements as the compiled loops can, from the first one on; return how many."""
     workspace, grad_scale = scaling
-    loops, numel = workspace.loops, parameter.numel()
-    if loops is None:
+    numel = parameter.numel()
+    coded = isinstance(planes, BlockPlanes)
+    end = numel - numel % (BLOCK_NUMEL if coded else SEGMENT_ALIGNMENT)
+    # Who has no use for the loops does not pay for numba's memory.
+    if end == 0 or (planes.remainder is None and not coded) or (loops := workspace.loops) is None:
         return 0
     if isinstance(planes, StatePlanes):
-        end = numel - numel % SEGMENT_ALIGNMENT if planes.remainder is not None else 0
-        if end:
-            loops.update_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
-        return end
-    end = numel - numel % BLOCK_NUMEL
-    if end and planes.remainder is not None:
+        loops.update_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
+    elif planes.remainder is not None:
         loops.update_coded_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
-    elif end:
+    else:
         for piece in workspace.slices(0, end, coded=True):
             part, narrow = planes.part(piece.start, piece.stop - piece.start), parameter[piece]
             master = narrow if part.master is None else part.master
