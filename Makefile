@@ -5,8 +5,8 @@
 PYTHON ?= $(firstword $(foreach candidate,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(candidate) -c 'import sys; print("$(candidate)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PIP_ARGS ?=
-# Two at a time, each with one thread for its arithmetic; who is done takes over from the other.
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# Three at a time, for they often wait for a drive; each with one thread for its arithmetic. Who is done takes over from others.
+PYTEST_ARGS ?= -n 3 --dist worksteal --durations=15
 BENCH_ARGS ?= --quick
 BIN := .venv/bin
 READY := .venv/.ready
