@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class Job:
     seed: int
     directory: Path
     settings: dict[str, Any]
+    in_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,15 @@ def read_job() -> Job:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path())
     parser.add_argument("--settings", type=json.loads, default={}, help="a JSON object")
+    parser.add_argument("--in-turns", action="store_true", help="do a step for each line on stdin, until it ends")
     return Job(**vars(parser.parse_args()))
+
+
+def in_turns() -> Iterator[int]:
+    """Count the lines of stdin, as they come; say after each that its step is over."""
+    for number, _ in enumerate(sys.stdin):
+        yield number
+        print("done", flush=True)
 
 
 def measure(
@@ -137,7 +147,8 @@ def measure(
     """Run `step` (tokens to loss) for warm-up and measured steps; print the outcome. `details` is asked at the end."""
     workload = WORKLOADS[job.workload]
     seconds, losses, read, written = [], [], [], []
-    for number in range(job.warm_up + job.steps):
+    first = job.warm_up if not job.in_turns else 1
+    for number in in_turns() if job.in_turns else range(job.warm_up + job.steps):
         tokens = workload.tokens(seed=job.seed, step=number)
         read_before, written_before = drive_bytes()
         started = time.perf_counter()
@@ -147,10 +158,10 @@ def measure(
         read.append(read_after - read_before)
         written.append(written_after - written_before)
     outcome = Outcome(
-        seconds=seconds[job.warm_up :],
+        seconds=seconds[first:],
         losses=losses,
-        drive_bytes_read=read[job.warm_up :],
-        drive_bytes_written=written[job.warm_up :],
+        drive_bytes_read=read[first:],
+        drive_bytes_written=written[first:],
         parameters=parameters,
         baseline_rss_bytes=baseline,
         peak_rss_bytes=peak_resident_bytes(),
