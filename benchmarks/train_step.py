@@ -71,9 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         in_turns=options.in_turns,
     )
     runs = run_all(plan)
-    body = "\n\n".join(
-        f"## {workload}\n\n{table([run for run in runs if run['workload'] == workload])}" for workload in plan.workloads
-    )
+    by_workload = {name: [run for run in runs if run["workload"] == name] for name in plan.workloads}
+    body = "\n\n".join(f"## {name}\n\n{table(own)}\n\n{profile(own)}" for name, own in by_workload.items())
     print(body)
     results = options.results or (None if quick else RESULTS)
     if results is not None:
@@ -224,6 +223,34 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
         )
     return "\n".join(lines)
+
+
+def profile(runs: Sequence[dict[str, Any]]) -> str:
+    """Return where the time of a step goes, as Markdown: phases, processor seconds by thread, causes of stalls."""
+    good = [run for run in runs if run["error"] is None]
+    phases = list(dict.fromkeys(name for run in good for name in run["phases"]))
+    kinds = list(dict.fromkeys(kind for run in good for kind in run["thread_seconds"]))
+    titles = ["contender", *(f"{name}, s" for name in phases), *(f"{kind}, CPU s" for kind in kinds), "cores busy"]
+    lines = ["Where a step's time goes (medians; CPU seconds of a step by thread)", ""]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    notes = []
+    for name in dict.fromkeys(run["contender"] for run in good):
+        own = [run for run in good if run["contender"] == name]
+        cells = [name]
+        for phase in phases:
+            values = [value for run in own for value in run["phases"].get(phase, [])]
+            cells.append(f"{statistics.median(values):.2f}" if values else "")
+        spent = {kind: statistics.median(run["thread_seconds"].get(kind, 0.0) for run in own) for kind in kinds}
+        cells += [f"{seconds:.2f}" for seconds in spent.values()]
+        wall = statistics.median(value for run in own for value in run["seconds"])
+        cells.append(f"{sum(spent.values()) / wall:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+        overlap = own[-1]["details"].get("overlap")
+        if overlap and overlap["steps"]:
+            steps = overlap["steps"]
+            causes = (f"{why['seconds'] / steps:.2f} s that {why['meaning']}" for why in overlap["causes"])
+            notes.append(f"- {name}, the computation waited in a step (mean of {steps}): {'; '.join(causes)}")
+    return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def is_ideal(run: dict[str, Any]) -> bool:
