@@ -141,11 +141,10 @@ class World:
     def __init__(self, design: Design, *, listener: Callable[[Action], None] | None = None) -> None:
         self.design = design
         self.drive = DriveModel(design.drive)
-        self.up, self.down = (Wire(rate) for rate in design.wires or (1.0, 1.0))
+        self.wires = [Wire(rate) for rate in design.wires or ()]  # to the device, to the host
         self.cores = Cores(design.slower, lambda: self.drive.reading or self.drive.writing)
-        wires = [self.up, self.down] if design.wires else []
         self.clock = Clock(
-            [self.cores, self.drive, *wires],
+            [self.cores, self.drive, *self.wires],
             settle=self._settle,
             passing=self._passing,
             stuck=self._stuck,
@@ -246,12 +245,13 @@ class World:
             ),
         }
         if self.design.device_budget is not None:
+            up, down = self.wires
             arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device_budget)
             edges[Tier.HOST, Tier.DEVICE] = _Edge(
-                lambda nbytes, priority, done: self.up.start(nbytes, priority=priority, done=done)
+                lambda nbytes, priority, done: up.start(nbytes, priority=priority, done=done)
             )
             edges[Tier.DEVICE, Tier.HOST] = _Edge(
-                lambda nbytes, priority, done: self.down.start(nbytes, priority=priority, done=done)
+                lambda nbytes, priority, done: down.start(nbytes, priority=priority, done=done)
             )
         return Chain(arenas=arenas, edges=edges, alignment=rounded(1))
 
@@ -288,7 +288,7 @@ class World:
             cause = "read"
         elif self.drive.writing:
             cause = "write"
-        elif self.up.busy or self.down.busy:
+        elif any(wire.busy for wire in self.wires):
             cause = "copy"
         else:
             cause = "update kernel"
