@@ -36,7 +36,7 @@ class Appetite:
     Attributes:
         look_ahead: bytes fetched ahead of the cursors at most.
         reserve: bytes always left for the largest single demand.
-        lead: bytes by which the computation may be ahead of an update that lags.
+        lead: bytes by which the computation is taken to be ahead of an update that lags.
     """
 
     look_ahead: int

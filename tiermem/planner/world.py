@@ -257,7 +257,7 @@ class World:
 
     def _appetite(self) -> dict[Tier, Appetite]:
         footprint = self.design.footprint
-        appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lag)}
+        appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lead)}
         if self.design.device_budget is not None:
             appetite[Tier.DEVICE] = Appetite(look_ahead=self.design.device_budget // 2, reserve=0)
         return appetite
