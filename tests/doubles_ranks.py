@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 import importlib
 import json
 import os
@@ -96,6 +97,7 @@ def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> N
     for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba"):
         with contextlib.suppress(ModuleNotFoundError):  # numba need not be there
             importlib.import_module(name)
+    gc.freeze()  # no rank looks through all that, which would copy its memory
 
     until = time.monotonic() + limit
     for number, (size, names) in enumerate(jobs):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch._dynamo  # what the first optimizer imports
 from torch import nn
 
 import tiermem
@@ -95,22 +96,35 @@ def say(line: str) -> None:
 
 
 def one_life(directory: Path, steps: int, update: str, seconds: float | None) -> list[str]:
-    """Run the child, kill it after `seconds` of work (None: never); return what it said."""
-    command = [sys.executable, __file__, str(directory), "--child", update, "--steps", str(steps)]
+    """Run the child, kill it after `seconds` of work (None: never); return what it said.
+
+    It is forked: what takes seconds to import is there already, and this process has no thread but its first.
+    """
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
-        with subprocess.Popen(command, stdout=said, stderr=errors) as process:
-            while seconds is not None and process.poll() is None and not os.fstat(said.fileno()).st_size:
-                time.sleep(0.005)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        process = multiprocessing.get_context("fork").Process(
+            target=live, args=(directory, steps, update, said.fileno(), errors.fileno())
+        )
+        process.start()
+        while seconds is not None and process.is_alive() and not os.fstat(said.fileno()).st_size:
+            time.sleep(0.005)
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
         said.seek(0)
         errors.seek(0)
         lines = said.read().decode().splitlines()
-        if process.returncode not in (0, -signal.SIGKILL):
-            raise SystemExit(f"a child failed with status {process.returncode}: {lines}\n{errors.read().decode()}")
+        if process.exitcode not in (0, -signal.SIGKILL):
+            raise SystemExit(f"a child failed with status {process.exitcode}: {lines}\n{errors.read().decode()}")
     return lines
+
+
+def live(directory: Path, steps: int, update: str, said: int, errors: int) -> None:
+    """Be the child: train, and say the digest in the end."""
+    os.dup2(said, sys.stdout.fileno())
+    os.dup2(errors, sys.stderr.fileno())
+    update, _, plain = update.partition("-")
+    say(f"digest {train(directory, steps, update, commits=not plain)}")
 
 
 def torture(directory: Path, *, kills: int, steps: int, seed: int) -> str:
@@ -151,12 +165,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child is not None:
-        update, _, plain = arguments.child.partition("-")
-        say(f"digest {train(arguments.directory, arguments.steps, update, commits=not plain)}")
-        return
     arguments.directory.mkdir(parents=True, exist_ok=True)
     print(torture(arguments.directory, kills=arguments.kills, steps=arguments.steps, seed=arguments.seed))
 

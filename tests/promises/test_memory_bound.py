@@ -58,8 +58,8 @@ GROWTH = """
     import gc, sys, psutil, torch, tiermem
     torch.set_num_threads(1)
     process = psutil.Process()
-    width, budget, depth = (256, "1MiB", 5) if sys.argv[4] != "commits" else (128, "256KiB", 3)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))  # more than the budget holds
+    width, budget = (256, "1MiB") if sys.argv[4] != "commits" else (64, "128KiB")
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))  # more than the budget holds
     config = tiermem.Config(
         host_memory=budget, swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=sys.argv[2]
     )
@@ -87,6 +87,7 @@ GROWTH = """
             train(4)
         before = train(10)
         after = train(steps)
+        assert runtime.statistics().last.bytes_read > 0, "everything was kept in memory"
         runtime.close(remove=True)
     print(*(late - early for early, late in zip(before, after)))
     """
