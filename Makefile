@@ -5,8 +5,9 @@
 PYTHON ?= $(firstword $(foreach candidate,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(candidate) -c 'import sys; print("$(candidate)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PIP_ARGS ?=
-# Three at a time, for they often wait for a drive; each with one thread for its arithmetic. Who is done takes over from others.
-PYTEST_ARGS ?= -n 3 --dist worksteal --durations=15
+# Three at a time, for they often wait for a drive; each with one thread for its arithmetic. A file is
+# one worker's, so that its set-up is made once; who is done takes the next one.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 BENCH_ARGS ?= --quick
 BIN := .venv/bin
 # Compiling all of torch and transformers takes longer than copying them, and most of it is never imported. What is imported is

@@ -26,6 +26,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 120.0  # seconds for all jobs of a call together
 STALL = 20.0  # seconds the ranks wait for each other
+# Scenarios of other people's models, and what they import.
+IMPORTS = {
+    "plain_llama": "transformers.models.llama.modeling_llama",
+    "lora": "peft",
+    "mixture": "transformers.models.mixtral.modeling_mixtral",
+}
 
 
 @dataclass
@@ -94,7 +100,8 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
 
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
     # Once for all ranks, and not within the time that they have for an answer: what the first step would import.
-    for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba"):
+    own = {IMPORTS[name] for _, names in jobs for name in names if name in IMPORTS}
+    for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba", *own):
         with contextlib.suppress(ModuleNotFoundError):  # numba need not be there
             importlib.import_module(name)
     gc.freeze()  # no rank looks through all that, which would copy its memory

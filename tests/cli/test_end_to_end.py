@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from doubles_command import Commands
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 

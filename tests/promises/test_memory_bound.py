@@ -101,6 +101,7 @@ def run(code: str, *arguments: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_two_hundred_steps_grow_nothing(update, tmp_path):
     """2 MiB: one tensor of 256 KiB (a weight, or the state of a tile) kept every 25 steps would show.
@@ -114,6 +115,7 @@ def test_two_hundred_steps_grow_nothing(update, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_thousand_steps_with_commits_grow_nothing(tmp_path):
     """As above: a part of what each commit holds (its record, its manifest, its marks), kept each time, would show."""
     rss, threads, descriptors = run(GROWTH, str(tmp_path), "backward", "1000", "commits")
@@ -162,6 +164,7 @@ CYCLES = """
     """
 
 
+@pytest.mark.long
 def test_a_hundred_runs_one_after_the_other_leave_nothing(tmp_path):
     """Each run maps 1 MiB of host memory and some buffers; keeping 80 KiB of each would show."""
     rss, threads, descriptors = run(CYCLES, str(tmp_path))

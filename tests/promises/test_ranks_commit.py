@@ -6,6 +6,8 @@ import pytest
 import torch
 from doubles_ranks import Reports, run_jobs, values
 
+pytestmark = pytest.mark.long
+
 WHEN = ("prepared", "published", "agreed")
 
 
