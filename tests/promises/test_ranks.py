@@ -15,6 +15,8 @@ import torch
 from doubles_ranks import Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
+pytestmark = pytest.mark.long
+
 SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
