@@ -289,14 +289,19 @@ class Counters:
         """Add to the present span; see `StepStatistics` for what each number means."""
         with self._lock:
             counts = self._open.counts
-            counts["cache_hits"] += cache_hits
-            counts["cache_misses"] += cache_misses
-            counts["evictions"] += evictions
-            counts["discards"] += discards
-            counts["held_frames"] += held_frames
-            counts["speculated"] += speculated
-            counts["confirmed"] += confirmed
-            counts["redone"] += redone
+            if cache_hits:
+                counts["cache_hits"] += cache_hits
+            if cache_misses:
+                counts["cache_misses"] += cache_misses
+            if evictions:
+                counts["evictions"] += evictions
+            if discards:
+                counts["discards"] += discards
+            if held_frames or speculated or confirmed or redone:
+                counts["held_frames"] += held_frames
+                counts["speculated"] += speculated
+                counts["confirmed"] += confirmed
+                counts["redone"] += redone
             self._open.stall_seconds += stall_seconds
 
     def begin_step(self) -> None:
