@@ -156,12 +156,21 @@ class Ahead:
             if pending:
                 self._start(tier, pending)
 
+    @property
+    def has_everything(self) -> bool:
+        """Whether all that has contents is there or on its way, and stays: where HOST is all there is above SWAP."""
+        return self._residency.chain.top is Tier.HOST and self._has_all(Tier.HOST)
+
+    def _has_all(self, tier: Tier) -> bool:
+        residency = self._residency
+        return residency.total <= residency.chain.capacity(tier) and not residency.census.away(tier)
+
     def _look(self, tier: Tier) -> None:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
-        appetite, residency = self._appetite[tier], self._residency
+        appetite = self._appetite[tier]
         positions: dict[PageKey, int] = {}
         self._horizon[tier] = -1
-        if not residency.census.away(tier) and residency.total <= residency.chain.capacity(tier):
+        if self._has_all(tier):
             self._pending[tier] = deque()
             return  # everything is there, or on its way, and stays: a look would find nothing to do
         chosen = choose_read_ahead(

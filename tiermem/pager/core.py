@@ -141,7 +141,7 @@ class Core:
                     self.residency.fail(page, failure)
             self.service.release(lease.pages, tier, *lease.handed_over, fence)
 
-        self.loop.post(release)
+        self.loop.leave(release)
 
     def _move_ended(self, page: Page, move: Move, error: BaseException | None) -> None:
         """Called on an I/O thread (or, by an inline backend, on the loop)."""
@@ -160,6 +160,7 @@ class Core:
         if self._refusal is None:
             self.service.pump()
         self._notify()
+        self.loop.set_hungry(self._refusal is not None or not self.service.is_content)
         self._watch_later()
 
     def _watch_later(self) -> None:
@@ -199,6 +200,7 @@ class Core:
     async def _turn(self, timeout: float | None = None) -> None:
         pumped = self.loop.asyncio.create_future()
         self._watchers.append(pumped)
+        self.loop.set_hungry(True)
         self._watch_later()
         await asyncio.wait([pumped], timeout=timeout)
 

@@ -32,6 +32,7 @@ class LoopThread:
         self._failed = failed
         self._inbox: deque[Message] = deque()
         self._ringing = False
+        self._is_hungry = True
         self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
         self._shut = False
         self._ended = False
@@ -58,6 +59,24 @@ class LoopThread:
                 return False
             self.report(message)
         return True
+
+    def leave(self, message: Message) -> bool:
+        """As `post`, but nobody is woken while nobody is hungry: it runs before whatever comes next."""
+        if not self._home.is_here:
+            return False
+        with self._door:
+            if self._shut:
+                return False
+            self._inbox.append(message)
+            if self._is_hungry:  # after it was left: whoever gets hungry looks into the inbox behind that
+                self.wake()
+        return True
+
+    def set_hungry(self, hungry: bool) -> None:
+        """Whether what is left (see `leave`) should run at once from now on. On the loop only."""
+        self._is_hungry = hungry
+        if hungry and self._inbox:  # left while nobody was
+            self.wake()
 
     def report(self, message: Message) -> None:
         """As `post`, but taken after `shut` as well: for the ends of what was started before.
