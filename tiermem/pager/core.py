@@ -160,7 +160,8 @@ class Core:
         if self._refusal is None:
             self.service.pump()
         self._notify()
-        self.loop.set_hungry(self._refusal is not None or not self.service.is_content)
+        # Otherwise nothing would come of a lease given back: every page is there, and nobody waits.
+        self.loop.set_hungry(bool(self._refusal or self.service.waiting) or not self.service.ahead.has_everything)
         self._watch_later()
 
     def _watch_later(self) -> None:

@@ -113,13 +113,6 @@ class Service:
         if not claimed:  # room that a demand lacks, here or on the way there, is not taken for a guess
             self.ahead.read()
 
-    @property
-    def is_content(self) -> bool:
-        """Whether nothing would come of a lease given back now: nobody waits, and every page is there and stays."""
-        if self.waiting or self._flushing:
-            return False
-        return self.ahead.has_everything
-
     def fail_all(self, error: BaseException) -> None:
         """Give every waiting request up, for good: nothing is served after this."""
         waiting, self.waiting = self.waiting, []
