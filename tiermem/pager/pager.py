@@ -8,6 +8,7 @@ SwapTimeoutError when a device is silent, or with the error of closing; and that
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,8 @@ class Pager:
         self._timeline = timeline
         self._core = Core(chain, appetite, counters=counters, timeline=timeline)
         self._loop = self._core.loop
+        # Threads whose waits hold nobody up: whoever waits for one of them counts that.
+        self.aside: set[int] = set()
         self._worker = Worker("tiermem-update", self._loop.report)
         self.protection = self._core.saving.protection
 
@@ -195,6 +198,8 @@ class Pager:
 
     def _note_stall(self, started: float, ended: float, keys: Sequence[PageKey] = ()) -> None:
         """The computation waited for pages, or, without `keys`, for a task such as an update."""
+        if threading.get_ident() in self.aside:
+            return
         self._counters.count(stall_seconds=ended - started)
         if ended - started > _BARELY:
             self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": keys})

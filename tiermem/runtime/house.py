@@ -7,6 +7,7 @@ leaves no file, thread or hook behind.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -163,7 +164,13 @@ def _furnish(
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     names = [layout.name for layout in layouts]
     beside = storage.device.work_beside if storage.device is not None else _nothing
-    conductor = Conductor(company.computing, names, storage.timeline, beside)
+
+    def begin() -> None:
+        pager.aside.add(threading.get_ident())
+        beside()
+
+    counters = storage.counters if company.size > 1 else None
+    conductor = Conductor(company.computing, names, storage.timeline, begin, counters)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)

@@ -68,5 +68,5 @@ def _is_marker(scalar: torch.Tensor) -> bool:
         return True  # reading it would make the computation wait for the device
     if scalar.dtype.is_floating_point or scalar.dtype.is_complex:
         value = scalar.item()
-        return bool(value != value)  # noqa: PLR0124 - NaN alone; asked of a number it costs a fifth of `torch.isnan`
+        return bool(value != value)  # NaN alone; asked of a number it costs a fifth of `torch.isnan`
     return bool(scalar == _marker(scalar.dtype, scalar.device))
