@@ -72,9 +72,9 @@ class StepStatistics:
     """What happened in one step, or in all of a run.
 
     `stall_seconds`: how long the compute thread waited for moves, updates and ranks; `rank_seconds`: the part of it for
-    what all ranks do together, from when it was asked for until it had come. `cache_hits` and `cache_misses`: leases
-    whose page was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages forgotten.
-    `held_frames`: frames that could not be reused when released, because somebody still looked at them.
+    what all ranks do together, from when it was waited for until it had come. `cache_hits` and `cache_misses`: leases
+    whose page was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages
+    forgotten. `held_frames`: frames that could not be reused when released, because somebody still looked at them.
     `speculated`: steps in which units were updated before `step()`, so that it could be undone; `confirmed`: those of
     them that counted; `redone`: those undone and updated again with what `step()` asked for. The rest were undone and
     dropped.
@@ -236,8 +236,13 @@ class _Tally:
 
     def frozen(self, seconds: float, edges: tuple[EdgeStatistics, ...]) -> StepStatistics:
         """What was counted, and how long it took."""
-        waits = {"stall_seconds": self.stall_seconds, "rank_seconds": self.rank_seconds}
-        return StepStatistics(seconds=seconds, edges=edges, **waits, **self.counts)
+        return StepStatistics(
+            seconds=seconds,
+            stall_seconds=self.stall_seconds,
+            rank_seconds=self.rank_seconds,
+            edges=edges,
+            **self.counts,
+        )
 
 
 class Counters:
