@@ -7,14 +7,17 @@ was measured on, with what, when and by which command.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
+import os
 import platform
 import re
 import resource
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -116,6 +119,28 @@ def drive_bytes() -> tuple[int, int]:
         return 0, 0
     counts = dict(line.split(": ") for line in lines)
     return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+_KINDS = {"MainThread": "main", "tiermem-pager": "pager", "tiermem-update": "update", "tiermem-update-share": "update"}
+
+
+def thread_seconds() -> dict[str, float]:
+    """Return the processor seconds of this process's threads so far, by what they do, by the kernel's own count.
+
+    "main" is the thread that computes, "native" those that are not Python's: the ones that help it compute, and those
+    of libraries. "io" are the threads of a `swap.Engine`. {} where the kernel does not tell; threads that have ended
+    are not in it.
+    """
+    names = {thread.native_id: thread.name.split("_")[0] for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for folder in Path("/proc/self/task").glob("*"):
+        name = names.get(int(folder.name))
+        kind = "native" if name is None else "io" if name.startswith("swap-") else _KINDS.get(name, "other")
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            found[kind] = found.get(kind, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def write_result(

@@ -19,7 +19,7 @@ import sys
 import deepspeed
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Phases, Workload, measure, read_job
 
 # Fewer, and its optimizer stops with an assertion: four tensors a group, three groups in flight.
 OPTIMIZER_BUFFERS = 12
@@ -87,16 +87,21 @@ def main() -> None:
             model = workload.model()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
+    phases = Phases()
+
     def step(tokens: torch.Tensor) -> float:
         with redirect_stdout(sys.stderr):
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
+            with phases("forward"):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+            with phases("backward"):
+                engine.backward(loss)
+            with phases("update"):
+                engine.step()
         return float(loss.detach())
 
     parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     version = {"version": f" {deepspeed.__version__}"}
-    measure(job, step, parameters=parameters, baseline=baseline, details=lambda: version)
+    measure(job, step, parameters=parameters, baseline=baseline, details=lambda: version, phases=phases)
 
 
 if __name__ == "__main__":

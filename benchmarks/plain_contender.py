@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Phases, device_details, finish, measure, read_job
 
 
 def main() -> None:
@@ -18,23 +18,28 @@ def main() -> None:
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
+    phases = Phases()
+
     def step(tokens: torch.Tensor) -> float:
         batch = tokens.to(device)
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        for master, parameter in zip(masters, parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
+        with phases("forward"):
+            loss = model(input_ids=batch, labels=batch).loss
+        with phases("backward"):
+            loss.backward()
+        with phases("update"):
             for master, parameter in zip(masters, parameters, strict=True):
-                parameter.copy_(master)
-        finish(device)
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for master, parameter in zip(masters, parameters, strict=True):
+                    parameter.copy_(master)
+            finish(device)
         return float(loss.detach())
 
     count = sum(parameter.numel() for parameter in parameters)
-    measure(job, step, parameters=count, baseline=baseline, details=lambda: device_details(device))
+    measure(job, step, parameters=count, baseline=baseline, details=lambda: device_details(device), phases=phases)
 
 
 if __name__ == "__main__":

@@ -7,25 +7,37 @@ through a unit before the next unit; `commit`: make every step durable.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, device_details, finish, measure, read_job
+from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Phases, device_details, finish, measure, read_job
 
 import tiermem
 from tiermem.cli.train import SWITCH_SECONDS
 
 
-def one_by_one(
-    micro_batches: Sequence[torch.Tensor], loss_of: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
-    """Ordinary accumulation; the losses."""
-    losses = []
-    for micro_batch in micro_batches:
-        losses.append(loss_of(micro_batch))
-        losses[-1].backward()
-    return losses
+class Account:
+    """What the runtime says of each step."""
+
+    def __init__(self, runtime: tiermem.Runtime) -> None:
+        self._runtime = runtime
+        self._steps: dict[str, list[float]] = {"stall_seconds": [], "bytes_read": [], "bytes_written": []}
+        self._edges: dict[str, list[int]] = {}
+
+    def note(self) -> None:
+        """Write down the step that is just over."""
+        last = self._runtime.statistics().last
+        if last is None:
+            raise RuntimeError("the step was not counted")
+        for name, values in self._steps.items():
+            values.append(getattr(last, name))
+        for edge in last.edges:
+            self._edges.setdefault(edge.name, []).append(edge.nbytes)
+
+    def details(self) -> dict[str, Any]:
+        """Return all of it, and why the computation waited."""
+        return {**self._steps, "edges": self._edges, "overlap": self._runtime.timeline().to_dict()}
 
 
 def main() -> None:
@@ -40,50 +52,45 @@ def main() -> None:
     config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
-    stalls, read, written = [], [], []
-    edges: dict[str, list[int]] = {}
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
-
         device = next(model.parameters()).device
+        account, phases = Account(runtime), Phases()
 
         def loss_of(tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count
             return loss
 
+        def one_by_one(micro_batches: list[torch.Tensor]) -> list[torch.Tensor]:
+            """Ordinary accumulation; the losses."""
+            losses = []
+            for micro_batch in micro_batches:
+                with phases("forward"):
+                    losses.append(loss_of(micro_batch))
+                with phases("backward"):
+                    losses[-1].backward()
+            return losses
+
         def step(tokens: torch.Tensor) -> float:
             batch = tokens.to(device)
             micro_batches = [batch.roll(shift, 1) for shift in range(count)]
-            bring = runtime.forward_backward if vertical else one_by_one
-            losses = bring(micro_batches, loss_of)
-            optimizer.step()
-            optimizer.zero_grad()
-            if commit:
-                runtime.commit()
-            last = runtime.statistics().last
-            if last is None:
-                raise RuntimeError("the step was not counted")
-            stalls.append(last.stall_seconds)
-            read.append(last.bytes_read)
-            written.append(last.bytes_written)
-            for edge in last.edges:
-                edges.setdefault(edge.name, []).append(edge.nbytes)
+            losses = runtime.forward_backward(micro_batches, loss_of) if vertical else one_by_one(micro_batches)
+            with phases("update"):
+                optimizer.step()
+                optimizer.zero_grad()
+                if commit:
+                    runtime.commit()
+            account.note()
             finish(device)
             return sum(float(loss.detach()) for loss in losses)
 
-        parameters = sum(parameter.numel() for parameter in model.parameters())
         measure(
             job,
             step,
-            parameters=parameters,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
             baseline=baseline,
-            details=lambda: {
-                "stall_seconds": stalls,
-                "bytes_read": read,
-                "bytes_written": written,
-                "edges": edges,
-                **device_details(device),
-            },
+            details=lambda: {**account.details(), **device_details(device)},
+            phases=phases if count == 1 else None,
         )
 
 

@@ -3,6 +3,9 @@
 Owns the order of the runs: every contender in a process of its own, so that memory is its own, and in rounds, one after
 the other, so that a slow minute of a shared machine meets all of them. Does not train anything itself. Guarantees
 medians of at least five steps, ratios between runs of the same round, and a result file that says what was measured.
+
+`--in-turns` keeps all of them alive at once and lets them do a few steps each in turn (`turns.py`), where a machine's
+speed changes from minute to minute: it needs memory for all of them together.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import HERE, RESULTS, describe_surroundings, write_result
+from turns import Player, PlayerError, take_turns
 
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "train_step"
@@ -48,6 +53,7 @@ class Plan:
     steps: int
     directory: Path
     timeout: float | None = None  # seconds for one contender's run
+    in_turns: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,11 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warm_up=2 if quick else options.warm_up,
         steps=5 if quick else max(5, options.steps),
         directory=options.directory,
+        in_turns=options.in_turns,
     )
     runs = run_all(plan)
-    body = "\n\n".join(
-        f"## {workload}\n\n{table([run for run in runs if run['workload'] == workload])}" for workload in plan.workloads
-    )
+    by_workload = {name: [run for run in runs if run["workload"] == name] for name in plan.workloads}
+    body = "\n\n".join(f"## {name}\n\n{table(own)}\n\n{profile(own)}" for name, own in by_workload.items())
     print(body)
     results = options.results or (None if quick else RESULTS)
     if results is not None:
@@ -89,6 +95,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         metavar="FIELD=VALUE,...",
         help="fields of tiermem.Config for one tiermem contender; repeatable. Default: host_memory=512MiB",
+    )
+    parser.add_argument(
+        "--in-turns", action="store_true", help="all at once, a block of steps each in turn: at least five blocks"
     )
     parser.add_argument("--no-plain", action="store_true", help="leave plain PyTorch out")
     parser.add_argument("--no-tiermem", action="store_true", help="leave tiermem out")
@@ -125,6 +134,9 @@ def run_all(plan: Plan) -> list[dict[str, Any]]:
     """Run every contender on every workload, in rounds; return one record a run. Failures are records too."""
     runs = []
     for workload in plan.workloads:
+        if plan.in_turns:
+            runs += run_in_turns(plan, workload)
+            continue
         for number in range(plan.rounds):
             for contender in plan.contenders:
                 print(f"{workload}, round {number + 1} of {plan.rounds}: {contender.name}", file=sys.stderr)
@@ -136,13 +148,11 @@ def run_all(plan: Plan) -> list[dict[str, Any]]:
 def run_one(plan: Plan, workload: str, contender: Contender) -> dict[str, Any]:
     """Run one contender once, in its own process and swap directory; return its outcome, or its error."""
     with tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=plan.directory) as directory:
-        command = [contender.interpreter, str(HERE / contender.script), "--workload", workload]
-        command += ["--warm-up", str(plan.warm_up), "--steps", str(plan.steps), "--directory", directory]
-        command += ["--settings", json.dumps(contender.settings)]
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+        command = [*command_of(contender, workload, directory)]
+        command += ["--warm-up", str(plan.warm_up), "--steps", str(plan.steps)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, check=False, timeout=plan.timeout
+                command, capture_output=True, text=True, env=environment(), check=False, timeout=plan.timeout
             )
         except subprocess.TimeoutExpired:
             return {"error": f"not done after {plan.timeout:.0f} s"}
@@ -151,6 +161,41 @@ def run_one(plan: Plan, workload: str, contender: Contender) -> dict[str, Any]:
         print(done.stderr, file=sys.stderr)
         return {"error": f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"}
     return {"error": None, **json.loads(lines[-1])}
+
+
+def command_of(contender: Contender, workload: str, directory: str) -> list[str]:
+    """Return the command line that runs a contender."""
+    script = [contender.interpreter, str(HERE / contender.script), "--workload", workload, "--directory", directory]
+    return [*script, "--settings", json.dumps(contender.settings)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which a contender finds tiermem."""
+    return {**os.environ, "PYTHONPATH": str(HERE.parent)}
+
+
+def run_in_turns(plan: Plan, workload: str) -> list[dict[str, Any]]:
+    """Run all contenders side by side, taking turns; return one record for each and round, as `run_all` does."""
+    try:
+        with ExitStack() as stack:
+            players = []
+            for contender in plan.contenders:
+                directory = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=plan.directory)
+                )
+                command = command_of(contender, workload, directory)
+                players.append(stack.enter_context(Player(contender.name, command, environment())))
+            print(f"{workload}: {', '.join(player.name for player in players)}, in turns", file=sys.stderr)
+            blocks = take_turns(players, warm_up=plan.warm_up, rounds=max(5, plan.rounds), steps=2)
+            outcomes = [player.finish() for player in players]
+    except PlayerError as error:
+        print(error.errors, file=sys.stderr)
+        return [{"workload": workload, "round": 0, "contender": error.name, "error": str(error)}]
+    return [
+        {"workload": workload, "round": number, "contender": player.name, "error": None, **outcome, "seconds": seconds}
+        for player, outcome, own in zip(players, outcomes, blocks, strict=True)
+        for number, seconds in enumerate(own)
+    ]
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -178,6 +223,34 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
         )
     return "\n".join(lines)
+
+
+def profile(runs: Sequence[dict[str, Any]]) -> str:
+    """Return where the time of a step goes, as Markdown: phases, processor seconds by thread, causes of stalls."""
+    good = [run for run in runs if run["error"] is None]
+    phases = list(dict.fromkeys(name for run in good for name in run["phases"]))
+    kinds = list(dict.fromkeys(kind for run in good for kind in run["thread_seconds"]))
+    titles = ["contender", *(f"{name}, s" for name in phases), *(f"{kind}, CPU s" for kind in kinds), "cores busy"]
+    lines = ["Where a step's time goes (medians; CPU seconds of a step by thread)", ""]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    notes = []
+    for name in dict.fromkeys(run["contender"] for run in good):
+        own = [run for run in good if run["contender"] == name]
+        cells = [name]
+        for phase in phases:
+            values = [value for run in own for value in run["phases"].get(phase, [])]
+            cells.append(f"{statistics.median(values):.2f}" if values else "")
+        spent = {kind: statistics.median(run["thread_seconds"].get(kind, 0.0) for run in own) for kind in kinds}
+        cells += [f"{seconds:.2f}" for seconds in spent.values()]
+        wall = statistics.median(value for run in own for value in run["seconds"])
+        cells.append(f"{sum(spent.values()) / wall:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+        overlap = own[-1]["details"].get("overlap")
+        if overlap and overlap["steps"]:
+            steps = overlap["steps"]
+            causes = (f"{why['seconds'] / steps:.2f} s that {why['meaning']}" for why in overlap["causes"])
+            notes.append(f"- {name}, the computation waited in a step (mean of {steps}): {'; '.join(causes)}")
+    return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def is_ideal(run: dict[str, Any]) -> bool:

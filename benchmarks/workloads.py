@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import drive_bytes, peak_resident_bytes
+from common import drive_bytes, peak_resident_bytes, thread_seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LEARNING_RATE = 3e-4
@@ -82,6 +84,7 @@ class Job:
     seed: int
     directory: Path
     settings: dict[str, Any]
+    in_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,23 @@ class Outcome:
     parameters: int
     baseline_rss_bytes: int
     peak_rss_bytes: int
+    phases: dict[str, list[float]]  # seconds of each step's parts
+    thread_seconds: dict[str, float]  # of processor time in a step, by what the thread does (`common.thread_seconds`)
     details: dict[str, Any]
+
+
+class Phases:
+    """How long the parts of each step took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a part of the step."""
+        started = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
 
 
 def finish(device: torch.device) -> None:
@@ -123,7 +142,15 @@ def read_job() -> Job:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path())
     parser.add_argument("--settings", type=json.loads, default={}, help="a JSON object")
+    parser.add_argument("--in-turns", action="store_true", help="do a step for each line on stdin, until it ends")
     return Job(**vars(parser.parse_args()))
+
+
+def in_turns() -> Iterator[int]:
+    """Count the lines of stdin, as they come; say after each that its step is over."""
+    for number, _ in enumerate(sys.stdin):
+        yield number
+        print("done", flush=True)
 
 
 def measure(
@@ -133,11 +160,16 @@ def measure(
     parameters: int,
     baseline: int,
     details: Callable[[], dict[str, Any]] = dict,
+    phases: Phases | None = None,
 ) -> None:
     """Run `step` (tokens to loss) for warm-up and measured steps; print the outcome. `details` is asked at the end."""
     workload = WORKLOADS[job.workload]
     seconds, losses, read, written = [], [], [], []
-    for number in range(job.warm_up + job.steps):
+    first = job.warm_up if not job.in_turns else 1
+    spent: dict[str, float] = {}
+    for number in in_turns() if job.in_turns else range(job.warm_up + job.steps):
+        if number == first:
+            spent = thread_seconds()
         tokens = workload.tokens(seed=job.seed, step=number)
         read_before, written_before = drive_bytes()
         started = time.perf_counter()
@@ -146,14 +178,17 @@ def measure(
         read_after, written_after = drive_bytes()
         read.append(read_after - read_before)
         written.append(written_after - written_before)
+    spent = {kind: total - spent.get(kind, 0.0) for kind, total in thread_seconds().items()}
     outcome = Outcome(
-        seconds=seconds[job.warm_up :],
+        seconds=seconds[first:],
         losses=losses,
-        drive_bytes_read=read[job.warm_up :],
-        drive_bytes_written=written[job.warm_up :],
+        drive_bytes_read=read[first:],
+        drive_bytes_written=written[first:],
         parameters=parameters,
         baseline_rss_bytes=baseline,
         peak_rss_bytes=peak_resident_bytes(),
+        phases={name: parts[first:] for name, parts in phases.seconds.items()} if phases else {},
+        thread_seconds={kind: total / max(1, len(seconds) - first) for kind, total in spent.items()},
         details=details(),
     )
     print(json.dumps(asdict(outcome)), flush=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from doubles_models import Stack
+from doubles_models import Stack, small_llama
 from torch import nn
 
 import tiermem
@@ -79,19 +79,7 @@ class Attending(nn.Module):
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=40,
-            use_cache=False,
-        )
-    )
+    return small_llama(words=40, use_cache=False)
 
 
 TRIALS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -54,6 +56,24 @@ def loss_of(model):
     loss = model(tokens).square().mean()
     loss.backward()
     return loss
+
+
+def small_llama(
+    *,
+    words: int,
+    width: int = 32,
+    mlp_width: int = 64,
+    layers: int = 3,
+    heads: int = 4,
+    key_value_heads: int = 2,
+    **more: Any,
+) -> nn.Module:
+    """A Llama of transformers, unmodified; `more` goes to its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": width, "intermediate_size": mlp_width, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "vocab_size": words}
+    return LlamaForCausalLM(LlamaConfig(**shape, **more))
 
 
 def mlp() -> nn.Sequential:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles_models import small_llama
 from torch import nn
 from torch.nn import functional
 
@@ -74,18 +75,7 @@ class Experts(nn.Module):
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=72,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=WORDS,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config)
+    return small_llama(words=WORDS, mlp_width=72, max_position_embeddings=32)
 
 
 def tokens(step: int) -> torch.Tensor:

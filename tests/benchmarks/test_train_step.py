@@ -56,7 +56,20 @@ def test_micro_batches_in_a_loop_and_together_have_the_same_losses(tmp_path: Pat
     assert sum(together["details"]["bytes_read"]) <= sum(loop["details"]["bytes_read"])
 
 
+def test_in_turns_there_are_five_blocks_of_two_steps(tmp_path: Path) -> None:
+    results, settings = tmp_path / "results", "host_memory=8MiB,update=forward"
+    done = run_benchmark(
+        "--in-turns", "--no-plain", "--tiermem", settings, "--directory", str(tmp_path), "--results", str(results)
+    )
+    assert done.returncode == 0, done.stderr
+    (raw,) = results.glob("*.json")
+    runs = json.loads(raw.read_text())["runs"]
+    assert [len(run["seconds"]) for run in runs] == [2] * 5
+    assert len(runs[0]["losses"]) == 2 + 5 * 3
+
+
 def test_a_contender_that_fails_is_said() -> None:
-    done = run_benchmark("--no-plain", "--tiermem", "no_such_field=1")
-    assert done.returncode == 1
-    assert "failed: exit code 1" in done.stdout
+    for how in ([], ["--in-turns"]):
+        done = run_benchmark(*how, "--no-plain", "--tiermem", "no_such_field=1")
+        assert done.returncode == 1
+        assert "failed: exit code 1" in done.stdout

@@ -16,11 +16,10 @@ from tiermem.optim.blocks import BLOCK_NUMEL
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.masters import StateStore
 from tiermem.optim.planes import BlockPlanes, StatePlanes, tile_planes
-from tiermem.optim.tiles import Segment, UnitState, state_itemsize
+from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
 from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
 from tiermem.pager.page import Kind, PageKey
-from tiermem.planner.footprint import UnitSize, _state_tile
 
 pytestmark = pytest.mark.timeout(30)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -71,25 +70,6 @@ def test_no_two_views_share_a_byte_and_all_lie_in_the_tile(state: UnitState) -> 
         assert all(left[1] <= right[0] for left, right in itertools.pairwise(taken))
         if taken:
             assert taken[-1][1] - taken[0][0] <= nbytes
-
-
-@given(units())
-@settings(max_examples=60, deadline=None)
-def test_the_budget_never_takes_a_tile_for_smaller_than_it_is(state: UnitState) -> None:
-    coded = any(segment.quantized for segment in state.segments)
-    itemsize, exact = (state_itemsize(state.dtype, quantized=kind) for kind in (coded, False))
-    wide = sum(segment.numel for segment in state.segments if not segment.quantized) if coded else 0
-    size = UnitSize(
-        "unit",
-        param_nbytes=1,
-        trainable_numel=state.numel,
-        grad_itemsize=state.dtype.itemsize,
-        state_itemsize=itemsize,
-        wide_numel=wide,
-        wide_itemsize=exact - itemsize,
-    )
-    for tile in range(state.tiles):
-        assert state.state_nbytes(tile) <= _state_tile(size, state.tile_numel)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2.04), (torch.bfloat16, 4.17), (torch.float16, 6.04)])

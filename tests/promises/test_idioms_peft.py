@@ -9,10 +9,11 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from doubles_models import small_llama
 from doubles_training import PlainAdamW, Trainee, check, config_for, least_budget, offloaded, plain
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tiermem
 from tiermem.pager.page import Kind
@@ -20,11 +21,8 @@ from tiermem.pager.page import Kind
 VOCABULARY = 64
 
 
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
-    )
-    return LlamaForCausalLM(config)
+def llama() -> nn.Module:
+    return small_llama(words=VOCABULARY, mlp_width=48, key_value_heads=4)
 
 
 def adapters() -> peft.LoraConfig:

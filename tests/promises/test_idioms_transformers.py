@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_models import Stack
+from doubles_models import Stack, small_llama
 from doubles_training import Trainee, check, config_for, least_budget, offloaded, plain
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
 from tiermem.pager.page import Kind
@@ -18,12 +17,9 @@ from tiermem.pager.page import Kind
 MIB = 1 << 20
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4
-    )
-    return LlamaForCausalLM(config).eval()
+    return small_llama(words=64, width=64, mlp_width=96, layers=6, key_value_heads=4).eval()
 
 
 @pytest.mark.parametrize("sample", [False, True])

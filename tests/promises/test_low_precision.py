@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_models import small_llama
 from doubles_scenarios import Wide
 from doubles_training import budget_for, config_for, within_budgets
 
 import tiermem
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 STEPS = 50
 
@@ -33,16 +34,7 @@ def text() -> torch.Tensor:
 
 def llama(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    return small_llama(words=256, max_position_embeddings=64).train()
 
 
 class PlainLowPrecision:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_models import Block, Stack
+from doubles_models import Block, Stack, small_llama
 from doubles_scenarios import Wide, loop, tokens_batch, wide_batch
 from doubles_training import MIB, PlainAdamW, check, config_for, least_budget, offloaded, plain, same, within_budgets
 from torch import nn
@@ -361,17 +361,8 @@ def test_optimizer_state_dict_round_trip(update, tmp_path):
 
 
 def tiny_llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        initializer_range=0.05,
-    )
-    return transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers")
+    return small_llama(words=128, width=64, mlp_width=96, layers=2, heads=2, initializer_range=0.05)
 
 
 def tiny_plain():

@@ -28,6 +28,7 @@ from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
+from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 from tiermem.planner.machine import Drive, Host, Machine
@@ -234,7 +235,7 @@ def _update(dtype: torch.dtype) -> Callable[[], None]:
     gradient = torch.randn(_TILE).to(dtype)
     state = UnitState(0, dtype, (Segment(0, 0, _TILE),), _TILE, _TILE)
     planes = [tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0) for _ in range(_TILES)]
-    workspace, turn = Workspace(), itertools.cycle(range(_TILES))
+    workspace, turn = Workspace(shares=Shares(update_threads())), itertools.cycle(range(_TILES))
     runs = [Run(0, _TILE, Settings(lr=1e-6, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=10))]
 
     def update() -> None:

@@ -33,6 +33,7 @@ from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
 from tiermem.optim.codebook import signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, StatePlanes, TilePlanes
+from tiermem.optim.shares import Shares
 from tiermem.optim.split import join, split
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT
 from tiermem.optim.updates import Settings
@@ -52,10 +53,11 @@ class Run:
 class Workspace:
     """Scratch for one worker: allocated once, used by one kernel at a time.
 
-    `compiled` False: torch's operations only, where the default is the compiled loops if this process has them.
+    `compiled` False: torch's operations only, where the default is the compiled loops if this process has them. These
+    are done in `shares`; torch's operations have threads of their own.
     """
 
-    def __init__(self, slice_numel: int = SLICE_NUMEL, *, compiled: bool = True) -> None:
+    def __init__(self, slice_numel: int = SLICE_NUMEL, *, compiled: bool = True, shares: Shares | None = None) -> None:
         if slice_numel <= 0 or slice_numel % SEGMENT_ALIGNMENT:
             raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
         self.slice_numel = slice_numel
@@ -64,6 +66,7 @@ class Workspace:
         self.grad = torch.empty(numel, dtype=torch.float32)
         self.integers = torch.empty(numel, dtype=torch.int32)
         self.step = torch.zeros((), dtype=torch.float32)
+        self.shares = shares if shares is not None else Shares()
         self._compiled = compiled
         self._coded: tuple[torch.Tensor, torch.Tensor, BlockScratch] | None = None
 
@@ -169,22 +172,43 @@ def _update_compiled(
     workspace, grad_scale = scaling
     numel = parameter.numel()
     coded = isinstance(planes, BlockPlanes)
-    end = numel - numel % (BLOCK_NUMEL if coded else SEGMENT_ALIGNMENT)
+    block = BLOCK_NUMEL if coded else SEGMENT_ALIGNMENT
+    end = numel - numel % block
     # Who has no use for the loops does not pay for numba's memory.
-    if end == 0 or (planes.remainder is None and not coded) or (loops := workspace.loops) is None:
+    loops = workspace.loops if end and (coded or planes.remainder is not None) else None
+    if loops is None:
         return 0
-    if isinstance(planes, StatePlanes):
-        loops.update_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
-    elif planes.remainder is not None:
-        loops.update_coded_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
+
+    def update(piece: slice) -> None:
+        part = planes.part(piece.start, piece.stop - piece.start)
+        if isinstance(part, StatePlanes):
+            loops.update_split(parameter[piece], grad[piece], part, settings, grad_scale)
+        elif part.remainder is not None:
+            loops.update_coded_split(parameter[piece], grad[piece], part, settings, grad_scale)
+        else:
+            _update_coded(loops, parameter[piece], grad[piece], part, settings, scaling)
+
+    if coded and planes.remainder is None:
+        for piece in workspace.slices(0, end, coded=True):  # one at a time: they need scratch
+            update(piece)
     else:
-        for piece in workspace.slices(0, end, coded=True):
-            part, narrow = planes.part(piece.start, piece.stop - piece.start), parameter[piece]
-            master = narrow if part.master is None else part.master
-            loops.update_coded(master, scaled_grad(grad[piece], grad_scale, workspace), part, settings, 1.0)
-            if part.master is not None:
-                narrow.copy_(part.master)
+        workspace.shares.run(end, block, update)
     return end
+
+
+def _update_coded(
+    loops: CompiledLoops,
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    planes: BlockPlanes,
+    settings: Settings,
+    scaling: tuple[Workspace, float],
+) -> None:
+    workspace, grad_scale = scaling
+    master = parameter if planes.master is None else planes.master
+    loops.update_coded(master, scaled_grad(grad, grad_scale, workspace), planes, settings, 1.0)
+    if planes.master is not None:
+        parameter.copy_(planes.master)
 
 
 def _update_slice(

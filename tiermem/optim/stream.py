@@ -24,6 +24,7 @@ import torch
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
+from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
@@ -125,7 +126,7 @@ class UnitStream:
         self.pager = pager
         self.units = units
         self._depth = depth
-        self._workspace = workspace if workspace is not None else Workspace()
+        self._workspace = workspace if workspace is not None else Workspace(shares=Shares(update_threads()))
         self._lock = threading.Lock()
         self._done = StreamStatistics()
 
@@ -133,6 +134,10 @@ class UnitStream:
         """What has been done so far. Any thread."""
         with self._lock:
             return self._done
+
+    def close(self) -> None:
+        """End the threads that share the kernel's work; call it when no update runs any more."""
+        self._workspace.shares.close()
 
     def keys(self, update: UnitUpdate) -> list[PageKey]:
         """The pages that an update touches, in order."""

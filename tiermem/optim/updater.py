@@ -156,8 +156,11 @@ class Updater:
             task = self._task
         for entry in given_up:
             self._end(entry, TiermemError(f"closed before the update of unit {entry.update.unit} had begun"))
-        if task is not None and not task.cancelled():
-            self._pager.wait_for(task)
+        try:
+            if task is not None and not task.cancelled():
+                self._pager.wait_for(task)
+        finally:
+            self._stream.close()
 
     def statistics(self) -> UpdaterStatistics:
         """What has been done so far."""

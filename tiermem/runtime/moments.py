@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tiermem.optim.tiles import Segment, UnitState, state_itemsize
+from tiermem.optim.tiles import SEGMENT_ALIGNMENT, Segment, UnitState, state_itemsize
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.shards import Shard
 from tiermem.zero3.units import Member, ModelUnits
@@ -72,7 +72,9 @@ def state_size(layout: UnitLayout, dtype: torch.dtype, quantized: Container[int]
     if not any(coded):
         return StateSize(exact, 0, 0)
     narrow = state_itemsize(dtype, quantized=True)
-    wide = sum(slot.numel for slot, is_coded in zip(layout.trainable, coded, strict=True) if not is_coded)
+    pairs = zip(layout.trainable, coded, strict=True)
+    # Each piece takes whole segments in its plane: of many short parameters that is most of it.
+    wide = sum(-(-slot.numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for slot, is_coded in pairs if not is_coded)
     return StateSize(narrow, min(wide, layout.part_numel), exact - narrow)
 
 

@@ -1,0 +1,97 @@
+"""Loops in shares: everything done once, at whole blocks, by several threads, with the bits of one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.optim import compiled
+from tiermem.optim.kernels import Run, Workspace, adamw_tile
+from tiermem.optim.planes import tile_planes
+from tiermem.optim.shares import MOST_THREADS, Shares, cut, update_threads
+from tiermem.optim.tiles import Segment, UnitState
+from tiermem.optim.updates import Settings
+
+
+@given(st.integers(0, 10**7), st.sampled_from([1, 64, 256]), st.integers(-1, 12))
+def test_a_cut_covers_everything_once_at_whole_blocks(numel: int, block: int, count: int) -> None:
+    pieces = cut(numel, block, count)
+    assert [piece.start for piece in pieces] == [0] + [piece.stop for piece in pieces[:-1]]
+    assert pieces[-1].stop == numel
+    assert len(pieces) <= max(1, count)
+    assert all(piece.start % block == 0 for piece in pieces)
+    lengths = [piece.stop - piece.start for piece in pieces]
+    assert max(lengths) == lengths[0]
+    assert all(length == lengths[0] for length in lengths[:-1])
+
+
+def test_shares_run_at_the_same_time() -> None:
+    """Each waits for the other: one thread alone would never get past the barrier."""
+    shares, barrier = Shares(3, least_numel=1), threading.Barrier(3, timeout=30)
+    done: list[slice] = []
+    seen: set[str] = set()
+
+    def loop(piece: slice) -> None:
+        barrier.wait()
+        seen.add(threading.current_thread().name)
+        done.append(piece)
+
+    for _ in range(2):
+        done.clear()
+        shares.run(192, 64, loop)
+        assert sorted((piece.start, piece.stop) for piece in done) == [(0, 64), (64, 128), (128, 192)]
+    assert threading.current_thread().name in seen
+    shares.close()
+    shares.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiermem-update-share")]
+
+
+def test_what_is_short_is_done_by_the_caller() -> None:
+    shares, seen = Shares(4, least_numel=1000), []
+    shares.run(1999, 1, lambda piece: seen.append((threading.current_thread(), piece)))
+    shares.run(0, 64, lambda piece: seen.append((threading.current_thread(), piece)))
+    assert seen == [(threading.current_thread(), slice(0, 1999)), (threading.current_thread(), slice(0, 0))]
+
+
+@pytest.mark.parametrize("failing", [0, 64])
+def test_an_error_in_a_share_is_raised_after_all_have_ended(failing: int) -> None:
+    shares, ended = Shares(2, least_numel=1), threading.Event()
+
+    def loop(piece: slice) -> None:
+        if piece.start == failing:
+            raise ArithmeticError("this share is broken")
+        ended.set()
+
+    with pytest.raises(ArithmeticError, match="this share"):
+        shares.run(128, 64, loop)
+    assert ended.is_set()
+    shares.close()
+
+
+def test_the_update_takes_the_threads_torch_has() -> None:
+    assert update_threads() == min(torch.get_num_threads(), MOST_THREADS)
+
+
+@pytest.mark.timeout(120)  # the first call compiles
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("numel", [64, 4096, 5000])
+def test_the_update_in_shares_has_the_bits_of_one_loop(numel: int, quantized: bool) -> None:
+    if compiled.compiled_loops() is None:
+        pytest.skip(f"no compiled loops here: {compiled.why_not()}")
+    state = UnitState(0, torch.bfloat16, (Segment(0, 0, numel, quantized),), numel, 8192)
+    results = []
+    for shares in (Shares(1), Shares(3, least_numel=64)):
+        generator = torch.Generator().manual_seed(5)
+        parameter = torch.randn(numel, generator=generator).to(torch.bfloat16)
+        buffer = torch.zeros(state.state_nbytes(0), dtype=torch.uint8)
+        for step in range(1, 4):
+            gradient = torch.randn(numel, generator=generator).to(torch.bfloat16)
+            run = Run(0, numel, Settings(0.1, 0.9, 0.95, 1e-8, 0.1, step))
+            adamw_tile(parameter, gradient, tile_planes(buffer, state, 0), [run], Workspace(shares=shares), 0.3)
+        shares.close()
+        results.append((parameter.view(torch.uint8), buffer))
+    assert all(map(torch.equal, *results))
