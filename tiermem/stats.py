@@ -236,13 +236,8 @@ class _Tally:
 
     def frozen(self, seconds: float, edges: tuple[EdgeStatistics, ...]) -> StepStatistics:
         """What was counted, and how long it took."""
-        return StepStatistics(
-            seconds=seconds,
-            stall_seconds=self.stall_seconds,
-            rank_seconds=self.rank_seconds,
-            edges=edges,
-            **self.counts,
-        )
+        stalled, for_ranks = self.stall_seconds, self.rank_seconds
+        return StepStatistics(seconds, stalled, rank_seconds=for_ranks, edges=edges, **self.counts)
 
 
 class Counters:
