@@ -175,6 +175,12 @@ def test_each_rank_keeps_its_part(reports):
     assert 4 * (sizes[4] - pages) <= 2 * sizes[2] <= 4 * sizes[4]
 
 
+def test_waiting_for_the_others_is_counted(reports):
+    for found in values(reports[2, "odd"]):
+        for_ranks, stalled = found["waited"]
+        assert 0 < for_ranks <= stalled
+
+
 # What goes wrong
 
 

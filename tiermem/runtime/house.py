@@ -7,6 +7,7 @@ leaves no file, thread or hook behind.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -175,8 +176,7 @@ def _furnish(
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     names = [layout.name for layout in layouts]
-    beside = storage.device.work_beside if storage.device is not None else _nothing
-    conductor = Conductor(company.computing, names, storage.timeline, beside)
+    conductor = _conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
@@ -220,8 +220,14 @@ def _furnish(
     )
 
 
-def _nothing() -> None:
-    """What a processor's thread needs to work beside others."""
+def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Conductor:
+    def begin() -> None:
+        storage.pager.aside.add(threading.get_ident())
+        if storage.device is not None:
+            storage.device.work_beside()
+
+    counters = storage.counters if company.size > 1 else None
+    return Conductor(company.computing, names, storage.timeline, begin, counters)
 
 
 def _update(config: Config, company: Company) -> str:
