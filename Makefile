@@ -5,14 +5,20 @@
 PYTHON ?= $(firstword $(foreach candidate,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(candidate) -c 'import sys; print("$(candidate)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PIP_ARGS ?=
-# Three at a time, for they often wait for a drive; each with one thread for its arithmetic. Who is done takes over from others.
-PYTEST_ARGS ?= -n 3 --dist worksteal --durations=15
+# Three at a time, for they often wait for a drive; each with one thread for its arithmetic. A file is
+# one worker's, so that its set-up is made once; who is done takes the next one.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 BENCH_ARGS ?= --quick
 BIN := .venv/bin
-READY := .venv/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+# Compiling all of torch and transformers takes longer than copying them, and most of it is never imported. What is imported is
+# compiled then, and kept, which therefore must not be forbidden.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
+READY := .venv/.ready-
 
 .PHONY: help demo test lint bench venv clean
+.NOTPARALLEL:
+.SECONDARY:
 
 help:
 	@echo "make demo    train a Llama eight times larger than its memory budget, on real text"
@@ -21,29 +27,36 @@ help:
 	@echo "make bench   step time beside plain PyTorch (BENCH_ARGS='--quick' by default)"
 	@echo "make clean   remove what the others made"
 
-demo: $(READY)
+demo: $(READY)hf
 	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing
 
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: lint $(READY)test
+	@echo "tests: pytest $(PYTEST_ARGS)"
+	@# Compiled here once, not by each worker at the same time.
+	@$(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(READY)
+lint: $(READY)lint
+	@echo "lint: ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
+	@echo "lint: mypy, most of a minute the first time"
 	@$(BIN)/mypy --no-error-summary
 
-bench: $(READY)
+bench: $(READY)hf
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
-venv: $(READY)
+venv: $(READY)lint $(READY)test
 
+# What is needed for a target and no more: the extra of pyproject.toml named in the mark's name.
 # torch first and by exact version: asked for with the rest, the resolver may fetch several builds of it.
-$(READY): pyproject.toml constraints.txt
+$(READY)%: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; fi
-	@echo "installing into .venv (torch is a large download, once)"
+	@echo "installing into .venv: torch (a large download, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) torch==2.13.0
-	@$(PIP) --editable '.[hf,test]'
+	@echo "installing into .venv: tiermem[$*]"
+	@$(PIP) --editable '.[$*]'
 	@touch $@
 
 clean:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, report_runs
 from train_step import NAMES, PACKAGES, Contender, Plan, drive, run_all
 
 THEME = "commit_cost"
@@ -48,13 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         turn = replace(plan, contenders=contenders if number % 2 == 0 else contenders[::-1])
         runs += [{**run, "round": number} for run in run_all(turn)]
     body = f"Workload `{plan.workloads[0]}`, tiermem {fields}.\n\n{table(runs)}"
-    print(body)
-    results = options.results or (None if quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "runs": runs}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
-    return 0 if all(run["error"] is None for run in runs) else 1
+    return report_runs(THEME, PACKAGES, body, runs, options.results or (None if quick else RESULTS))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -155,6 +155,21 @@ def write_result(
     return path
 
 
+def report_runs(
+    theme: str, packages: Sequence[str], body: str, runs: Sequence[Mapping[str, Any]], folder: Path | None
+) -> int:
+    """Print `body`, write it and the runs as one result where there is a folder for it; return the exit code.
+
+    Of a program: 1 if one of the runs has failed.
+    """
+    print(body)
+    if folder is not None:
+        surroundings = describe_surroundings(packages)
+        raw = {"surroundings": surroundings.to_markdown(), "runs": runs}
+        print(f"\nwritten: {write_result(theme, surroundings, body, raw, folder)}")
+    return 0 if all(run["error"] is None for run in runs) else 1
+
+
 def earlier_result(theme: str, surroundings: Surroundings, folder: Path = RESULTS) -> dict[str, Any]:
     """Return the raw part of today's result on this hardware, for a benchmark run in pieces; {} if there is none."""
     path = (folder / f"{theme}_{surroundings.slug()}_{surroundings.date}.md").with_suffix(".json")

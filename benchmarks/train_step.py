@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, describe_surroundings, write_result
+from common import HERE, RESULTS, report_runs
 from turns import Player, PlayerError, take_turns
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -73,13 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = run_all(plan)
     by_workload = {name: [run for run in runs if run["workload"] == name] for name in plan.workloads}
     body = "\n\n".join(f"## {name}\n\n{table(own)}\n\n{profile(own)}" for name, own in by_workload.items())
-    print(body)
-    results = options.results or (None if quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "runs": runs}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
-    return 0 if all(run["error"] is None for run in runs) else 1
+    return report_runs(THEME, PACKAGES, body, runs, options.results or (None if quick else RESULTS))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

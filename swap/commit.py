@@ -14,7 +14,9 @@ The order of a commit. (1) fdatasync of every data file: what the manifest promi
 fsync of the directory: the commit; before it the old one holds, after it the new. (4) unlink of the old manifest, fsync
 of the directory: only now may the old extents be written over, because only now can nobody fall back to them.
 Several stores that must commit together or not at all do (1) and (2), `prepare`, agree, do (3), `publish`, agree, and
-do (4), `retire`: as long as one of them may lack the new commit, all of them still have the old one.
+do (4), `retire`: as long as one of them may lack the new commit, all of them still have the old one. If one could not
+publish, all look whether they have (`is_published`); unless all have, all take it back (`withdraw`). It is nobody's as
+soon as one of them has made sure that it lacks it, because what not all have is never gone on from.
 
 Keep both marks. The mark of the last acknowledged commit, and that of the one being written, are kept until `write`
 returns; then the older is released. If `write` raises, both are kept until a later `write` returns. After an error that
@@ -69,6 +71,8 @@ class CommitStore:
         self._failed: BaseException | None = None
         self._for_good = False  # failed so that no look at the directory can tell which manifest holds
         self._prepared: Manifest | None = None
+        self._published = False  # what was prepared; durably
+        self._leftover: int | None = None  # a generation given up, whose manifest may be there all the same
 
     @property
     def latest(self) -> Manifest | None:
@@ -170,13 +174,29 @@ class CommitStore:
         packed = format_of.pack(manifest)
         space.make_durable()
         self._files.write_new(packed)
-        self._prepared = manifest
+        self._prepared, self._published = manifest, False
 
-    def withdraw(self) -> None:
-        """Give up what was prepared; the commit before holds. Nothing happens if nothing was."""
-        if self._prepared is not None:
-            self._prepared = None
+    def withdraw(self) -> bool:
+        """Give up what was prepared, published or not; return whether it is durably not there. Waits for the drive.
+
+        False: this store's manifest of it may be there, or may yet appear. It is removed before the next commit, which
+        is refused as long as that cannot be done.
+        """
+        manifest = self._demand_prepared()
+        try:
+            there = self._look()
+            if there:
+                with self._in_doubt():
+                    self._files.remove(manifest.generation)
+                with self._in_doubt(for_good=True):
+                    self._files.sync()
+        except SwapError:
+            self._prepared, self._leftover = None, manifest.generation
+            return False
+        with contextlib.suppress(SwapError):  # it does not count, and whoever writes the next one replaces it
             self._files.drop_new()
+        self._failed = self._prepared = None
+        return True
 
     def publish(self) -> None:
         """The second part of `write`: what was prepared is committed, and the commit before still there."""
@@ -185,6 +205,17 @@ class CommitStore:
             self._files.publish_new(manifest.generation)
         with self._in_doubt(for_good=True):
             self._files.sync()
+        self._published = True
+
+    def is_published(self) -> bool:
+        """Whether it is known that what was prepared is durably committed; `publish` may have raised. Waits."""
+        try:
+            there = self._look()
+        except SwapError:
+            return False
+        if there:
+            self._published, self._failed = True, None
+        return there
 
     def retire(self) -> Manifest:
         """The last part of `write`: remove the commit before, whose extents may be written over from now on."""
@@ -206,18 +237,11 @@ class CommitStore:
         """
         if self._failed is None:
             raise ValueError("there is no doubt which commit holds")
-        late = len(self._system.late())
-        if self._for_good or late:
-            reason = f"; {late} calls are not answered yet" if late else ""
-            raise SwapError(f"it is not known which commit holds after this: {self._failed}{reason}") from self._failed
         manifest = self._demand_prepared()
-        with self._in_doubt(for_good=True):
-            self._files.sync()  # what is seen from here on is durable
-        found = self._files.found()
-        if manifest.generation not in found:
-            self._files.drop_new()
-            self._failed = self._prepared = None
+        if not self._look():
+            self.withdraw()
             return None
+        found = self._files.found()
         if self._latest is not None and self._latest.generation not in found:
             self._latest = None
         self.retire()
@@ -228,6 +252,18 @@ class CommitStore:
         """Say that it is not known which commit holds: another store may or may not have published its part."""
         self._failed = self._failed or error
         self._for_good = True
+
+    def _look(self) -> bool:
+        """Whether what was prepared is published, durably. Raises SwapError if that cannot be found out, or not yet."""
+        if self._failed is None:
+            return self._published
+        late = len(self._system.late())
+        if self._for_good or late:
+            reason = f"; {late} calls are not answered yet" if late else ""
+            raise SwapError(f"it is not known which commit holds after this: {self._failed}{reason}") from self._failed
+        with self._in_doubt(for_good=True):
+            self._files.sync()  # what is seen from here on is durable
+        return self._demand_prepared().generation in self._files.found()
 
     def _demand_prepared(self) -> Manifest:
         if self._prepared is None:
@@ -245,6 +281,16 @@ class CommitStore:
             raise
 
     def _check(self, generation: int) -> None:
+        if late := len(self._system.late()):
+            raise SwapError(f"no commit is possible yet: {late} calls on {self.directory!r} are not answered")
+        if self._leftover is not None and not self._for_good:
+            with self._in_doubt(for_good=True):
+                self._files.sync()
+            if self._leftover in self._files.found():
+                self._files.remove(self._leftover)
+                with self._in_doubt(for_good=True):
+                    self._files.sync()
+            self._leftover = self._failed = None
         if self._failed is not None:
             raise SwapError(f"no commit is possible after this: {self._failed}") from self._failed
         if not self._settled:

@@ -34,13 +34,15 @@ class PatientSystemCalls(SystemCalls):
         self._system = system or SystemCalls()
         self._seconds = seconds
         self._given_up: list[threading.Thread] = []
+        self._lock = threading.Lock()  # of that list: two drives may be silent at once
         for name in ("close", "fallocate", "truncate", "free_bytes", "lock", "sleep"):
             setattr(self, name, getattr(self._system, name))
 
     def late(self) -> Sequence[threading.Thread]:
         """Those of the calls given up that the drive has not answered yet."""
-        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
-        return tuple(self._given_up)
+        with self._lock:
+            self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+            return tuple(self._given_up)
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """Open a file and return its descriptor. One that is opened too late stays open: nobody can close it."""
@@ -91,7 +93,8 @@ class PatientSystemCalls(SystemCalls):
             return answer[0]
         if raised:
             raise raised[0]
-        self._given_up.append(thread)
+        with self._lock:
+            self._given_up.append(thread)
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 from swap.backends.base import Backend
 from swap.blocks import align_up
+from swap.durability import sync_files
 from swap.engine import Engine, OnDone, make_backend
 from swap.errors import DirectIOWarning, SwapClosedError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator, Piece
@@ -226,18 +227,14 @@ class SwapSpace:
         self.make_durable()
 
     def make_durable(self) -> None:
-        """Wait until every write that was done before is durable, and waits for no other.
+        """Wait until every write that was done before is durable, and waits for no other. All devices at once.
 
         Raises SwapIOError, and then whenever it is called: see `SwapFile.sync`.
         """
         with self._lock:
             self._check_open()
-        for file in self._files:
-            file.sync()
-        if not self._named:  # a file's name is not part of the file
-            for file in self._files:
-                file.sync_name()
-            self._named = True
+        sync_files(self._files, names=not self._named)  # a file's name is not part of the file
+        self._named = True
 
     def statistics(self) -> SpaceStatistics:
         """The space at this instant."""

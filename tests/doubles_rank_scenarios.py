@@ -150,6 +150,7 @@ def trained(
         "norm": None if optimizer.grad_norm is None else float(optimizer.grad_norm),
         "weights": weights,
         "masters": masters,
+        "waited": (statistics.total.rank_seconds, statistics.total.stall_seconds),
         "tiers": {tier.name: (tier.budget, tier.reserved, tier.high_water) for tier in statistics.tiers},
         "left": [path.name for path in directory.glob(f"rank_{rank:05d}*")],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 120.0  # seconds for all jobs of a call together
 STALL = 20.0  # seconds the ranks wait for each other
+# Scenarios of other people's models, and what they import.
+IMPORTS = {
+    "plain_llama": "transformers.models.llama.modeling_llama",
+    "lora": "peft",
+    "mixture": "transformers.models.mixtral.modeling_mixtral",
+}
 
 
 @dataclass
@@ -68,6 +75,7 @@ def values(reports: list[Report | None]) -> list[Any]:
 
 
 def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) -> None:
+    import doubles_rank_commits as commits
     import doubles_rank_devices as on_devices
     import doubles_rank_idioms as idioms
     import doubles_rank_scenarios as scenarios
@@ -78,7 +86,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     wait = dt.timedelta(seconds=STALL)
     store = directory / f"{number}.store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
-    known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS
+    known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS | commits.SCENARIOS
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)
@@ -93,9 +101,11 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
 
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
     # Once for all ranks, and not within the time that they have for an answer: what the first step would import.
-    for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba"):
+    own = {IMPORTS[name] for _, names in jobs for name in names if name in IMPORTS}
+    for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba", *own):
         with contextlib.suppress(ModuleNotFoundError):  # numba need not be there
             importlib.import_module(name)
+    gc.freeze()  # no rank looks through all that, which would copy its memory
 
     until = time.monotonic() + limit
     for number, (size, names) in enumerate(jobs):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.overlap import Cause, EdgeUse, Wait, explain_stalls
-from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
+from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 
 PAGE = "unit 3 param tile 0"
 READ, WRITE = "swap->host", "host->swap"
@@ -62,6 +62,25 @@ def test_waiting_while_the_update_computes_is_put_down_to_it() -> None:
 def test_waiting_for_an_update_that_waits_for_its_tiles_lacks_bandwidth() -> None:
     wait = only_wait(stall(5.0, 6.0), move(UPDATE_LANE, 5.0, 5.1), move(READ, 5.0, 5.9))
     assert (wait.edge, wait.cause) == (READ, Cause.BANDWIDTH)
+
+
+def rank_stall(start: float, end: float) -> Event:
+    return Event(STALL, COMPUTE_LANE, start, end, {"waits": (), "for": RANKS_LANE})
+
+
+def test_ranks_that_were_waited_for_are_put_down_to_them() -> None:
+    wait = only_wait(rank_stall(5.0, 6.0), move(RANKS_LANE, 5.2, 6.0, "gather a"), move(READ, 5.0, 6.0))
+    assert (wait.edge, wait.cause) == (RANKS_LANE, Cause.RANKS)
+    assert only_wait(rank_stall(5.0, 6.0)).cause is Cause.RANKS
+
+
+def test_ranks_that_were_waited_for_because_of_this_ranks_own_disk_are_not() -> None:
+    wait = only_wait(rank_stall(5.0, 6.0), move(RANKS_LANE, 5.9, 6.0, "gather a"), move(READ, 5.0, 5.9))
+    assert (wait.edge, wait.cause) == (READ, Cause.BANDWIDTH)
+
+
+def test_a_page_that_was_waited_for_while_ranks_exchanged_is_not_put_down_to_them() -> None:
+    assert only_wait(stall(5.0, 6.0, PAGE), move(RANKS_LANE, 5.0, 6.0, "reduce a")).cause is Cause.OTHER
 
 
 def test_what_nothing_explains_is_said_to_be_unexplained() -> None:

@@ -7,7 +7,8 @@ How a cause is found. A stall names the pages that were waited for; a move that 
 stall is what it waited for. If an update kernel ran for most of the stall and none of the moves did, the update was
 the slower. If the move began late in the stall and write-backs were going on until then, room had to be made first: the
 budget. If the move's edge had been idle just before the stall, the move could have begun then: look-ahead. Otherwise
-the edge was busy all along: bandwidth.
+the edge was busy all along: bandwidth. Where ranks were waited for, it was them if they were at it for most of the
+stall (then the announcement had been made, and this rank's own pages were there), or if nothing else explains it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
+from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 
 _MOSTLY = 0.5  # share of a stall
 _BUSY = 0.7  # share of the time before a stall above which an edge counts as busy
@@ -31,6 +32,7 @@ class Cause(enum.Enum):
     LOOK_AHEAD = "looking further ahead would have prevented: the edge had been idle just before"
     BUDGET = "a larger budget would have prevented: bytes had to be written back to make room first"
     UPDATE = "a faster update, or another schedule, would have prevented: its kernel ran meanwhile"
+    RANKS = "ranks that are as far, or a faster connection, would have prevented: all ranks did something together"
     OTHER = "no move and no kernel explains"
 
 
@@ -168,19 +170,22 @@ def _explain(stall: Event, lanes: dict[str, _Lane]) -> tuple[str, Cause]:
     ]
     # What ended last is what was waited for.
     lane, move = max(carrying, key=lambda found: found[1].end, default=(None, None))
+    together, for_ranks = lanes.get(RANKS_LANE), stall.details.get("for") == RANKS_LANE
+    if for_ranks and together is not None and together.covered(stall.start, stall.end) >= _MOSTLY * length:
+        return RANKS_LANE, Cause.RANKS
     kernels = lanes.get(UPDATE_LANE)
     updating = kernels.covered(stall.start, stall.end) / length if kernels is not None and length > 0 else 0.0
     if lane is None or move is None:
         if updating >= _MOSTLY:
             return "", Cause.UPDATE
         busiest = max(
-            (one for name, one in lanes.items() if name != UPDATE_LANE),
+            (one for name, one in lanes.items() if name not in (UPDATE_LANE, RANKS_LANE)),
             key=lambda one: one.covered(stall.start, stall.end),
             default=None,
         )
         if busiest is not None and length > 0 and busiest.covered(stall.start, stall.end) / length >= _MOSTLY:
             return busiest.name, Cause.BANDWIDTH  # an update was waited for, and that waited for its tiles
-        return "", Cause.OTHER
+        return (RANKS_LANE, Cause.RANKS) if for_ranks else ("", Cause.OTHER)
     if move.start > stall.start + _LATE * length and _making_room(move, stall, lanes):
         return move.lane, Cause.BUDGET
     before = stall.start - length

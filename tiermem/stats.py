@@ -71,9 +71,10 @@ class EdgeStatistics:
 class StepStatistics:
     """What happened in one step, or in all of a run.
 
-    `stall_seconds`: how long the compute thread waited for moves. `cache_hits` and `cache_misses`: leases whose page
-    was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages forgotten.
-    `held_frames`: frames that could not be reused when released, because somebody still looked at them.
+    `stall_seconds`: how long the compute thread waited for moves, updates and ranks; `rank_seconds`: the part of it for
+    what all ranks do together, from when it was waited for until it had come. `cache_hits` and `cache_misses`: leases
+    whose page was there, or had to be waited for. `evictions`: copies given up to make room. `discards`: pages
+    forgotten. `held_frames`: frames that could not be reused when released, because somebody still looked at them.
     `speculated`: steps in which units were updated before `step()`, so that it could be undone; `confirmed`: those of
     them that counted; `redone`: those undone and updated again with what `step()` asked for. The rest were undone and
     dropped.
@@ -89,6 +90,7 @@ class StepStatistics:
     speculated: int = 0
     confirmed: int = 0
     redone: int = 0
+    rank_seconds: float = 0.0
     edges: tuple[EdgeStatistics, ...] = ()
 
     def edge(self, name: str) -> EdgeStatistics:
@@ -158,6 +160,8 @@ class Statistics:
         rows = [["", *titles]]
         rows.append(["seconds", *(f"{span.seconds:.3f}" for span in spans)])
         rows.append(["stall seconds", *(f"{span.stall_seconds:.3f}" for span in spans)])
+        if any(span.rank_seconds for span in spans):
+            rows.append(["of them for ranks", *(f"{span.rank_seconds:.3f}" for span in spans)])
         for name in dict.fromkeys(edge.name for span in spans for edge in span.edges):
             edges = [span.edge(name) for span in spans]
             rows.append([f"{name} bytes", *(format_bytes(edge.nbytes) for edge in edges)])
@@ -223,15 +227,17 @@ class _Edge:
 class _Tally:
     """The open span; changed in place, because every lease is counted. The names are those of `StepStatistics`."""
 
-    __slots__ = ("counts", "stall_seconds")
+    __slots__ = ("counts", "rank_seconds", "stall_seconds")
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.stall_seconds = 0.0
+        self.rank_seconds = 0.0
 
     def frozen(self, seconds: float, edges: tuple[EdgeStatistics, ...]) -> StepStatistics:
         """What was counted, and how long it took."""
-        return StepStatistics(seconds=seconds, stall_seconds=self.stall_seconds, edges=edges, **self.counts)
+        stalled, for_ranks = self.stall_seconds, self.rank_seconds
+        return StepStatistics(seconds, stalled, rank_seconds=for_ranks, edges=edges, **self.counts)
 
 
 class Counters:
@@ -285,19 +291,26 @@ class Counters:
         confirmed: int = 0,
         redone: int = 0,
         stall_seconds: float = 0.0,
+        rank_seconds: float = 0.0,
     ) -> None:
         """Add to the present span; see `StepStatistics` for what each number means."""
         with self._lock:
             counts = self._open.counts
-            counts["cache_hits"] += cache_hits
-            counts["cache_misses"] += cache_misses
-            counts["evictions"] += evictions
-            counts["discards"] += discards
-            counts["held_frames"] += held_frames
-            counts["speculated"] += speculated
-            counts["confirmed"] += confirmed
-            counts["redone"] += redone
+            if cache_hits:
+                counts["cache_hits"] += cache_hits
+            if cache_misses:
+                counts["cache_misses"] += cache_misses
+            if evictions:
+                counts["evictions"] += evictions
+            if discards:
+                counts["discards"] += discards
+            if held_frames or speculated or confirmed or redone:
+                counts["held_frames"] += held_frames
+                counts["speculated"] += speculated
+                counts["confirmed"] += confirmed
+                counts["redone"] += redone
             self._open.stall_seconds += stall_seconds
+            self._open.rank_seconds += rank_seconds
 
     def begin_step(self) -> None:
         """Say that a step begins now: what was counted since the last step closed goes into the total only."""

@@ -22,7 +22,10 @@ UPDATE_LANE = "update"
 RANKS_LANE = "ranks"
 STEP_LANE = "steps"
 STALL = "stall"
-"""The name of the event in which the computation waited; its detail `waits` names the pages, none for a task."""
+"""The event in which the computation waited; its detail `waits` names the pages, none for a task.
+
+Where all ranks were waited for, its detail `for` is RANKS_LANE.
+"""
 
 _NO_DETAILS: Mapping[str, object] = {}
 

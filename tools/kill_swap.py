@@ -10,12 +10,8 @@ only. Guarantees an exit status of 1, and the directory left for inspection, as 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +22,7 @@ import swap
 from swap.commit import CommitStore
 from swap.generations import Generations, Mark
 from swap.recovery import find_leftovers, recover
+from tools.lives import live, tell
 
 KEYS = tuple(f"tile{index}" for index in range(12))
 UNIT = 4096
@@ -113,45 +110,21 @@ def child(directories: Sequence[Path], last: int) -> None:
     tell("finished")
 
 
-def tell(line: str) -> None:
-    """One system call, so that a line is told whole or not at all."""
-    os.write(1, f"{line}\n".encode())
-
-
-def one_life(directories: Sequence[Path], last: int, *, seconds: float, working: bool) -> list[str]:
-    """Let a child live `seconds`, counted from when it has resumed if `working`; return what it told."""
-    arguments = [sys.executable, __file__, "--child", str(last), *map(str, directories)]
-    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as errors:
-        with subprocess.Popen(arguments, stdout=told, stderr=errors) as process:
-            while working and process.poll() is None and not os.fstat(told.fileno()).st_size:
-                time.sleep(0.002)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        told.seek(0)
-        errors.seek(0)
-        lines = told.read().decode().splitlines()
-        if process.returncode not in (0, -signal.SIGKILL):
-            raise SystemExit(f"a child failed with status {process.returncode}: {lines}\n{errors.read().decode()}")
-    return lines
-
-
 def torture(directories: Sequence[Path], *, kills: int, seed: int) -> str:
     """Kill `kills` times, then let it finish and compare. Returns what happened, in words. Raises SystemExit."""
     dice = random.Random(seed)  # noqa: S311 - reproducible instants, not a secret
     acknowledged, resumes, started = -1, 0, time.monotonic()
     for _ in range(kills):
         working = dice.random() < WORKING  # the others die somewhere in starting, opening, verifying, resuming
-        told = one_life(directories, 1 << 60, seconds=dice.uniform(0, LARGEST_PAUSE), working=working)
-        for line in told:
+        life = live(lambda: child(directories, 1 << 60), seconds=dice.uniform(0, LARGEST_PAUSE), working=working)
+        for line in life.lines:
             word, _, number = line.partition(" ")
             resumes += word == "resumed"
             if int(number) < acknowledged:
                 raise SystemExit(f"generation {acknowledged} was acknowledged, then {line!r}")
             acknowledged = int(number)
     last = acknowledged + 3
-    told = one_life(directories, last, seconds=600, working=False)
+    told = live(lambda: child(directories, last), seconds=None, working=False).lines
     if told[-2:] != [f"committed {last}", "finished"]:
         raise SystemExit(f"expected the last child to finish generation {last}, found {told[-2:]}")
     run = Run(directories)  # compares every byte with the undisturbed run
@@ -164,16 +137,12 @@ def torture(directories: Sequence[Path], *, kills: int, seed: int) -> str:
 def main() -> None:
     """Parse the command line; see the top of this file."""
     parser = argparse.ArgumentParser(description="Kill a committing process at random instants and compare.")
-    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directories", type=int, default=2)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child is not None:
-        child(arguments.paths, arguments.child)
-        return
-    directories = [arguments.paths[0] / f"drive{index}" for index in range(arguments.directories)]
+    directories = [arguments.directory / f"drive{index}" for index in range(arguments.directories)]
     for directory in directories:
         directory.mkdir(parents=True, exist_ok=True)
     print(torture(directories, kills=arguments.kills, seed=arguments.seed))

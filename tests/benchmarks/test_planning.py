@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("prediction", ("configurations within 10 %", "| measured s | predicted s | error |"), 3),
         ("cache_by_plan", ("least possible", "| read / LRU |"), 4),
+        ("auto_rules", ("simulated cases paged", "| rule |"), 2),
+        ("planning", ("64 GPUs", "| processor s |"), 6),
     ],
 )
 def test_quick(script: str, words: tuple[str, ...], rows: int, tmp_path: Path) -> None:

@@ -1,28 +1,25 @@
-"""`tiermem train` with the real core under it, in a process of its own."""
+"""`tiermem train` with the real core under it, in a process of its own: forked, but for the one that is killed."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from doubles_command import Commands
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
-def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tiermem", "train", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-
-
 @pytest.mark.parametrize("update", ["backward", "forward", "step"])
-def test_a_model_beyond_its_budget_learns(tmp_path: Path, update: str) -> None:
-    done = run_train(
-        *("--model", "llama-5m", "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "2e-3", "--json"),
+def test_a_model_beyond_its_budget_learns(commands: Commands, tmp_path: Path, update: str) -> None:
+    done = commands.run(
+        *("train", "--model", "llama-5m", "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "2e-3", "--json"),
         *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", update),
     )
     assert done.returncode == 0, done.stderr
@@ -36,12 +33,25 @@ def test_a_model_beyond_its_budget_learns(tmp_path: Path, update: str) -> None:
     assert list(tmp_path.iterdir()) == [], "swap files were left behind"
 
 
-def test_vertical_accumulation_has_the_same_losses_and_reads_less(tmp_path: Path) -> None:
+def test_vertical_accumulation_has_the_same_losses_and_reads_less(commands: Commands, tmp_path: Path) -> None:
     """And 8-bit moments on top of it."""
     found = []
     for vertical in ([], ["--vertical"]):
-        done = run_train(
-            *("--model", "llama-5m", "--steps", "3", "--batch", "1", "--seq", "32", "--accumulate", "4", "--json"),
+        done = commands.run(
+            *(
+                "train",
+                "--model",
+                "llama-5m",
+                "--steps",
+                "3",
+                "--batch",
+                "1",
+                "--seq",
+                "32",
+                "--accumulate",
+                "4",
+                "--json",
+            ),
             *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", "forward", "--moments", "int8"),
             *vertical,
         )
@@ -51,11 +61,11 @@ def test_vertical_accumulation_has_the_same_losses_and_reads_less(tmp_path: Path
     assert found[1][-1]["bytes_read"] < 0.6 * found[0][-1]["bytes_read"]
 
 
-def test_offloaded_activations_give_the_same_losses(tmp_path: Path) -> None:
+def test_offloaded_activations_give_the_same_losses(commands: Commands, tmp_path: Path) -> None:
     losses = []
     for more in ([], ["--offload-activations", "--gradient-checkpointing"]):
-        done = run_train(
-            *("--model", "llama-5m", "--steps", "2", "--batch", "2", "--seq", "256", "--json"),
+        done = commands.run(
+            *("train", "--model", "llama-5m", "--steps", "2", "--batch", "2", "--seq", "256", "--json"),
             *("--host-memory", "16MiB", "--swap-dir", str(tmp_path), *more),
         )
         assert done.returncode == 0, done.stderr
@@ -63,8 +73,10 @@ def test_offloaded_activations_give_the_same_losses(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_an_impossible_budget_is_one_line(tmp_path: Path) -> None:
-    done = run_train("--model", "llama-tiny", "--steps", "1", "--host-memory", "4KiB", "--swap-dir", str(tmp_path))
+def test_an_impossible_budget_is_one_line(commands: Commands, tmp_path: Path) -> None:
+    done = commands.run(
+        "train", "--model", "llama-tiny", "--steps", "1", "--host-memory", "4KiB", "--swap-dir", str(tmp_path)
+    )
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("tiermem: ")
@@ -73,52 +85,45 @@ def test_an_impossible_budget_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--update", "--param-dtype", "--host-memory"])
-def test_an_unknown_word_is_one_line(tmp_path: Path, option: str) -> None:
-    done = run_train("--model", "llama-tiny", "--swap-dir", str(tmp_path), option, "nonsense")
+def test_an_unknown_word_is_one_line(commands: Commands, tmp_path: Path, option: str) -> None:
+    done = commands.run("train", "--model", "llama-tiny", "--swap-dir", str(tmp_path), option, "nonsense")
     assert done.returncode == 1
     assert "nonsense" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_config_json_of_another_architecture(tmp_path: Path) -> None:
+def test_a_config_json_of_another_architecture(commands: Commands, tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 256, "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run_train("--model", str(tmp_path), "--steps", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
+    done = commands.run(
+        "train", "--model", str(tmp_path), "--steps", "2", "--seq", "32", "--host-memory", "4MiB", "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["steps"]) == 2
 
 
-def test_a_training_is_resumed_where_it_was_committed(tmp_path: Path) -> None:
+def test_a_training_is_resumed_where_it_was_committed(commands: Commands, tmp_path: Path) -> None:
     common = ("--model", "llama-tiny", "--batch", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
-    steps = 600  # far more than there are between two looks at the progress
+    steps = 120  # far more than are done between two looks at the directory
     for name in ("plain", "run"):
         (tmp_path / name).mkdir()
-    plain = run_train(*common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
+    plain = commands.run("train", *common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
     losses = [step["loss"] for step in json.loads(plain.stdout)["steps"]]
     run = str(tmp_path / "run")
     command = [sys.executable, "-m", "tiermem", "train", *common, "--steps", str(steps), "--swap-dir", run]
-    with subprocess.Popen(
-        [*command, "--commit-every", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            step = re.search(r"step (\d+)/", line)
-            if step is not None and int(step[1]) >= 4:
-                process.kill()
-    resumed = run_train(*common, "--steps", str(steps), "--swap-dir", run, "--resume")
+    with subprocess.Popen([*command, "--commit-every", "2"], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+        while process.poll() is None and not list((tmp_path / "run").glob("*.manifest")):
+            time.sleep(0.01)
+        process.kill()
+    resumed = commands.run("train", *common, "--steps", str(steps), "--swap-dir", run, "--resume")
     found = [step["loss"] for step in json.loads(resumed.stdout)["steps"]]
     assert 1 <= len(found) <= steps - 2
     assert found == losses[-len(found) :]
-    again = run_train(*common, "--steps", str(steps), "--swap-dir", run)
+    again = commands.run("train", *common, "--steps", str(steps), "--swap-dir", run)
     assert again.returncode == 1
     assert "committed run" in again.stderr
-    assert json.loads(run_tiermem("snapshot", "list", run, "--json").stdout)["step"] == steps
-    verified = run_tiermem("snapshot", "verify", run, "--json")
+    assert json.loads(commands.run("snapshot", "list", run, "--json").stdout)["step"] == steps
+    verified = commands.run("snapshot", "verify", run, "--json")
     assert verified.returncode == 0
     report = json.loads(verified.stdout)
     assert (report["step"], report["verified"], report["damaged"]) == (steps, True, [])
-
-
-def run_tiermem(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tiermem", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -66,6 +66,7 @@ def kill_rank_1(program: subprocess.Popen[str], directory: Path) -> None:
     raise AssertionError("rank 1 was not found")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(tmp_path: Path) -> None:
     model, swap = tmp_path / "config.json", tmp_path / "swap"

@@ -550,3 +550,41 @@ def test_saving_takes_up_what_was_in_use_when_it_began(make: Any) -> None:
         lease.release()
         house.pager.check_invariants()
     assert saved.result(timeout=20) == "done"
+
+
+def test_a_lease_given_back_where_everything_fits_reaches_whoever_waits_for_it(make: Any) -> None:
+    house = make(8)
+    house.add(2)
+    for number in (0, 1):
+        house.fill(number, number)
+    for _ in range(20):
+        held = house.pager.lease([key(0)], WRITE)
+        pending = house.pager.start_lease([key(0)], READ)
+        held.release()
+        pending.wait().release()
+        house.pager.flush()  # so that no write of another page ends meanwhile
+        held = house.pager.lease([key(1)], WRITE)
+        saved = house.pager.start_save([key(0).kind], lambda: "done")
+        house.pager.check_invariants()
+        held.release()
+        assert saved.result(10) == "done"
+
+
+@pytest.mark.parametrize("intent", [READ, WRITE])
+def test_a_coroutine_has_what_is_there_without_waiting(make: Any, intent: Intent) -> None:
+    house = make(8)
+    house.add(1)
+    house.fill(0, 7)
+
+    async def asks() -> int:
+        coroutine = house.pager.acquire([key(0)], intent)
+        with pytest.raises(StopIteration) as ended:
+            coroutine.send(None)  # it never suspends
+        lease = ended.value.value
+        value = int(lease.tensor(key(0))[0])
+        lease.release()
+        return value
+
+    assert house.pager.wait_for(house.pager.start_task(asks())) == 7
+    house.pager.check_invariants()
+    assert house.pager.residency()[key(0)][1] is False

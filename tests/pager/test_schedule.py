@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tiermem.pager.agenda import _FIRST
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import _FIRST, Forecast, schedule_of
+from tiermem.pager.schedule import Forecast, schedule_of
 
 KEYS = [PageKey(unit, Kind.PARAM) for unit in range(8)]
 ACCESSES = st.lists(st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS)), min_size=1, max_size=30)

@@ -324,7 +324,7 @@ def test_a_capacity_error_names_tier_bytes_budget_mark_and_holders() -> None:
     for part in ("HOST has no room for 20 bytes", "budget 30", "high-water mark 30", "unit 0 param tile 0: 10"):
         assert part in str(demand.error)
     held.give_back()
-    assert bench.residency.census.held[HOST] == 0
+    assert bench.residency.census.held(HOST) == 0
 
 
 def test_a_page_that_never_fits_is_refused_when_it_is_made_known() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -20,9 +19,9 @@ from tiermem.planner.design import Design, PlanSettings, least_host_memory, make
 from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device, Drive, Host, Machine
 from tiermem.planner.simulate import simulate
-from tiermem.planner.workload import UnitWork, Workload, coarsened, order_of, transformer
+from tiermem.planner.workload import UnitWork, Workload, order_of, transformer
 from tiermem.planner.world import World
-from tiermem.zero3.order import Access, Phase
+from tiermem.zero3.order import Phase
 
 MIB = 1 << 20
 MACHINE = Machine(
@@ -230,15 +229,3 @@ def test_a_transformer_has_the_parameters_asked_for(parameters: int) -> None:
     work = transformer(parameters, batch=1, seq=128)
     assert work.parameters == parameters
     assert all(unit.numel > 0 for unit in work.units)
-
-
-def test_joining_units_keeps_their_sums() -> None:
-    work = transformer(10**12, batch=1, seq=128)
-    joined = coarsened(work, 40)
-    assert len(joined.units) <= 45
-    assert joined.parameters == work.parameters
-    assert sum(unit.flops for unit in joined.units) == pytest.approx(sum(unit.flops for unit in work.units))
-    assert joined.order == order_of([(number, number > 0) for number in range(len(joined.units))])
-    assert coarsened(joined, 60) is joined
-    assert Access(0, Phase.BACKWARD) not in joined.order
-    assert all(one is not other for one, other in itertools.pairwise(joined.units))

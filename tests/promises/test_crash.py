@@ -378,6 +378,7 @@ def test_a_full_disk_is_found_before_anything_is_changed(tmp_path: Path, monkeyp
 # Kills
 
 
+@pytest.mark.long
 def test_a_killed_run_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "kill_training.py"), str(tmp_path), "--kills", "6", "--steps", "24"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)

@@ -58,8 +58,8 @@ GROWTH = """
     import gc, sys, psutil, torch, tiermem
     torch.set_num_threads(1)
     process = psutil.Process()
-    width, budget, depth = (256, "1MiB", 5) if sys.argv[4] != "commits" else (128, "256KiB", 3)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))  # more than the budget holds
+    width, budget = (256, "1MiB") if sys.argv[4] != "commits" else (64, "128KiB")
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))  # more than the budget holds
     config = tiermem.Config(
         host_memory=budget, swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=sys.argv[2]
     )
@@ -87,6 +87,7 @@ GROWTH = """
             train(4)
         before = train(10)
         after = train(steps)
+        assert runtime.statistics().last.bytes_read > 0, "everything was kept in memory"
         runtime.close(remove=True)
     print(*(late - early for early, late in zip(before, after)))
     """
@@ -100,6 +101,7 @@ def run(code: str, *arguments: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_two_hundred_steps_grow_nothing(update, tmp_path):
     """2 MiB: one tensor of 256 KiB (a weight, or the state of a tile) kept every 25 steps would show.
@@ -113,6 +115,7 @@ def test_two_hundred_steps_grow_nothing(update, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_thousand_steps_with_commits_grow_nothing(tmp_path):
     """As above: a part of what each commit holds (its record, its manifest, its marks), kept each time, would show."""
     rss, threads, descriptors = run(GROWTH, str(tmp_path), "backward", "1000", "commits")
@@ -161,6 +164,7 @@ CYCLES = """
     """
 
 
+@pytest.mark.long
 def test_a_hundred_runs_one_after_the_other_leave_nothing(tmp_path):
     """Each run maps 1 MiB of host memory and some buffers; keeping 80 KiB of each would show."""
     rss, threads, descriptors = run(CYCLES, str(tmp_path))

@@ -44,6 +44,7 @@ def small_torch() -> None:
         pytest.skip(f"importing this build of torch takes {int(found.stdout) // MIB} MiB; a CPU build takes 330")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_torch")
 def test_half_a_billion_parameters_train_in_one_gibibyte(tmp_path: Path) -> None:
     """8.6 GB of AdamW state, all of the process within 1 GiB: interpreter, libraries, activations, budget."""
@@ -102,6 +103,7 @@ if runtime is not None:
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_torch")
 def test_a_sequence_that_plain_training_cannot_hold_trains_with_offloaded_activations(tmp_path: Path) -> None:
     limit = 720 * MIB

@@ -15,6 +15,8 @@ import torch
 from doubles_ranks import Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
+pytestmark = pytest.mark.long
+
 SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
@@ -171,6 +173,12 @@ def test_each_rank_keeps_its_part(reports):
     assert sizes[4] < sizes[3] < sizes[2]
     pages = 7 * 4 * 2 * 4096  # units x pages of each x copies
     assert 4 * (sizes[4] - pages) <= 2 * sizes[2] <= 4 * sizes[4]
+
+
+def test_waiting_for_the_others_is_counted(reports):
+    for found in values(reports[2, "odd"]):
+        for_ranks, stalled = found["waited"]
+        assert 0 < for_ranks <= stalled
 
 
 # What goes wrong

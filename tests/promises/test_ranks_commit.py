@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
+from doubles_rank_commits import EIO, PLACES, STEPS, STRUCK
 from doubles_ranks import Reports, run_jobs, values
+
+pytestmark = pytest.mark.long
 
 WHEN = ("prepared", "published", "agreed")
 
@@ -12,7 +18,9 @@ WHEN = ("prepared", "published", "agreed")
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     killed = [(2, [f"{what}_{when}"]) for when in WHEN for what in ("killed", "resumed")]
+    doubts = [f"{what}_{place}" for place in PLACES for what in ("doubtful", "settled")]
     jobs = [(2, ["undisturbed", "one_cannot_commit"]), *killed, (3, ["other_sizes"]), (1, ["other_sizes"])]
+    jobs.append((2, ["five_steps", *doubts]))
     return run_jobs(tmp_path_factory.mktemp("commits"), jobs)
 
 
@@ -50,3 +58,69 @@ def test_a_commit_of_another_number_of_ranks_is_not_overlooked(reports, size):
         assert report.error is not None
         assert report.error[0] == "ResumeError"
         assert "2 ranks" in report.error[1]
+
+
+def both(reports: Reports, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    first, second = values(reports[2, f"doubtful_{place}"])
+    assert first["held"] == second["held"], "two ranks believe in different commits"
+    assert [bool(each) for each in first["told"]] == [bool(each) for each in second["told"]]
+    return first, second
+
+
+def check_goes_on(reports: Reports, place: str, begun: int) -> None:
+    """What was left is gone on from at this step, on both ranks, with the bits of a run that nothing happened to."""
+    undisturbed = values(reports[2, "five_steps"])
+    for found, expected in zip(values(reports[2, f"settled_{place}"]), undisturbed, strict=True):
+        assert found["begun"] == begun
+        assert found["losses"] == expected["losses"][begun:]
+        for name, weights in expected["weights"].items():
+            assert torch.equal(found["weights"][name], weights), name
+
+
+@pytest.mark.parametrize("place", ["rename", "rename_of_both", "rename_and_taking_back", "rename_silent"])
+def test_a_commit_that_one_rank_has_not_published_is_taken_back_by_all(reports, place):
+    """Also where the one that has it cannot take it back at once, and where the name may yet change, long after."""
+    first, second = both(reports, place)
+    assert first["held"] == [1, 1, 3, 4]
+    reason = "ETIMEDOUT" if place == "rename_silent" else os.strerror(EIO)
+    told = second["told"][STRUCK - 1]
+    assert told.startswith("SwapIOError: rename")
+    assert reason in told
+    expected = "SwapIOError" if place == "rename_of_both" else "TiermemError: another rank could not publish a commit"
+    assert first["told"][STRUCK - 1].startswith(expected)
+    assert reason in first["told"][STRUCK - 1]
+    check_goes_on(reports, place, STEPS)
+
+
+@pytest.mark.parametrize("place", ["rename_happened", "unlink", "unlink_happened"])
+def test_a_commit_that_is_there_after_all_is_everybodys(reports, place):
+    for each in both(reports, place):
+        assert each == {"told": [""] * STEPS, "held": [1, 2, 3, 4], "ended": ""}
+    check_goes_on(reports, place, STEPS)
+
+
+def test_where_one_rank_can_never_know_the_other_makes_sure(reports):
+    """A failed fsync: training goes on with the commit before, and no rank makes another."""
+    for each in both(reports, "sync"):
+        assert each["held"] == [1, 1, 1, 1]
+        assert all("sync in" in told for told in each["told"][1:])
+        assert not each["ended"]
+    check_goes_on(reports, "sync", 1)
+
+
+def test_what_no_rank_can_be_sure_of_is_not_written_over(reports):
+    """Training ends where it would have to; the next start finds the commit that all have."""
+    for each in both(reports, "sync_and_taking_back"):
+        assert each["held"][:STRUCK] == [1, 1]
+        assert "it is not known whether all ranks have a commit" in each["told"][STRUCK - 1]
+        assert "SwapFullError" in each["ended"]
+    check_goes_on(reports, "sync_and_taking_back", STRUCK)
+
+
+def test_a_commit_before_that_may_come_back_is_not_written_over(reports):
+    """All have the new one, and believe so, though one cannot be sure that the old one is gone."""
+    for each in both(reports, "unlink_sync"):
+        assert each["told"][:STRUCK] == ["", ""]
+        assert each["held"][:STRUCK] == [1, 2]
+        assert "SwapFullError" in each["ended"]
+    check_goes_on(reports, "unlink_sync", STRUCK)

@@ -12,6 +12,8 @@ import torch
 from doubles_rank_devices import RUNS
 from doubles_ranks import Reports, run_jobs, values
 
+pytestmark = pytest.mark.long
+
 TWO = [f"{device}_{run}" for run in RUNS for device in ("processors", "roomy", "tight")]
 THREE = [f"{device}_{run}" for run in ("odd", "experts") for device in ("processors", "tightest")]
 OTHERS = ["tightest_odd", "device_verbs", "device_committing_stage_2", "device_another_order", "device_one_fails"]

@@ -9,6 +9,8 @@ import torch
 from doubles_rank_devices import EARLY
 from doubles_ranks import Reports, run_jobs, values
 
+pytestmark = pytest.mark.long
+
 TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_device"]
 GOOD = ["early_for_good_step", "early_for_good_backward"]
 RUNS = [

@@ -12,6 +12,8 @@ from doubles_ranks import Reports, run_jobs, values
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 SAVED = ["saved", "saved_stage_2"]
 SIZES = (1, 2, 4)
 

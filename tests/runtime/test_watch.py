@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from doubles_scenarios import tokens_batch
 from doubles_training import config_for, least_budget
 
 import tiermem
+from tiermem.overlap import Cause, explain_stalls
 from tiermem.runtime.watch import ComputeWatch
-from tiermem.stats import READ_EDGE, WRITE_EDGE
-from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Timeline
+from tiermem.stats import READ_EDGE, WRITE_EDGE, Counters
+from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event, Timeline
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.conductor import Act, Conductor, Operation
 
@@ -57,6 +59,36 @@ def test_what_the_ranks_do_together_is_noted() -> None:
     assert conductor.run(Operation(Act.GATHER, 1, action=lambda prepared: 7)) == 7
     conductor.close()
     assert [(event.name, event.lane) for event in timeline.events()] == [("gather b", "ranks"), ("close", "ranks")]
+
+
+def test_waiting_for_what_the_ranks_do_together_is_a_stall_of_its_own() -> None:
+    timeline, counters = Timeline(), Counters()
+    conductor = Conductor(SingleProcess(), ["a", "b"], timeline, counters=counters)
+    may_come = threading.Event()
+
+    def others_come(_: object) -> int:
+        assert may_come.wait(10)
+        return 7
+
+    under_way = conductor.start(Operation(Act.GATHER, 1, action=others_come))
+    threading.Timer(0.05, may_come.set).start()
+    assert conductor.wait(under_way) == 7
+    assert conductor.wait(under_way) == 7  # it is there: nothing is waited for
+
+    def fails(_: object) -> None:
+        raise ValueError("gone")
+
+    with pytest.raises(ValueError, match="gone"):
+        conductor.run(Operation(Act.GATHER, 0, action=fails))
+    step = counters.step()
+    conductor.close()
+    stalls = [event for event in timeline.events() if event.name == STALL]
+    assert stalls[0].details == {"waits": (), "for": "ranks"}
+    assert 0 < step.rank_seconds == step.stall_seconds
+    assert step.rank_seconds == pytest.approx(sum(stall.end - stall.start for stall in stalls))
+    whole = Event("step", STEP_LANE, stalls[0].start - 1, stalls[-1].end + 1, {})
+    report = explain_stalls([whole, *timeline.events()])
+    assert report.by_cause() == {Cause.RANKS: pytest.approx(step.rank_seconds)}
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])

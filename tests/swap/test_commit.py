@@ -592,3 +592,122 @@ def _without_waiting() -> FaultySystemCalls:
     system = FaultySystemCalls()
     system.fsync = system.fdatasync = lambda fd: None  # type: ignore[method-assign]
     return system
+
+
+# Stores that commit together: what is taken back again.
+
+
+def prepared(run: Run, generation: int) -> Mark:
+    run.write("a", b"%d" % generation)
+    mark = run.generations.mark()
+    run.store.prepare(generation, mark.entries(), {"step": generation}, space=run.space)
+    return mark
+
+
+def check_goes_on_from(directory: Path, run: Run, generation: int) -> None:
+    """A later start finds this commit, and nothing is left of another."""
+    run.space.close()
+    assert names(directory) == {"r0.lock", "r0.swapfile", manifest_path(directory, generation).name}
+    run = Run(directory, keep=True)
+    recovered = recover(run.space, run.store)
+    assert recovered is not None
+    assert recovered.manifest.generation == generation
+    run.space.close()
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_commit_taken_back_is_durably_not_there(tmp_path: Path, published: bool) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    mark = prepared(run, 2)
+    if published:
+        run.store.publish()
+    assert run.store.is_published() is published
+    before = run.system.calls["fsync"]
+    assert run.store.withdraw()
+    assert run.system.calls["fsync"] - before == published
+    run.generations.release(mark)
+    assert names(tmp_path) == {"r0.lock", "r0.swapfile", manifest_path(tmp_path, 1).name}
+    run.write("a", b"3")
+    run.commit(3)
+    check_goes_on_from(tmp_path, run, 3)
+
+
+@pytest.mark.parametrize("happened", [False, True])
+def test_after_a_rename_that_failed_a_look_says_whether_it_is_published(tmp_path: Path, happened: bool) -> None:
+    run = Run(tmp_path, system=Reports())
+    run.two_commits()
+    mark = prepared(run, 2)
+    if happened:
+        run.system.wrong = "rename"
+    else:
+        run.system.inject("rename", errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.store.publish()
+    assert run.store.is_published() is happened
+    if happened:
+        assert not run.store.in_doubt
+        run.store.retire()
+        assert run.mark is not None
+        run.generations.release(run.mark)
+        run.mark = mark
+    else:
+        assert run.store.withdraw()
+        run.generations.release(mark)
+    run.write("a", b"3")
+    run.commit(3)
+    check_goes_on_from(tmp_path, run, 3)
+
+
+def test_what_cannot_be_taken_back_at_once_is_removed_before_the_next_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    mark = prepared(run, 2)
+    run.store.publish()
+    run.system.inject("unlink", errno.EIO, errno.EIO)
+    assert not run.store.withdraw()
+    run.generations.release(mark)  # another store has made sure that nobody goes on from it
+    with pytest.raises(SwapIOError, match="unlink"):
+        run.commit(3)
+    assert manifest_path(tmp_path, 2).exists()
+    run.write("a", b"4")
+    run.commit(4)
+    check_goes_on_from(tmp_path, run, 4)
+
+
+def test_after_a_failed_sync_nothing_is_known_and_no_commit_is_made(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    prepared(run, 2)
+    run.system.inject("fsync", errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.store.publish()
+    assert not run.store.is_published()
+    assert not run.store.withdraw()
+    with pytest.raises(SwapError, match="no commit is possible after this"):
+        run.commit(3)
+    run.space.close()
+
+
+def test_a_rename_that_may_yet_happen_is_waited_for_before_the_next_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=0.1)
+    run.two_commits()
+    mark = prepared(run, 2)
+    stall = Stall()
+    run.system.inject("rename", stall)
+    with pytest.raises(SwapIOError, match="ETIMEDOUT"):
+        run.store.publish()
+    assert not run.store.is_published()
+    assert not run.store.withdraw()
+    run.generations.release(mark)
+    with pytest.raises(SwapError, match=r"1 calls .* are not answered"):
+        run.commit(3)
+    stall.release()
+    for thread in run.store._system.late():
+        thread.join(60)
+    assert manifest_path(tmp_path, 2).exists()  # long after it was given up
+    run.store._system._seconds = 60.0
+    run.write("a", b"4")
+    run.commit(4)
+    check_goes_on_from(tmp_path, run, 4)

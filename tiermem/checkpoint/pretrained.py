@@ -226,17 +226,21 @@ def saved_names(model: nn.Module, slots: Sequence[Slot]) -> dict[int, str]:
     return found
 
 
-def export_record(model: nn.Module, slots: Sequence[Slot], dtype: torch.dtype) -> dict[str, Any]:
-    """What a later export without the model has to know, as JSON holds it.
-
-    `files`: text by name; `names`: what parameters are saved as, where that is not their first name (None: never);
-    `buffers`: the names of those that are saved.
-    """
+def other_names(model: nn.Module, slots: Sequence[Slot]) -> dict[str, str | None]:
+    """What parameters are saved as, by their first name, where that is another; None: they are never saved."""
     saved = saved_names(model, slots)
     names = {slot.names[0]: saved.get(slot.parameter) for slot in slots}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def export_record(model: nn.Module, names: Mapping[str, str | None], dtype: torch.dtype) -> dict[str, Any]:
+    """What a later export without the model has to know, as JSON holds it.
+
+    `files`: text by name; `names`: those of `other_names`; `buffers`: the names of those that are saved.
+    """
     return {
         "files": model_files(model, dtype),
-        "names": {name: other for name, other in names.items() if name != other},
+        "names": dict(names),
         "buffers": sorted(persistent_buffers(model) - _never_saved(model)),
     }
 

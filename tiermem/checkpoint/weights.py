@@ -110,8 +110,8 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - state_dict would need every parameter
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - state_dict would need every parameter
+        if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - as above
     }
 
 

@@ -8,7 +8,7 @@ ranges of a placement to the system before it touches the placed one. Pure bookk
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,11 +35,12 @@ def _by_length(part: Range) -> int:
 class RangeSet:
     """A set of addresses kept as sorted, disjoint ranges that never touch: neighbours are merged."""
 
-    __slots__ = ("_ends", "_starts", "_total")
+    __slots__ = ("_by_length", "_ends", "_starts", "_total")
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._by_length: list[tuple[int, int]] = []  # (length, start) of every range, in order
         self._total = 0
 
     def __iter__(self) -> Iterator[Range]:
@@ -61,7 +62,15 @@ class RangeSet:
 
     def count(self, start: int, end: int) -> int:
         """Number of addresses of this set in [start, end)."""
-        return sum(part.length for part in self.overlapping(start, end))
+        return self._count(start, end, bisect_right(self._ends, start), bisect_left(self._starts, end))
+
+    def tightest(self, length: int) -> int | None:
+        """The start of the shortest range of `length` addresses or more, the lowest of several; None if there is none.
+
+        Costs a search however many ranges there are.
+        """
+        index = bisect_left(self._by_length, (length, -1))
+        return self._by_length[index][1] if index < len(self._by_length) else None
 
     def at_least(self, length: int) -> list[Range]:
         """The ranges of `length` addresses or more, in order of address."""
@@ -69,28 +78,50 @@ class RangeSet:
 
     def add(self, start: int, end: int) -> None:
         """Add [start, end), of which nothing may be in the set; raises InvariantError otherwise."""
-        if end <= start or self.count(start, end):
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        if end <= start or first < last:
             raise InvariantError(f"address range [{start}, {end}) is empty or partly in the set already")
-        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
         self._total += end - start
-        if first < last:
-            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
-        self._starts[first:last] = [start]
-        self._ends[first:last] = [end]
+        if first and self._ends[first - 1] == start:  # neighbours that touch become one
+            first -= 1
+            start = self._starts[first]
+        if last < len(self._starts) and self._starts[last] == end:
+            end = self._ends[last]
+            last += 1
+        self._replace(first, last, [start], [end])
 
     def remove(self, start: int, end: int) -> int:
         """Take whatever is in [start, end) out of the set and return how many addresses that was."""
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
         if first >= last:
             return 0
-        removed = self.count(start, end)
-        pieces = [
-            piece for piece in (Range(self._starts[first], start), Range(end, self._ends[last - 1])) if piece.length > 0
-        ]
-        self._starts[first:last] = [piece.start for piece in pieces]
-        self._ends[first:last] = [piece.end for piece in pieces]
+        removed = self._count(start, end, first, last)
         self._total -= removed
+        starts, ends = [], []
+        if self._starts[first] < start:
+            starts, ends = [self._starts[first]], [start]
+        if self._ends[last - 1] > end:
+            starts, ends = [*starts, end], [*ends, self._ends[last - 1]]
+        self._replace(first, last, starts, ends)
         return removed
+
+    def _count(self, start: int, end: int, first: int, last: int) -> int:
+        """Number of addresses in [start, end), where the ranges from `first` up to, not including, `last` reach in."""
+        found = 0
+        for index in range(first, last):
+            found += min(end, self._ends[index]) - max(start, self._starts[index])
+        return found
+
+    def _replace(self, first: int, last: int, starts: list[int], ends: list[int]) -> None:
+        """Put these ranges in the place of those from `first` up to, not including, `last`."""
+        lengths = self._by_length
+        for index in range(first, last):
+            start = self._starts[index]
+            del lengths[bisect_left(lengths, (self._ends[index] - start, start))]
+        self._starts[first:last] = starts
+        self._ends[first:last] = ends
+        for start, end in zip(starts, ends, strict=True):
+            insort(lengths, (end - start, start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +203,9 @@ class RangeAllocator:
 
     def _choose(self, length: int) -> int | None:
         """Return the start of the best window: most warm addresses, then the tightest fit, then the lowest address."""
-        runs = self._warm.at_least(length)
-        if runs:
-            return min(runs, key=_by_length).start
+        run = self._warm.tightest(length)
+        if run is not None:
+            return run
         best: tuple[int, int, int] | None = None
         for hole in self._free.at_least(length):
             latest = hole.end - length

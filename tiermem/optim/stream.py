@@ -184,26 +184,32 @@ class UnitStream:
     async def _update_tiles(
         self, state: UnitState, update: UnitUpdate, flat: torch.Tensor, work: Sequence[_Work]
     ) -> None:
+        if len(work) == 1:
+            await self._use(state, update, flat, await self._load(state, update, work[0]))
+            return
         window = _Window(self._depth)
         loader = asyncio.ensure_future(self._load_all(state, update, work, window))
         try:
             for _ in work:
-                loaded = await window.next()
-                try:
-                    seconds = await self.pager.run_worker(self._run_kernel, state, update, flat, loaded)
-                except BaseException as error:
-                    loaded.fail(error)
-                    raise
-                loaded.release()
-                self._discard(update, [loaded.work.tile])
+                await self._use(state, update, flat, await window.next())
                 window.leave()
-                self._count(tiles=1, elements=sum(run.length for run in loaded.work.runs), seconds=seconds)
         except BaseException as error:
             window.close()
             # Not cancelled: a lease granted to a cancelled wait would be held for ever.
             await asyncio.wait([loader])
             window.fail_waiting(error)
             raise
+
+    async def _use(self, state: UnitState, update: UnitUpdate, flat: torch.Tensor, loaded: _Loaded) -> None:
+        """Run the kernel on a tile that is held, and give it back."""
+        try:
+            seconds = await self.pager.run_worker(self._run_kernel, state, update, flat, loaded)
+        except BaseException as error:
+            loaded.fail(error)
+            raise
+        loaded.release()
+        self._discard(update, [loaded.work.tile])
+        self._count(tiles=1, elements=sum(run.length for run in loaded.work.runs), seconds=seconds)
 
     def _discard(self, update: UnitUpdate, tiles: Iterable[int]) -> None:
         """Forget gradient tiles that nobody wants any more."""

@@ -36,7 +36,7 @@ class Appetite:
     Attributes:
         look_ahead: bytes fetched ahead of the cursors at most.
         reserve: bytes always left for the largest single demand.
-        lead: bytes by which the computation may be ahead of an update that lags.
+        lead: bytes by which the computation is taken to be ahead of an update that lags.
     """
 
     look_ahead: int
@@ -103,32 +103,33 @@ class Ahead:
             absent = residency.total - residency.chain.arenas[tier].reserved
             wanted = min(appetite.look_ahead, absent) + appetite.reserve
             keep = max(0, self._room.unheld(tier) - wanted)
-            if census.dirty[tier] <= keep:
+            if census.dirty(tier) <= keep:
                 continue
             with closing(census.writable(tier)) as candidates:
                 for use, page in candidates:
-                    if census.dirty[tier] <= keep or use <= self._horizon[tier]:
+                    if census.dirty(tier) <= keep or use <= self._horizon[tier]:
                         break  # what is used before the last page fetched ahead would only have to be read again
-                    if not page.leases.get(tier) and not self._room.send_off(page, tier):
+                    if not self._room.send_off(page, tier):
                         break
 
     def _write_unkept(self, tier: Tier) -> None:
         """What the plan does not keep has to be written at some time: at once. What it keeps may be changed again."""
-        if not self._residency.census.dirty[tier]:
+        census = self._residency.census
+        if not census.dirty(tier) or census.farthest_writable(tier) < LATER:
             return
-        with closing(self._residency.census.writable(tier)) as candidates:
+        with closing(census.writable(tier)) as candidates:
             for use, page in candidates:
                 if use < LATER:
                     break
-                if not page.leases.get(tier) and not self._room.send_off(page, tier):
+                if not self._room.send_off(page, tier):
                     break
 
     def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
-        if not self._residency.census.dirty[tier] or Tier.HOST in claimed:
+        if not self._residency.census.dirty(tier) or Tier.HOST in claimed:
             return
         with closing(self._residency.census.writable(tier)) as candidates:
             for _, page in candidates:
-                if not page.leases.get(tier) and not self._room.send_off(page, tier):
+                if not self._room.send_off(page, tier):
                     break
 
     def write_back_all(self) -> None:
@@ -137,7 +138,10 @@ class Ahead:
             with closing(self._residency.census.writable(tier)) as candidates:
                 for _, page in candidates:
                     if not self._room.send_off(page, tier):
-                        break
+                        return
+            for page in self._residency.census.shared(tier):
+                if page.move is None and not self._room.send_off(page, tier):
+                    return
 
     def read(self) -> None:
         """Start fetching what is needed next and fits; not while a demand lacks room."""
@@ -149,23 +153,34 @@ class Ahead:
             for tier in self._residency.chain.memory_tiers:
                 self._look(tier)
         for tier, pending in self._pending.items():
-            self._start(tier, pending)
+            if pending:
+                self._start(tier, pending)
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether all that has contents is there or on its way, and stays: where HOST is all there is above SWAP."""
+        return self._residency.chain.top is Tier.HOST and self._has_all(Tier.HOST)
+
+    def _has_all(self, tier: Tier) -> bool:
+        residency = self._residency
+        return residency.total <= residency.chain.capacity(tier) and not residency.census.away(tier)
 
     def _look(self, tier: Tier) -> None:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
-        appetite, residency = self._appetite[tier], self._residency
+        appetite = self._appetite[tier]
         positions: dict[PageKey, int] = {}
         self._horizon[tier] = -1
-        if not residency.census.away[tier] and residency.total <= residency.chain.capacity(tier):
+        if self._has_all(tier):
             self._pending[tier] = deque()
             return  # everything is there, or on its way, and stays: a look would find nothing to do
         chosen = choose_read_ahead(
             self._coming(tier, positions),
             capacity=self._residency.chain.capacity(tier),
-            held=self._residency.census.held[tier],
+            held=self._residency.census.held(tier),
             reserve=appetite.reserve,
             look_ahead=appetite.look_ahead,
         )
+        self._horizon[tier] = max(positions.values(), default=-1)
         self._pending[tier] = deque((key, positions[key]) for key in chosen)
 
     def _start(self, tier: Tier, pending: deque[tuple[PageKey, int]]) -> None:
@@ -192,20 +207,20 @@ class Ahead:
 
     def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
         pages, top = self._residency.pages, self._residency.chain.top
+        compute = Lane.COMPUTE
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
             page = pages.get(key)
-            wanted = top if lane is Lane.COMPUTE else Tier.HOST
+            wanted = top if lane is compute else Tier.HOST
             if page is None or wanted < tier or key in positions or page.error is not None:
                 continue
-            if not page.valid and lane is Lane.UPDATE:
+            if not page.valid and lane is not compute:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
             if tier < wanted and key.kind is Kind.TRANSIT and not page.valid:
                 continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
-            if lane is Lane.COMPUTE and tier < top and top in page.frames:
+            if tier < top and lane is compute and top in page.frames:
                 continue  # it is there, or has its place there: nothing is needed on the way
             positions[key] = position
-            self._horizon[tier] = max(self._horizon[tier], position)
             # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
             present = tier in page.frames or not page.valid
-            yield Candidate(key, page.room, present=present, leased=bool(page.leases.get(tier)))
+            yield Candidate(key, page.room, present, bool(page.leases.get(tier)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class _Bell:
@@ -42,12 +42,18 @@ class _Bell:
 class BellLoop(asyncio.BaseEventLoop):
     """Runs callbacks, timers, tasks and executors. The three names below are what asyncio has its loops fill in."""
 
-    def __init__(self) -> None:
+    def __init__(self, turned: Callable[[], None]) -> None:
+        """`turned()` is called in every turn of the loop, before the tasks: cheaper than a callback for each call."""
         super().__init__()
         self._selector = _Bell()
+        self._turned = turned
 
-    def _process_events(self, event_list: Sequence[object]) -> None:
-        """Nothing: `select` never finds any."""
+    def ring(self) -> None:
+        """Have the loop turn, now or as soon as it is through with this turn. Any thread, also from a finalizer."""
+        self._selector.ring()
+
+    def _process_events(self, event_list: Sequence[object]) -> None:  # noqa: ARG002 - `select` never finds any
+        self._turned()
 
     def _write_to_self(self) -> None:
         self._selector.ring()

@@ -2,8 +2,11 @@
 
 Owns what is derived from the facts of all pages: sums of bytes and the two orders of eviction per tier (copies that
 may simply be dropped, and copies that must be written down first). Does not change a page and decides nothing.
-Guarantees that noting a page costs a logarithm however many pages there are, and that an entry of a page which has
-changed since is never handed out.
+Guarantees that noting a page costs next to nothing and looking a logarithm for each page noted since, however many
+pages there are, and that an entry of a page which has changed since is never handed out.
+
+Nothing is reckoned before somebody asks: a page changes several times on its way through a lease, and where everything
+fits nobody ever asks whom to evict.
 """
 
 from __future__ import annotations
@@ -14,103 +17,138 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Page
 from tiermem.pager.policy import FarthestFirst
 
-# Of one page on one tier: bytes held, stuck, unsaved, dirty, leaving, away.
-_Sums = tuple[int, int, int, int, int, int]
-_NOTHING: _Sums = (0, 0, 0, 0, 0, 0)
+# Of one page on one tier: bytes held, stuck, unsaved, dirty, leaving.
+_Sums = tuple[int, int, int, int, int]
+_NOTHING: _Sums = (0, 0, 0, 0, 0)
+
+
+class _Ledger:
+    """What is known of one tier.
+
+    Attributes:
+        totals: held, stuck, unsaved, dirty, leaving: bytes of all pages.
+        noted: of each page what it adds to the totals.
+        droppable, writable: the orders of eviction.
+        unordered: pages that belong into one of the orders since they changed; whether into `writable`.
+        shared: pages that could be written down although they are leased.
+        away: pages that have contents but neither a frame on the tier nor an error.
+    """
+
+    __slots__ = ("away", "droppable", "noted", "shared", "totals", "unordered", "writable")
+
+    def __init__(self) -> None:
+        self.totals = [0, 0, 0, 0, 0]
+        self.noted: dict[Page, _Sums] = {}
+        self.droppable, self.writable = FarthestFirst(), FarthestFirst()
+        self.unordered: dict[Page, bool] = {}
+        self.shared: dict[Page, None] = {}
+        self.away: set[Page] = set()
+
+    def add(self, page: Page, sums: _Sums) -> None:
+        """What holds of the page now, in place of what was noted before."""
+        before = self.noted.get(page, _NOTHING)
+        if sums == before:
+            return
+        totals = self.totals
+        for index in range(5):
+            totals[index] += sums[index] - before[index]
+        if sums == _NOTHING:
+            del self.noted[page]
+        else:
+            self.noted[page] = sums
 
 
 class Census:
     """Derived knowledge about all pages, kept up to date by `note`.
 
     Attributes:
-        held: bytes leased.
-        dirty: bytes of copies that are the lowest of their page and that nobody holds or moves.
-        leaving: bytes of copies being written down that nobody holds: room that is about to be free.
-        stuck: bytes of failed pages: they stay, so that nothing is lost by making room.
-        unsaved: bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy.
-        away: bytes of pages that have contents but neither a frame on the tier nor an error.
         changes: how often the facts of any page have changed.
     """
 
     def __init__(self, tiers: Sequence[Tier], next_use: Callable[[Page, Tier], int]) -> None:
-        self.held = dict.fromkeys(tiers, 0)
-        self.stuck = dict.fromkeys(tiers, 0)
-        self.unsaved = dict.fromkeys(tiers, 0)
-        self.dirty = dict.fromkeys(tiers, 0)
-        self.leaving = dict.fromkeys(tiers, 0)
-        self.away = dict.fromkeys(tiers, 0)
-        self._totals = (self.held, self.stuck, self.unsaved, self.dirty, self.leaving, self.away)
-        self._noted: dict[Tier, dict[Page, _Sums]] = {tier: {} for tier in tiers}
         self.changes = 0
         self._next_use = next_use
-        self._droppable = {tier: FarthestFirst() for tier in tiers}
-        self._writable = {tier: FarthestFirst() for tier in tiers}
+        self._tiers = {tier: _Ledger() for tier in tiers}
+        self._away = [(tier, ledger.away) for tier, ledger in self._tiers.items()]
+        self._changed: dict[Page, None] = {}
 
     def note(self, page: Page) -> None:
         """The facts of the page have changed."""
         page.stamp += 1
         self.changes += 1
-        failed, move, lowest_tier = page.error is not None, page.move, min(page.valid, default=None)
-        for tier in self._droppable:
-            frame = page.frames.get(tier)
-            if frame is None:  # whatever is valid or moves on a tier has its frame there
-                self._sum(tier, page, (0, 0, 0, 0, 0, 0 if failed or lowest_tier is None else page.room))
-                continue
-            nbytes, lowest = frame.nbytes, lowest_tier == tier
-            leased = bool(page.leases.get(tier))
-            free = tier in page.valid and not failed and move is None and not page.exclusive
-            leaves = move is not None and move.is_write_back and move.source is tier
-            sums = (
-                nbytes if leased else 0,
-                nbytes if failed and not leased else 0,
-                nbytes if lowest and not failed and not page.doomed else 0,
-                nbytes if free and lowest and not leased else 0,
-                nbytes if leaves and not leased and not failed else 0,
-                0,
-            )
-            self._sum(tier, page, sums)
-            if free and (lowest or not leased):
-                queue = self._writable[tier] if lowest else self._droppable[tier]
-                queue.push(page, next_use=self._next_use(page, tier), stamp=page.stamp)
+        self._changed[page] = None
+        there = not page.valid or page.error is not None
+        for tier, away in self._away:
+            if there or tier in page.frames:
+                away.discard(page)
+            else:
+                away.add(page)
 
-    def _sum(self, tier: Tier, page: Page, sums: _Sums) -> None:
-        """What holds of the page on the tier now, in place of what was noted before."""
-        noted = self._noted[tier]
-        before = noted.get(page, _NOTHING)
-        if sums == before:
-            return
-        for total, now, then in zip(self._totals, sums, before, strict=True):
-            total[tier] += now - then
-        if sums == _NOTHING:
-            del noted[page]
-        else:
-            noted[page] = sums
+    def held(self, tier: Tier) -> int:
+        """Bytes leased."""
+        return self._reckoned(tier).totals[0]
+
+    def stuck(self, tier: Tier) -> int:
+        """Bytes of failed pages: they stay, so that nothing is lost by making room."""
+        return self._reckoned(tier).totals[1]
+
+    def unsaved(self, tier: Tier) -> int:
+        """Bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy."""
+        return self._reckoned(tier).totals[2]
+
+    def dirty(self, tier: Tier) -> int:
+        """Bytes of copies that are the lowest of their page and that nobody holds or moves."""
+        return self._reckoned(tier).totals[3]
+
+    def leaving(self, tier: Tier) -> int:
+        """Bytes of copies being written down that nobody holds: room that is about to be free."""
+        return self._reckoned(tier).totals[4]
+
+    def away(self, tier: Tier) -> bool:
+        """Whether a page has contents but neither a frame on the tier nor an error."""
+        return bool(self._tiers[tier].away)
+
+    def away_nbytes(self, tier: Tier) -> int:
+        """Bytes of such pages; walks over them."""
+        return sum(page.room for page in self._tiers[tier].away)
 
     def forget_order(self) -> None:
         """Empty the orders of eviction; every page in memory must be noted again."""
-        for queues in (self._droppable, self._writable):
-            for tier in queues:
-                queues[tier] = FarthestFirst()
+        for ledger in self._tiers.values():
+            ledger.droppable, ledger.writable = FarthestFirst(), FarthestFirst()
+            ledger.unordered.clear()
 
     def droppable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) whose copy on `tier` is valid elsewhere and held by nobody, farthest next use first."""
-        return self._walk([self._droppable[tier]])
+        return self._walk(tier, lambda ledger: (ledger.droppable,))
 
     def writable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
-        """(next use, page) whose lowest copy is on `tier` and could be written down now, leased or not."""
-        return self._walk([self._writable[tier]])
+        """(next use, page) whose lowest copy is on `tier`, held by nobody, and could be written down now."""
+        return self._walk(tier, lambda ledger: (ledger.writable,))
+
+    def farthest_writable(self, tier: Tier) -> int:
+        """The next use of the first that `writable` would hand out; -1 when there is none."""
+        farthest = self._ordered(tier).writable.farthest()
+        return -1 if farthest is None else farthest
+
+    def shared(self, tier: Tier) -> list[Page]:
+        """Pages whose lowest copy is on `tier` and could be written down now, although they are leased."""
+        return list(self._reckoned(tier).shared)
 
     def victims(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) that could leave `tier`, at once or after a write, farthest next use first."""
-        return self._walk([self._droppable[tier], self._writable[tier]])
+        return self._walk(tier, lambda ledger: (ledger.droppable, ledger.writable))
 
-    @staticmethod
-    def _walk(queues: Sequence[FarthestFirst]) -> Generator[tuple[int, Page], None, None]:
+    def _walk(
+        self, tier: Tier, choose: Callable[[_Ledger], Sequence[FarthestFirst]]
+    ) -> Generator[tuple[int, Page], None, None]:
         """Whoever stops early closes the generator; what was left as it is stays in its queue."""
         met: list[tuple[FarthestFirst, int, Page, int]] = []
         try:
-            while tops := [(use, queue) for queue in queues if (use := queue.farthest()) is not None]:
-                queue = max(tops, key=lambda top: top[0])[1]
+            while tops := [
+                (use, queue) for queue in choose(self._ordered(tier)) if (use := queue.farthest()) is not None
+            ]:
+                queue = max(tops, key=_use)[1]
                 use, page = queue.pop()
                 met.append((queue, use, page, page.stamp))
                 yield use, page
@@ -118,3 +156,52 @@ class Census:
             for queue, use, page, stamp in met:
                 if page.stamp == stamp:
                     queue.push(page, next_use=use, stamp=stamp)
+
+    def _ordered(self, tier: Tier) -> _Ledger:
+        """The tier with its orders up to date."""
+        ledger = self._reckoned(tier)
+        if ledger.unordered:
+            next_use, droppable, writable = self._next_use, ledger.droppable, ledger.writable
+            for page, lowest in ledger.unordered.items():
+                (writable if lowest else droppable).push(page, next_use=next_use(page, tier), stamp=page.stamp)
+            ledger.unordered.clear()
+        return ledger
+
+    def _reckoned(self, tier: Tier) -> _Ledger:
+        """The tier with its sums up to date."""
+        if self._changed:
+            for page in self._changed:
+                lowest = min(page.valid, default=None)
+                for each, ledger in self._tiers.items():
+                    _reckon(page, each, ledger, lowest)
+            self._changed.clear()
+        return self._tiers[tier]
+
+
+def _use(top: tuple[int, FarthestFirst]) -> int:
+    return top[0]
+
+
+def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -> None:
+    """Take the facts of a page on a tier over into its sums, and note where it belongs in the orders."""
+    ledger.unordered.pop(page, None)
+    ledger.shared.pop(page, None)
+    frame = page.frames.get(tier)
+    if frame is None:  # whatever is valid or moves on a tier has its frame there
+        ledger.add(page, _NOTHING)
+        return
+    move, failed, lowest, nbytes = page.move, page.error is not None, lowest_tier == tier, frame.nbytes
+    leased = bool(page.leases.get(tier))
+    free = tier in page.valid and not failed and move is None and not page.exclusive
+    sums = (
+        nbytes if leased else 0,
+        nbytes if failed and not leased else 0,
+        nbytes if lowest and not failed and not page.doomed else 0,
+        nbytes if free and lowest and not leased else 0,
+        nbytes if move is not None and move.source is tier and move.is_write_back and not leased and not failed else 0,
+    )
+    ledger.add(page, sums)
+    if free and not leased:
+        ledger.unordered[page] = lowest
+    elif free and lowest:
+        ledger.shared[page] = None

@@ -66,12 +66,18 @@ class Core:
             if error is not None:
                 settled(None, error)
                 return
-            tensors = {page.key: page.frames[tier].tensor[: page.nbytes] for page in pages}
-            fences = tuple(fence for page in pages for fence in page.frames[tier].fences)
+            frames = {page.key: page.frames[tier] for page in pages}
+            fences = [fence for frame in frames.values() for fence in frame.fences]
             release: Release = lambda lease, failure: self._post_release(lease, tier, failure)  # noqa: E731
-            settled(Lease(pages, tensors, release, fences, self.residency.chain.arenas[tier].fence), None)
+            settled(Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence), None)
 
         self.service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
+
+    def serve_at_once(self) -> None:
+        """Serve a request just submitted, if nobody else waits and it takes nothing but what is there; look later."""
+        if self._refusal is None:
+            self.service.serve_at_once()
+        self.loop.wake()
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the contents of pages."""
@@ -99,7 +105,8 @@ class Core:
     def kernel_runs(self, difference: int) -> None:
         """One kernel more (1) or less (-1) runs on the worker: not standing still."""
         self._kernels += difference
-        self.loop.wake()
+        if difference < 0:  # somebody may wait for its end, see `close`
+            self.loop.wake()
 
     def thread_waits(self, difference: int) -> None:
         """One thread more (1) or less (-1) waits for a task."""
@@ -134,7 +141,7 @@ class Core:
                     self.residency.fail(page, failure)
             self.service.release(lease.pages, tier, *lease.handed_over, fence)
 
-        self.loop.post(release)
+        self.loop.leave(release)
 
     def _move_ended(self, page: Page, move: Move, error: BaseException | None) -> None:
         """Called on an I/O thread (or, by an inline backend, on the loop)."""
@@ -153,6 +160,8 @@ class Core:
         if self._refusal is None:
             self.service.pump()
         self._notify()
+        # Otherwise nothing would come of a lease given back: every page is there, and nobody waits.
+        self.loop.set_hungry(bool(self._refusal or self.service.waiting) or not self.service.ahead.has_everything)
         self._watch_later()
 
     def _watch_later(self) -> None:
@@ -192,6 +201,7 @@ class Core:
     async def _turn(self, timeout: float | None = None) -> None:
         pumped = self.loop.asyncio.create_future()
         self._watchers.append(pumped)
+        self.loop.set_hungry(True)
         self._watch_later()
         await asyncio.wait([pumped], timeout=timeout)
 

@@ -66,13 +66,21 @@ class Chain:
 
     def capacity(self, tier: Tier) -> int:
         """Bytes that frames on `tier` may take: the budget without the part too small for a block."""
-        return self.arenas[tier].capacity // self.alignment * self.alignment
+        return self._capacities[tier]
+
+    @cached_property
+    def _capacities(self) -> Mapping[Tier, int]:
+        return {tier: arena.capacity // self.alignment * self.alignment for tier, arena in self.arenas.items()}
 
     def towards(self, start: Tier, target: Tier) -> Tier:
         """The neighbour of `start` on the way to `target`."""
-        tiers = [Tier.SWAP, *self.memory_tiers]
+        tiers = self._tiers
         index = tiers.index(start)
         return tiers[index + 1] if target > start else tiers[index - 1]
+
+    @cached_property
+    def _tiers(self) -> tuple[Tier, ...]:
+        return (Tier.SWAP, *self.memory_tiers)
 
 
 class _SwapTransfer:

@@ -26,12 +26,13 @@ def check_invariants(pages: Iterable[Page], chain: Chain, census: Census, moves:
         framed = sum(page.frames[tier].nbytes for page in pages if tier in page.frames)
         held = sum(page.frames[tier].nbytes for page in pages if page.leases.get(tier))
         away = sum(page.room for page in pages if page.valid and tier not in page.frames and page.error is None)
-        if away != census.away[tier]:
-            raise InvariantError(f"{tier.name}: {away} bytes of pages are not there, {census.away[tier]} were counted")
-        if framed != arena.reserved or arena.reserved > arena.capacity or held != census.held[tier]:
+        if away != census.away_nbytes(tier):
+            counted = census.away_nbytes(tier)
+            raise InvariantError(f"{tier.name}: {away} bytes of pages are not there, {counted} were counted")
+        if framed != arena.reserved or arena.reserved > arena.capacity or held != census.held(tier):
             raise InvariantError(
                 f"I5 {tier.name}: frames {framed}, reserved {arena.reserved}, capacity {arena.capacity}, "
-                f"held {held} against {census.held[tier]} bytes"
+                f"held {held} against {census.held(tier)} bytes"
             )
 
 

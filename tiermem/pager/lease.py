@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from tiermem.errors import InvariantError
-from tiermem.memory.arena import Fence
+from tiermem.memory.arena import Fence, Frame
 from tiermem.pager.page import Page, PageKey
 
 Release = Callable[["Lease", BaseException | None], None]
@@ -26,22 +26,25 @@ Release = Callable[["Lease", BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("_closing", "_fence", "_fences", "_pages", "_release", "_tensors", "handed_over")
+    __slots__ = ("_closing", "_fence", "_fences", "_frames", "_pages", "_release", "handed_over")
 
     def __init__(
         self,
         pages: Sequence[Page],
-        tensors: dict[PageKey, torch.Tensor],
+        frames: dict[PageKey, Frame],
         release: Release,
         fences: Sequence[Fence] = (),
         fence: Callable[[], Fence | None] = lambda: None,
     ) -> None:
-        """`fences`: what may still be going on in the frames. `fence()`: what the calling thread has asked for."""
+        """`frames`: where the bytes are. `fences`: what may still be going on in them.
+
+        `fence()`: what the calling thread has asked for.
+        """
         self.handed_over: tuple[Fence, ...] = ()
         self._fence = fence
         self._fences = fences
         self._pages = pages
-        self._tensors: dict[PageKey, torch.Tensor] | None = tensors
+        self._frames: dict[PageKey, Frame] | None = frames
         self._release = release
         self._closing = threading.Lock()
 
@@ -58,12 +61,14 @@ class Lease:
         Raises:
             InvariantError: the lease is released already.
         """
-        tensors = self._tensors
-        if tensors is None:
+        frames = self._frames
+        if frames is None:
             raise InvariantError(f"{key}: looked at after its lease was released; this is a bug in tiermem")
-        for fence in (*self._fences, *self.handed_over):
-            fence.hold()
-        return tensors[key]
+        if self._fences or self.handed_over:
+            for fence in (*self._fences, *self.handed_over):
+                fence.hold()
+        frame = frames[key]
+        return frame.tensor[: frame.asked]
 
     def hand_over(self) -> None:
         """Another thread goes on: `tensor` there, and release, come after what this one has asked of a device."""
@@ -81,7 +86,7 @@ class Lease:
 
     def _close(self, error: BaseException | None) -> None:
         if self._closing.acquire(blocking=False):  # never given back: a flag that only one thread can set
-            self._tensors = None
+            self._frames = None
             self._release(self, error)
 
     def __enter__(self) -> Self:

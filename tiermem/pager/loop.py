@@ -27,11 +27,12 @@ class LoopThread:
 
     def __init__(self, name: str, *, after: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`after()` runs on the loop behind each batch of messages; `failed(error)` when one or the other raised."""
-        self.asyncio = BellLoop()
+        self.asyncio = BellLoop(self._deliver)
         self._after = after
         self._failed = failed
         self._inbox: deque[Message] = deque()
         self._ringing = False
+        self._is_hungry = True
         self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
         self._shut = False
         self._ended = False
@@ -51,13 +52,31 @@ class LoopThread:
 
     def post(self, message: Message) -> bool:
         """Run `message` on the loop soon. Never waits; False (and nothing is done) after `shut`."""
-        if self.is_foreign:  # first: another thread may have held the door when the process was forked
+        if not self._home.is_here:  # first: another thread may have held the door when the process was forked
             return False
         with self._door:
             if self._shut:
                 return False
             self.report(message)
         return True
+
+    def leave(self, message: Message) -> bool:
+        """As `post`, but nobody is woken while nobody is hungry: it runs before whatever comes next."""
+        if not self._home.is_here:
+            return False
+        with self._door:
+            if self._shut:
+                return False
+            self._inbox.append(message)
+            if self._is_hungry:  # after it was left: whoever gets hungry looks into the inbox behind that
+                self.wake()
+        return True
+
+    def set_hungry(self, hungry: bool) -> None:
+        """Whether what is left (see `leave`) should run at once from now on. On the loop only."""
+        self._is_hungry = hungry
+        if hungry and self._inbox:  # left while nobody was
+            self.wake()
 
     def report(self, message: Message) -> None:
         """As `post`, but taken after `shut` as well: for the ends of what was started before.
@@ -73,10 +92,7 @@ class LoopThread:
         """Have `after` run soon, even without a message."""
         if not self._ringing:
             self._ringing = True
-            if self.is_current:
-                self.asyncio.call_soon(self._deliver)
-            else:
-                self.asyncio.call_soon_threadsafe(self._deliver)
+            self.asyncio.ring()
 
     def call(self, function: Callable[[], T]) -> T:
         """Wait for `function()` run on the loop; raises what it raises, TiermemError after `shut`."""
@@ -138,15 +154,19 @@ class LoopThread:
             self.asyncio.close()
 
     def _deliver(self) -> None:
+        if not self._ringing:
+            return
         self._ringing = False  # first: whoever posts from now on rings again
-        for _ in range(len(self._inbox)):
-            self._guard(self._inbox.popleft())
-        self._guard(self._after)
-
-    def _guard(self, message: Message) -> None:
+        inbox = self._inbox
+        for _ in range(len(inbox)):
+            message = inbox.popleft()
+            try:
+                message()
+            except Exception as error:  # noqa: BLE001 - nobody waits for a message, so its error goes to the owner
+                self._failed(error)
         try:
-            message()
-        except Exception as error:  # noqa: BLE001 - nobody waits for a message, so its error goes to the owner
+            self._after()
+        except Exception as error:  # noqa: BLE001 - as above
             self._failed(error)
 
 

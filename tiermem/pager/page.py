@@ -61,6 +61,9 @@ class PageKey(NamedTuple):
         return f"unit {self.unit} {self.kind.value} tile {self.tile}"
 
 
+_EDGES = {(source, target): f"{source.name.lower()}->{target.name.lower()}" for source in Tier for target in Tier}
+
+
 class Transfer(Protocol):
     """The handle of a transfer an edge has started."""
 
@@ -96,7 +99,7 @@ class Move:
     @property
     def edge(self) -> str:
         """The edge as statistics and the timeline name it, such as "swap->host"."""
-        return f"{self.source.name.lower()}->{self.target.name.lower()}"
+        return _EDGES[self.source, self.target]
 
     def promote(self) -> None:
         """Somebody waits for this move now."""
@@ -138,7 +141,7 @@ class Page:
     @property
     def is_leased(self) -> bool:
         """Whether anybody holds the page on any tier."""
-        return any(self.leases.values())
+        return bool(self.leases) and any(self.leases.values())
 
     @property
     def is_written(self) -> bool:

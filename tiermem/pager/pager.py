@@ -8,9 +8,10 @@ SwapTimeoutError when a device is silent, or with the error of closing; and that
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 from tiermem.memory.tiers import Tier
@@ -21,6 +22,7 @@ from tiermem.pager.loop import closed
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.service import Appetite
+from tiermem.pager.worker import Worker
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, STALL, UPDATE_LANE, Timeline
 
@@ -38,9 +40,11 @@ class Pager:
         self.chain = chain
         self._counters = counters
         self._timeline = timeline
-        self._worker = ThreadPoolExecutor(1, "tiermem-update")
         self._core = Core(chain, appetite, counters=counters, timeline=timeline)
         self._loop = self._core.loop
+        # Threads whose waits hold nobody up: whoever waits for one of them counts that.
+        self.aside: set[int] = set()
+        self._worker = Worker("tiermem-update", self._loop.report)
         self.protection = self._core.saving.protection
 
     # Doors for other threads
@@ -142,31 +146,39 @@ class Pager:
         """Fail what waits, wait for moves and kernels to end, stop the loop. May be called twice."""
         if self._loop.shut():
             self._loop.finish(self._core.close)
-            self._worker.shutdown(wait=True)
+            self._worker.close()
 
     # Doors for coroutines on the loop
 
     async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> Lease:
         """A lease, awaited on the loop; errors as `PendingLease.wait`. Cancelling the wait leaves nothing held."""
-        waiter: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        answer: list[Lease | BaseException] = []
+        waiter: asyncio.Future[None] | None = None
+        given_up = False
 
         def settled(lease: Lease | None, error: BaseException | None) -> None:
-            if lease is None:
-                if not waiter.done():
-                    waiter.set_exception(error or closed())
-            elif waiter.done():
+            if given_up and lease is not None:
                 lease.release()
             else:
-                waiter.set_result(lease)
+                answer.append(lease or error or closed())
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
         self._core.submit(keys, intent, lane, settled, None)
-        self._loop.wake()
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                waiter.result().release()
-            raise
+        self._core.serve_at_once()
+        if not answer:
+            waiter = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                given_up = True
+                for lease in answer:
+                    if isinstance(lease, Lease):
+                        lease.release()
+                raise
+        if isinstance(answer[0], BaseException):
+            raise answer[0]
+        return answer[0]
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
         """Say what the update does next, unit by unit, so that it is read ahead and kept. On the loop only."""
@@ -180,19 +192,14 @@ class Pager:
         """Run a kernel on the update worker. Cancelling waits for its end: it writes into leased frames."""
         self._core.kernel_runs(1)
         try:
-            running = asyncio.get_running_loop().run_in_executor(
-                self._worker, lambda: _timed(self._timeline, function, *args, **kwargs)
-            )
-            try:
-                return await asyncio.shield(running)
-            except asyncio.CancelledError:
-                await _until_done(running)
-                raise
+            return await self._worker.run(lambda: _timed(self._timeline, function, *args, **kwargs))
         finally:
             self._core.kernel_runs(-1)
 
     def _note_stall(self, started: float, ended: float, keys: Sequence[PageKey] = ()) -> None:
         """The computation waited for pages, or, without `keys`, for a task such as an update."""
+        if threading.get_ident() in self.aside:
+            return
         self._counters.count(stall_seconds=ended - started)
         if ended - started > _BARELY:
             self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": keys})
@@ -205,14 +212,3 @@ def _timed(timeline: Timeline, function: Callable[P, T], *args: P.args, **kwargs
         return function(*args, **kwargs)
     finally:
         timeline.record(getattr(function, "__name__", "kernel"), UPDATE_LANE, started, time.perf_counter())
-
-
-async def _until_done(running: asyncio.Future[T]) -> None:
-    """Until it is done, however often the wait is cancelled."""
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError:
-            continue
-    if not running.cancelled():
-        running.exception()  # looked at, so that nobody is told it was not

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiermem.pager.page import Page, PageKey
 
@@ -18,8 +18,7 @@ from tiermem.pager.page import Page, PageKey
 _TIDY_AT = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A coming access as the read-ahead sees it.
 
     Attributes:

@@ -24,7 +24,7 @@ class Room:
     def unheld(self, tier: Tier) -> int:
         """Bytes that evicting everything evictable would leave free: all but leased and failed pages."""
         census = self._residency.census
-        return self._residency.chain.capacity(tier) - census.held[tier] - census.stuck[tier]
+        return self._residency.chain.capacity(tier) - census.held(tier) - census.stuck(tier)
 
     def make(self, page: Page, tier: Tier, *, spare: Page | None = None) -> bool:
         """Reserve a frame for a demanded `page`, evicting what is used last; False: not yet, or not at all.
@@ -64,15 +64,15 @@ class Room:
         look_at = 0  # where room is not in one piece, the question is asked again when there are twice as many to go
         with closing(census.victims(tier)) as victims:
             for _, victim in victims:
-                if room + census.leaving[tier] >= page.room:
-                    if census.leaving[tier]:
+                if room + census.leaving(tier) >= page.room:
+                    if census.leaving(tier):
                         break
                     if len(going) >= look_at:
                         look_at = 2 * len(going) + 1
                         chosen = self._clearing(page, tier, going)
                         if chosen is not None:
                             break
-                if victim is spare or victim.leases.get(tier):
+                if victim is spare:
                     continue
                 if victim.is_dirty_on(tier):
                     self.send_off(victim, tier, spare=page)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tiermem.pager.agenda import Agenda
 from tiermem.pager.page import Kind, Lane, PageKey
 
 # Without a schedule the page used longest ago is taken to be needed last (LRU), and any such guess is further away
@@ -27,9 +27,6 @@ LATER = 1 << 40
 # turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
 # whole forecast off.
 _LEAP = 16
-
-# Pages of a unit in the course of its update that go before the computation's next unit; the rest comes behind it.
-_FIRST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Schedule:
     @property
     def period(self) -> int:
         """Positions from one step to the next."""
-        return max(1, len(self.accesses))
+        return len(self.accesses) or 1
 
 
 @dataclass(slots=True)
@@ -93,9 +90,7 @@ class Forecast:
         self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
         self._stays: Sequence[bool] | None = None
         self._fetched: set[PageKey] = set()  # since their last access, for the next one
-        self._agenda: deque[dict[PageKey, None]] | None = None
-        # The groups of the agenda in which a page is, in order: so that asking does not depend on how long it is.
-        self._groups_of: dict[PageKey, deque[dict[PageKey, None]]] = {}
+        self._agenda: Agenda | None = None
         self.surprises = 0
         self.version = 0
 
@@ -147,32 +142,22 @@ class Forecast:
 
         Returns the pages whose next use may have changed.
         """
-        before = self._groups_of.keys()
-        self._agenda, self._groups_of = deque(), {}
-        for group in groups:
-            self._append(dict.fromkeys(group))
-        changed = set(before ^ self._groups_of.keys())
+        self._agenda = self._agenda or Agenda()
         self.version += 1
-        return changed
+        return self._agenda.set(groups)
 
     def extend_agenda(self, group: Sequence[PageKey]) -> set[PageKey]:
         """One more unit at the end of the agenda; returns its pages."""
-        self._append(dict.fromkeys(group))
+        self._agenda = self._agenda or Agenda()
         self.version += 1
+        self._agenda.extend(group)
         return set(group)
-
-    def _append(self, group: dict[PageKey, None]) -> None:
-        if self._agenda is None:
-            self._agenda = deque()
-        self._agenda.append(group)
-        for key in group:
-            self._groups_of.setdefault(key, deque()).append(group)
 
     def note(self, lane: Lane, key: PageKey) -> None:
         """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
         self._fetched.discard(key)
         if lane is Lane.UPDATE and self._agenda is not None:
-            self._agenda_done(key)
+            self._agenda.tick_off(key)
             self._update_done(key)
             return
         if self._schedule is None:
@@ -212,15 +197,16 @@ class Forecast:
         """
         if self._schedule is None:
             return _UNKNOWN - last_use
-        if Lane.UPDATE in lanes and key in self._groups_of:
+        if self._agenda is not None and key in self._agenda.pages and Lane.UPDATE in lanes:
             return self._lanes[Lane.COMPUTE].cursor
-        period = self._schedule.period
-        uses = [
-            use for lane in lanes if (use := self._lanes[lane].next_at(key, period, self._start(lane, key))) is not None
-        ]
-        if not uses:
+        period, nearest = self._schedule.period, None
+        for lane in lanes:
+            use = self._lanes[lane].next_at(key, period, self._start(lane, key))
+            if use is not None and (nearest is None or use < nearest):
+                nearest = use
+        if nearest is None:
             return _UNKNOWN - last_use
-        use = min(uses)
+        use = nearest
         kept = self._stays is None or self._stays[use % period] or key in self._fetched
         return use if kept else LATER + use
 
@@ -230,28 +216,35 @@ class Forecast:
         Lanes are merged as they come, so that taking a few costs a few, however long the step is. What is on the
         agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to.
         """
-        if self._schedule is None:
-            return
-        yield from itertools.islice(self._with_agenda(self._merged()), limit)
+        return itertools.islice(self._with_agenda(self._merged()), limit if self._schedule is not None else 0)
 
     def _with_agenda(self, accesses: Iterator[tuple[int, Lane, PageKey]]) -> Iterator[tuple[int, Lane, PageKey]]:
-        now = self._lanes[Lane.COMPUTE].cursor
-        waiting = _portions(self._agenda or ())
-        yield from ((now, Lane.UPDATE, key) for key in next(waiting, ()))
-        for position, lane, key in accesses:
-            if lane is Lane.UPDATE and (key in self._groups_of or position < self._done.get(key, 0)):
-                continue
-            yield position, lane, key
-            if lane is Lane.COMPUTE and key.kind is Kind.PARAM:
-                yield from ((now, Lane.UPDATE, late) for late in next(waiting, ()))
+        now, update, param = self._lanes[Lane.COMPUTE].cursor, Lane.UPDATE, Kind.PARAM
+        announced: Container[PageKey] = () if self._agenda is None else self._agenda.pages
+        waiting = iter(()) if self._agenda is None else self._agenda.portions()
+        done = self._done
+        for key in next(waiting, ()):
+            yield now, update, key
+        for access in accesses:
+            position, lane, key = access
+            if lane is not update:
+                yield access
+                if key.kind is param:
+                    for late in next(waiting, ()):
+                        yield now, update, late
+            elif key not in announced and position >= done.get(key, 0):
+                yield access
         for group in waiting:
-            yield from ((now, Lane.UPDATE, late) for late in group)
+            for late in group:
+                yield now, update, late
 
     def _merged(self) -> Iterator[tuple[int, Lane, PageKey]]:
         period = self._schedule.period if self._schedule else 1
         if self._agenda is not None:  # all lanes start where the computation is, so they are merged already
-            yield from self._from(self._lanes[Lane.COMPUTE].cursor, period)
-            return
+            return self._from(self._lanes[Lane.COMPUTE].cursor, period)
+        return self._merge(period)
+
+    def _merge(self, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
         heads = {
             lane: _ahead(order, period, self._start(lane)) for lane, order in self._lanes.items() if order.positions
         }
@@ -290,26 +283,6 @@ class Forecast:
             position, behind = self._due[key]
             period, cursor = self._schedule.period, self._lanes[Lane.COMPUTE].cursor
             self._done[key] = position + (cursor - 1 - behind) // period * period + 1
-
-    def _agenda_done(self, key: PageKey) -> None:
-        groups = self._groups_of.get(key)
-        if groups:
-            del groups.popleft()[key]
-            if not groups:
-                del self._groups_of[key]
-        agenda = self._agenda
-        while agenda and not agenda[0]:
-            agenda.popleft()
-
-
-def _portions(agenda: Iterable[dict[PageKey, None]]) -> Iterator[Sequence[PageKey]]:
-    """The groups of an agenda, the first one in two: what goes first, and the rest of it."""
-    for index, group in enumerate(agenda):
-        keys = list(group)
-        if index == 0:
-            yield keys[:_FIRST]
-            keys = keys[_FIRST:]
-        yield keys
 
 
 def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:

@@ -58,6 +58,16 @@ class LeaseRequest:
     def __post_init__(self) -> None:
         self.lacking = list(self.pages)
 
+    def is_barred(self) -> bool:
+        """Whether a lease on one of its pages stands in the way, whatever room there is."""
+        return any(page.exclusive or (self.intent is not Intent.READ and page.is_leased) for page in self.lacking)
+
+    def is_served_by(self, page: Page) -> bool:
+        """Whether the page can be leased as it is."""
+        if self.tier not in page.valid or page.exclusive or page.doomed or page.error is not None:
+            return False
+        return self.intent is Intent.READ or (page.move is None and not page.is_leased)
+
 
 class Service:
     """Grants leases. Used on the pager's loop only."""
@@ -75,6 +85,16 @@ class Service:
         """Take a request; `pump` serves it."""
         self.waiting.append(request)
         self._in_order()
+
+    def serve_at_once(self) -> None:
+        """Grant a request just submitted if it is the only one and all its pages are there: what `pump` would do first.
+
+        Nothing is fetched, evicted or reserved for it.
+        """
+        if len(self.waiting) == 1:
+            request = self.waiting[0]
+            if all(request.is_served_by(page) for page in request.lacking):
+                self._serve(request, set())
 
     def release(self, pages: Sequence[Page], tier: Tier, *fences: Fence | None) -> None:
         """Leases given back; what their holders asked of a device is done with `fences`."""
@@ -115,7 +135,7 @@ class Service:
         for request in self.waiting:
             self._retreat(request)
         for request in list(self.waiting):
-            if request in self._tried or self._barred(request) or not self._fits(request):
+            if request in self._tried or request.is_barred() or not self._fits(request):
                 continue
             self._sole, moves = request, self._residency.moves
             self._serve(request, set())
@@ -129,20 +149,16 @@ class Service:
     def _in_order(self) -> None:
         """Things have changed: everybody is served in order again, and may be tried again."""
         self._sole = None
-        self._tried.clear()
+        if self._tried:
+            self._tried.clear()
 
     def _fail_one(self) -> bool:
         awaited = [request for request in self.waiting if request.waiter is None or request.waiter.awaited]
         lacking = [request for request in awaited if request in self._tried or not self._fits(request)]
-        failing = min(lacking, key=self._barred, default=None)
+        failing = min(lacking, key=LeaseRequest.is_barred, default=None)
         if failing is not None:
             self._finish(failing, self._no_room(failing))
         return failing is not None
-
-    @staticmethod
-    def _barred(request: LeaseRequest) -> bool:
-        """Whether a lease on one of its pages stands in the way, whatever room there is."""
-        return any(page.exclusive or (request.intent is not Intent.READ and page.is_leased) for page in request.lacking)
 
     def flush(self, difference: int) -> None:
         """One flush more (1) or less (-1) is going on: while there is any, everything dirty is written back."""
@@ -157,7 +173,7 @@ class Service:
 
     def unsaved(self) -> int:
         """Bytes of pages that only memory has, leased or not."""
-        return sum(self._residency.census.unsaved[tier] for tier in self._residency.chain.memory_tiers)
+        return sum(self._residency.census.unsaved(tier) for tier in self._residency.chain.memory_tiers)
 
     def _serve(self, request: LeaseRequest, claimed: set[Tier]) -> None:
         """Bring a request as far as it gets now; if it lacks room, its tier is claimed before later requests."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 from tiermem.pager.course import Course
 from tiermem.pager.page import Kind
@@ -22,6 +24,9 @@ _ROUNDS = 3
 
 # At most so many gaps are tried for what room the sweep has left: each try looks at all of its positions.
 _TRIED = 4096
+
+# Bytes by position, for sums over stretches of a step: many thousand positions, looked at thousands of times.
+_Bytes = npt.NDArray[np.int64]
 
 
 class Order:
@@ -129,10 +134,22 @@ class _Gap:
     length: int
     later: int
 
-    def of(self, taken: list[int]) -> list[int]:
-        """What is taken there."""
-        begin = self.begin % len(taken)
-        return taken[begin : begin + self.length] + taken[: max(0, begin + self.length - len(taken))]
+    def most(self, taken: _Bytes) -> int:
+        """The most bytes taken there at any position."""
+        first, over = self._parts(len(taken))
+        most = int(taken[first].max())
+        return max(most, int(taken[over].max())) if over.stop else most
+
+    def add(self, taken: _Bytes, nbytes: int) -> None:
+        """Take so many bytes more there."""
+        first, over = self._parts(len(taken))
+        taken[first] += nbytes
+        taken[over] += nbytes
+
+    def _parts(self, count: int) -> tuple[slice, slice]:
+        """Its positions, and those that go over the end of the round."""
+        begin = self.begin % count
+        return slice(begin, min(count, begin + self.length)), slice(0, max(0, begin + self.length - count))
 
     def covers(self, position: int, count: int) -> bool:
         """Whether `position` is one of them."""
@@ -155,16 +172,16 @@ def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
             if taken[position] <= capacity:
                 break
             stays[gap.later] = False
-            _add(taken, gap, -sizes[gap.later])
-    fullest = max(range(count), key=taken.__getitem__)
+            gap.add(taken, -sizes[gap.later])
+    fullest = int(taken.argmax())
     for gap in sorted((gap for gap in gaps if not stays[gap.later]), key=lambda gap: gap.length)[:_TRIED]:
         size = sizes[gap.later]
         if taken[fullest] + size > capacity and gap.covers(fullest, count):
             continue
-        if max(gap.of(taken)) + size <= capacity:
+        if gap.most(taken) + size <= capacity:
             stays[gap.later] = True
-            _add(taken, gap, size)
-            fullest = max(range(count), key=taken.__getitem__)
+            gap.add(taken, size)
+            fullest = int(taken.argmax())
     return stays
 
 
@@ -181,10 +198,10 @@ def _gaps(course: Course) -> list[_Gap]:
     return gaps
 
 
-def _taken(course: Course, kept: Sequence[_Gap]) -> list[int]:
+def _taken(course: Course, kept: Sequence[_Gap]) -> _Bytes:
     """Bytes taken at each position by what is needed there, and by what is kept."""
     count = len(course.accesses)
-    changes = [0] * (2 * count)  # as if the round were written out twice, for what goes over its end
+    changes = np.zeros(2 * count, dtype=np.int64)  # as if the round were written out twice, for what goes over its end
     for position, (following, leaves) in enumerate(zip(course.following, course.leaves, strict=True)):
         begin, later = position - course.enters[position], (position + following) % count
         end = min(position + leaves, position + following - course.enters[later] - 1)
@@ -193,14 +210,5 @@ def _taken(course: Course, kept: Sequence[_Gap]) -> list[int]:
     for gap in kept:
         changes[gap.begin % count] += course.sizes[gap.later]
         changes[gap.begin % count + gap.length] -= course.sizes[gap.later]
-    taken = list(accumulate(changes))
-    return [first + second for first, second in zip(taken[:count], taken[count:], strict=True)]
-
-
-def _add(taken: list[int], gap: _Gap, nbytes: int) -> None:
-    """Add to the positions of a gap."""
-    begin = gap.begin % len(taken)
-    within = min(len(taken), begin + gap.length)
-    taken[begin:within] = [before + nbytes for before in taken[begin:within]]
-    over = begin + gap.length - within
-    taken[:over] = [before + nbytes for before in taken[:over]]
+    taken: _Bytes = changes.cumsum().reshape(2, count).sum(axis=0)
+    return taken

@@ -109,7 +109,7 @@ class UpdateActor:
             grad, state = [PageKey(unit, Kind.GRAD, tile)], [PageKey(unit, Kind.STATE, tile)]
             world.release(grad, Lane.UPDATE)
             world.release(state, Lane.UPDATE)
-            world.residency.discard(world.residency.page(grad[0]))
+            world.discard(grad[0])
             gate.leave()
         world.release(param, Lane.UPDATE)
 

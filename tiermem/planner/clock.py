@@ -82,7 +82,7 @@ class Clock:
             self._settle()
             if self._ready or signal.fired:
                 continue
-            seconds = min(resource.next_end() for resource in self._resources)
+            seconds = min([resource.next_end() for resource in self._resources])
             if math.isinf(seconds):
                 if not self._stuck():
                     return False

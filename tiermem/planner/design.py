@@ -65,7 +65,6 @@ class Design:
     Attributes:
         workload: the rank's share.
         footprint: how its host budget is shared out.
-        schedule: the accesses of a step, as the pager gets them.
         times: of each unit.
         update_seconds: of one element, alone.
         drive: its share of the drives.
@@ -77,7 +76,6 @@ class Design:
     workload: Workload
     settings: PlanSettings
     footprint: Footprint
-    schedule: Schedule
     times: tuple[UnitTimes, ...]
     update_seconds: float
     drive: DriveSpeed
@@ -86,6 +84,12 @@ class Design:
     lease_seconds: float
     step_seconds: float
     device_budget: int | None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The accesses of a step, as the pager gets them; made anew whenever it is asked for."""
+        tiles = {unit: self.tiles(unit) for unit in range(len(self.workload.units))}
+        return plan_step(self.workload.step_order, tiles, self.settings.update)
 
     def tiles(self, unit: int) -> int:
         """How many tiles a unit's trainable elements make."""
@@ -125,7 +129,8 @@ def state_nbytes(workload: Workload, numel: int) -> int:
 
 
 def unit_sizes(workload: Workload) -> list[UnitSize]:
-    """The units as the budget sees them."""
+    """The units as the budget sees them; of several with the same sizes the first, since only the largest count."""
+    alike = {(unit.numel, unit.trainable, unit.nested_nbytes): unit for unit in reversed(workload.units)}
     return [
         UnitSize(
             name=unit.name,
@@ -135,7 +140,7 @@ def unit_sizes(workload: Workload) -> list[UnitSize]:
             state_itemsize=workload.state_itemsize,
             nested_nbytes=unit.nested_nbytes,
         )
-        for unit in workload.units
+        for unit in reversed(alike.values())
     ]
 
 
@@ -149,7 +154,6 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     host = settings.host_memory
     footprint = plan_footprint(unit_sizes(share), host, settings.tile_nbytes or planned_tile(host), settings.look_ahead)
     budget = _device_budget(workload, machine, settings)
-    tiles = {number: tile_count(unit.trainable, footprint.tile_numel) for number, unit in enumerate(share.units)}
     drive = machine.drive
     drives = drive.count / per_node
     contended = machine.device is None or machine.device.simulated
@@ -158,7 +162,6 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         workload=share,
         settings=settings,
         footprint=footprint,
-        schedule=plan_step(share.step_order, tiles, settings.update),
         times=_times(workload, share, machine, settings),
         update_seconds=per_node / machine.update_rate(workload.dtype),
         drive=DriveSpeed(
@@ -189,7 +192,6 @@ def retiled(design: Design, factor: int) -> Design:
     itemsize = share.itemsize + share.state_itemsize
     grown = rounded((tile - footprint.tile_numel) * itemsize)
     larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
-    tiles = {number: tile_count(unit.trainable, tile) for number, unit in enumerate(share.units)}
     small = footprint.tile_numel * share.state_itemsize < design.drive.block
     block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
     depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
@@ -197,7 +199,6 @@ def retiled(design: Design, factor: int) -> Design:
         design,
         settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
         footprint=larger,
-        schedule=plan_step(share.step_order, tiles, design.settings.update),
         drive=replace(design.drive, block=block, depth=depth),
     )
 

@@ -102,6 +102,15 @@ class Footprint:
     least: int
     passing: int = 0
 
+    @property
+    def lead(self) -> int:
+        """Bytes by which the plan of what stays takes the computation to be ahead of an update that lags.
+
+        Half of what it may be at most: where it is ahead by more, a page that was to stay is read again; where it is
+        not, room kept for it would cost as many bytes in every step.
+        """
+        return self.lag // 2
+
 
 def rounded(nbytes: int) -> int:
     """`nbytes` as a frame takes it: whole blocks of 4096 bytes (or of a memory page, where that is larger)."""

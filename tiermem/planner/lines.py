@@ -67,16 +67,21 @@ class _Row:
 
     def __init__(self) -> None:
         self._lanes: tuple[dict[Transfer, None], ...] = tuple({} for _ in range(_PRIORITIES))
+        self.count = 0
 
     def add(self, transfer: Transfer) -> None:
         self._lanes[transfer.priority][transfer] = None
+        self.count += 1
 
     def remove(self, transfer: Transfer) -> None:
         del self._lanes[transfer.priority][transfer]
+        self.count -= 1
 
     @property
     def best(self) -> int | None:
-        return next((priority for priority, lane in enumerate(self._lanes) if lane), None)
+        if not self.count:
+            return None
+        return next(priority for priority, lane in enumerate(self._lanes) if lane)
 
     def first(self, slots: int, block: int) -> list[tuple[Transfer, int]]:
         """The transfers that the first `slots` blocks belong to, with how many each has."""
@@ -104,12 +109,12 @@ class DriveModel:
     @property
     def reading(self) -> bool:
         """Whether anything is being read."""
-        return self._rows[0].best is not None
+        return self._rows[0].count > 0
 
     @property
     def writing(self) -> bool:
         """Whether anything is being written."""
-        return self._rows[1].best is not None
+        return self._rows[1].count > 0
 
     def start(self, nbytes: int, *, write: bool, priority: int, done: Callable[[], None]) -> Transfer:
         """Move bytes; `done()` is called when they have arrived."""
@@ -131,10 +136,14 @@ class DriveModel:
         """See `clock.Resource`."""
         if self._changed:
             self._share()
-        return min((transfer.left / transfer.rate for transfer, _ in self._flowing), default=math.inf)
+        if not self._flowing:
+            return math.inf
+        return min([transfer.left / transfer.rate for transfer, _ in self._flowing])
 
     def advance(self, seconds: float) -> None:
         """See `clock.Resource`."""
+        if not self._flowing:
+            return
         self.busy[0] += seconds * self.reading
         self.busy[1] += seconds * self.writing
         ended = []
@@ -199,7 +208,7 @@ class Wire:
     @property
     def busy(self) -> bool:
         """Whether anything is on its way."""
-        return self._current is not None or self._row.best is not None
+        return self._current is not None or self._row.count > 0
 
     def next_end(self) -> float:
         """See `clock.Resource`."""
@@ -261,14 +270,17 @@ class Cores:
 
     def next_end(self) -> float:
         """See `clock.Resource`."""
+        if not (self.computing or self.updating):
+            return math.inf
         rates = self._rates()
         return min(
-            (left / rate for left, rate, done in zip(self._left, rates, self._done, strict=True) if done is not None),
-            default=math.inf,
+            [left / rate for left, rate, done in zip(self._left, rates, self._done, strict=True) if done is not None]
         )
 
     def advance(self, seconds: float) -> None:
         """See `clock.Resource`."""
+        if not (self.computing or self.updating):
+            return
         rates = self._rates()
         for index in (0, 1):
             done = self._done[index]

@@ -11,13 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tiermem.errors import CapacityError
 from tiermem.planner.design import (
     Design,
     PlanSettings,
     device_memory,
     divided,
-    gathered_nbytes,
     least_device_memory,
     least_host_memory,
     make_design,
@@ -26,11 +24,12 @@ from tiermem.planner.design import (
 )
 from tiermem.planner.machine import Machine
 from tiermem.planner.simulate import Simulation, simulate
-from tiermem.planner.workload import Workload, coarsened
+from tiermem.planner.thin import drawn_out, thinned
+from tiermem.planner.workload import Workload
 
-# A step with more units or tiles than this is simulated with fewer and larger ones.
-_FINE = (48, 320)
-_COARSE = (16, 96)
+# A step with more units is simulated by two with about so many; more tiles than so many are taken larger.
+_LONGER, _SHORTER = 72, 24
+_TILES, _COARSE_TILES = 360, 96
 _SECONDS_PER_DAY = 86_400.0
 
 
@@ -48,7 +47,7 @@ class Prediction:
 
     Attributes:
         missing: what lacks, for each tier that is too small: bytes.
-        coarse: whether fewer and larger units or tiles stood for the real ones.
+        coarse: whether fewer units or larger tiles stood for the real ones.
         host_least: the smallest host budget that works.
         swap_bytes: disk bytes of one rank; with `commits` two copies of parameters and states.
         simulation: None where it does not fit.
@@ -117,8 +116,7 @@ def predict(
     if room and swap * per_node > room:
         missing["swap"] = swap * per_node - room
         return dataclasses.replace(_without(workload, machine, settings, missing, least), swap_bytes=swap)
-    quick, coarse = quick_design(workload, machine, settings)
-    simulation = simulate(quick, with_plan=with_plan)
+    simulation, coarse = simulate_quickly(design, with_plan=with_plan)
     return Prediction(
         workload=workload,
         machine=machine,
@@ -134,36 +132,39 @@ def predict(
     )
 
 
-def quick_design(
-    workload: Workload, machine: Machine, settings: PlanSettings, *, most: tuple[int, int] = _FINE
-) -> tuple[Design, bool]:
-    """A design of about `most` (units, tiles), and whether it is coarser than the exact one."""
-    exact = make_design(workload, machine, settings)
-    most_units, most_tiles = most
-    tiles = sum(exact.tiles(unit) for unit in range(len(exact.workload.units)))
-    design, coarse = exact, False
-    joined = coarsened(workload, most_units)
-    if joined is not workload:
-        try:
-            design, coarse = make_design(joined, machine, _as_roomy(joined, settings, exact)), True
-        except CapacityError:  # joined units are larger: the budget may hold only the real ones
-            design = exact
+def simulate_quickly(exact: Design, *, with_plan: bool = False) -> tuple[Simulation, bool]:
+    """Simulate a step, and say whether others stood for it.
+
+    Where there are many units: two steps of fewer, see `thin`. Where there are many tiles: larger ones, see `retiled`.
+    Raises CapacityError as `simulate` does.
+    """
+    longer = thinned(exact, _LONGER)
+    factor = _enlargement(longer, _TILES)
+    designs = [each if factor == 1 else retiled(each, factor) for each in (thinned(exact, _SHORTER), longer)]
+    found = simulate(designs[1], with_plan=with_plan)
+    if longer is exact:
+        return found, factor > 1
+    if designs[0].workload.parameters == longer.workload.parameters:
+        return found, True
+    return drawn_out((designs[0], simulate(designs[0])), (designs[1], found), exact), True
+
+
+def _enlargement(design: Design, most: int) -> int:
+    """How much larger tiles have to be for there to be no more than `most`; 1: they are few enough."""
     tiles = sum(design.tiles(unit) for unit in range(len(design.workload.units)))
-    if tiles > most_tiles:
-        design, coarse = retiled(design, -(-tiles // most_tiles)), True
-    return design, coarse
-
-
-def _as_roomy(joined: Workload, settings: PlanSettings, exact: Design) -> PlanSettings:
-    """The settings with which joined units leave as many bytes of device memory for pages as the real ones."""
-    if exact.device_budget is None:
-        return settings
-    return replace(settings, device_memory=exact.device_budget + gathered_nbytes(joined, settings))
+    return max(1, -(-tiles // most))
 
 
 def seconds_of_step(workload: Workload, machine: Machine, settings: PlanSettings) -> float:
-    """Simulated seconds of a step, coarsely. Raises CapacityError where it does not fit."""
-    return simulate(quick_design(workload, machine, settings, most=_COARSE)[0]).seconds
+    """Simulated seconds of a step, coarsely: of a shorter one, by parameters.
+
+    Raises CapacityError where it does not fit.
+    """
+    exact = make_design(workload, machine, settings)
+    short = thinned(exact, _SHORTER)
+    factor = _enlargement(short, _COARSE_TILES)
+    share = short.workload.parameters / exact.workload.parameters
+    return simulate(short if factor == 1 else retiled(short, factor)).seconds / share
 
 
 def _relief(workload: Workload, machine: Machine, settings: PlanSettings, seconds: float) -> tuple[Relief, ...]:

@@ -141,24 +141,25 @@ class World:
     def __init__(self, design: Design, *, listener: Callable[[Action], None] | None = None) -> None:
         self.design = design
         self.drive = DriveModel(design.drive)
-        self.up, self.down = (Wire(rate) for rate in design.wires or (1.0, 1.0))
+        self.wires = [Wire(rate) for rate in design.wires or ()]  # to the device, to the host
         self.cores = Cores(design.slower, lambda: self.drive.reading or self.drive.writing)
         self.clock = Clock(
-            [self.cores, self.drive, self.up, self.down],
+            [self.cores, self.drive, *self.wires],
             settle=self._settle,
             passing=self._passing,
-            stuck=lambda: self.service.resolve_standstill(),  # noqa: PLW0108 - the service is made after the clock
+            stuck=self._stuck,
         )
         self.counters = Counters(clock=lambda: self.clock.now)
         self.forecast = Forecast()
         self.residency = RecordingResidency(self._chain(), self.forecast, self.counters, ended=self._ended)
         self.service = Service(self.residency, self._appetite())
+        self._stirred = False  # whether anything has happened that the pager does its work behind
         self.waiting: LeaseRequest | str | None = None  # what the computation waits for
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
             self.residency.add(key, nbytes, saved=key.kind.value != "grad")
-        ahead = self.service.ahead
-        ahead.follow(design.schedule, ahead.make_plan(design.schedule, ahead.rooms()))
+        ahead, schedule = self.service.ahead, design.schedule
+        ahead.follow(schedule, ahead.make_plan(schedule, ahead.rooms()))
         if listener is not None:
             self.listen(listener)
 
@@ -182,6 +183,7 @@ class World:
 
         request = LeaseRequest([self.residency.page(key) for key in keys], intent, lane, tier, finished)
         self.service.submit(request)
+        self._stirred = True
         if lane is Lane.COMPUTE:
             self.waiting = request
         yield signal
@@ -194,6 +196,7 @@ class World:
         """Give a lease back."""
         tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
         self.service.release([self.residency.page(key) for key in keys], tier)
+        self._stirred = True
 
     def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
         """As `pager.core.Core.announce`, in an order that does not depend on hashes."""
@@ -201,11 +204,18 @@ class World:
             page = self.residency.pages[key]
             if page.frames:
                 self.residency.census.note(page)
+        self._stirred = True
 
     def begin_step(self) -> None:
         """As `pager.core.Core.begin_step`, and close the step's counters."""
         if not self.forecast.begin_step():
             self.residency.reclassify()
+        self._stirred = True
+
+    def discard(self, key: PageKey) -> None:
+        """As `pager.Pager.start_discard`."""
+        self.residency.discard(self.residency.page(key))
+        self._stirred = True
 
     def compute(self, seconds: float) -> Generator[Signal, None, None]:
         """Compute for so long, were nothing in the way."""
@@ -235,27 +245,36 @@ class World:
             ),
         }
         if self.design.device_budget is not None:
+            up, down = self.wires
             arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device_budget)
             edges[Tier.HOST, Tier.DEVICE] = _Edge(
-                lambda nbytes, priority, done: self.up.start(nbytes, priority=priority, done=done)
+                lambda nbytes, priority, done: up.start(nbytes, priority=priority, done=done)
             )
             edges[Tier.DEVICE, Tier.HOST] = _Edge(
-                lambda nbytes, priority, done: self.down.start(nbytes, priority=priority, done=done)
+                lambda nbytes, priority, done: down.start(nbytes, priority=priority, done=done)
             )
         return Chain(arenas=arenas, edges=edges, alignment=rounded(1))
 
     def _appetite(self) -> dict[Tier, Appetite]:
         footprint = self.design.footprint
-        appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lag)}
+        appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lead)}
         if self.design.device_budget is not None:
             appetite[Tier.DEVICE] = Appetite(look_ahead=self.design.device_budget // 2, reserve=0)
         return appetite
 
     def _ended(self, page: Page, move: Move, error: BaseException | None) -> None:
         self.residency.finish_move(page, move, error)
+        self._stirred = True
 
     def _settle(self) -> None:
-        self.service.pump()
+        """As `pager.core.Core`: a pump behind whatever has happened to pages, none behind what has not."""
+        if self._stirred:
+            self._stirred = False
+            self.service.pump()
+
+    def _stuck(self) -> bool:
+        self._stirred = self.service.resolve_standstill()
+        return self._stirred
 
     def _passing(self, seconds: float) -> None:
         """Say what this stretch of time is spent on, as far as the computation is concerned."""
@@ -269,7 +288,7 @@ class World:
             cause = "read"
         elif self.drive.writing:
             cause = "write"
-        elif self.up.busy or self.down.busy:
+        elif any(wire.busy for wire in self.wires):
             cause = "copy"
         else:
             cause = "update kernel"

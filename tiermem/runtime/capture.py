@@ -13,7 +13,7 @@ from tiermem.checkpoint.pretrained import export_record
 from tiermem.errors import ConfigError
 from tiermem.runtime import randomness
 from tiermem.runtime.commits import PendingCommit
-from tiermem.runtime.record import FORMAT, layout_record, optimizer_records
+from tiermem.runtime.record import FORMAT, optimizer_records
 from tiermem.runtime.snapshots import PendingSnapshot
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
     record = {
         "format": FORMAT,
         "run": house.company.run,
-        "layout": layout_record(house.layouts, house.config, house.footprint.tile_numel),
+        "layout": house.layout_record,
         "buffers": house.buffers.capture(),
         "random": randomness.capture(),
         **_record(house, extra),
@@ -51,11 +51,10 @@ def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> Pe
 
 
 def _record(house: House, extra: Any) -> dict[str, Any]:
-    slots = [slot for layout in house.layouts for slot in layout.slots]
     return {
         "step": house.steps.number,
         "param_dtype": str(house.config.param_dtype),
         "optimizers": optimizer_records(house.coordinator.optimizers()),
-        "pretrained": export_record(house.divided.model, slots, house.config.dtype),
+        "pretrained": export_record(house.divided.model, house.other_names, house.config.dtype),
         "extra": extra,
     }

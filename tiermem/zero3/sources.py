@@ -213,7 +213,7 @@ class RankUnits:
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit and not writable:
             self._ahead = None
-            return ahead[1].result().arrived()
+            return self._conductor.wait(ahead[1]).arrived()
         self.give_up()
         return self._conductor.run(self._gathering(unit, writable=writable)).arrived()
 
@@ -231,7 +231,7 @@ class RankUnits:
     def give_up(self) -> None:
         """Wait for what is fetched ahead and let go of it: all ranks have begun it, so it cannot be called off."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[1].exception() is None:  # else whatever comes next raises it
+        if ahead is not None and self._conductor.ended_well(ahead[1]):
             ahead[1].result().release()
 
     def changed(self, unit: int) -> None:

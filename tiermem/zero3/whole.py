@@ -48,7 +48,7 @@ class WholeUnits:
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit:
             self._ahead = None
-            ahead[1].result()
+            self._conductor.wait(ahead[1])
         else:
             self.give_up()
             if unit in self._stale:
@@ -71,7 +71,7 @@ class WholeUnits:
         """Wait for what is completed ahead: all ranks have begun it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead[1].exception()  # whatever comes next raises it
+            self._conductor.ended_well(ahead[1])
 
     def _completing(self, unit: int) -> Operation[None]:
         shard, key = self._shards[unit], self._shards[unit].layout.key

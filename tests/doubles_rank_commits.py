@@ -1,0 +1,145 @@
+"""What ranks do in the tests of commits of which one rank's drive fails to say, or to know, whether they happened."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubles_rank_scenarios import CLIP, Odd, committing, config_for, loss_of, part, tokens
+
+import swap
+import tiermem
+from swap.syscalls import SystemCalls
+
+EIO = errno.EIO
+STEPS, STRUCK = 4, 2  # the steps, each with a commit, and the commit in which the drive fails
+SILENCE = 2.0  # seconds after which a call is given up
+
+# What the next calls of a kind suffer, on which rank, inside the second commit. None: nothing. "late": it happens, and
+# an error is reported. "silent": it happens after it was given up.
+PLACES: dict[str, dict[int, dict[str, list[Any]]]] = {
+    "rename": {1: {"rename": [EIO]}},
+    "rename_happened": {1: {"rename": ["late"]}},
+    "rename_of_both": {0: {"rename": [EIO]}, 1: {"rename": [EIO]}},
+    "rename_and_taking_back": {0: {"unlink": [EIO]}, 1: {"rename": [EIO]}},
+    "rename_silent": {1: {"rename": ["silent"]}},
+    "sync": {1: {"fsync": [None, EIO]}},
+    "sync_and_taking_back": {0: {"unlink": [EIO]}, 1: {"fsync": [None, EIO]}},
+    "unlink": {1: {"unlink": [EIO]}},
+    "unlink_happened": {1: {"unlink": ["late"]}},
+    "unlink_sync": {1: {"fsync": [None, None, EIO]}},
+}
+
+
+class Drive:
+    """The system calls of this process, some of which fail in turn until `mend`."""
+
+    def __init__(self, faults: dict[str, list[Any]]) -> None:
+        self.left = {name: list(each) for name, each in faults.items()}
+        self._answers = threading.Event()
+        self._real = {name: getattr(SystemCalls, name) for name in faults}
+        for name in faults:
+            setattr(SystemCalls, name, self._call(name))
+
+    def mend(self) -> None:
+        self._answers.set()
+        for name, real in self._real.items():
+            setattr(SystemCalls, name, real)
+
+    def _call(self, name: str) -> Callable[..., None]:
+        def call(calls: SystemCalls, *arguments: Any) -> None:
+            fault = self.left[name].pop(0) if self.left[name] else None
+            if isinstance(fault, int):
+                raise OSError(fault, os.strerror(fault))
+            if fault == "silent" and not self._answers.wait(60):
+                raise AssertionError("the test forgot to let go of the drive")
+            self._real[name](calls, *arguments)
+            if fault == "late":
+                raise OSError(EIO, os.strerror(EIO))
+
+        return call
+
+
+@contextlib.contextmanager
+def failing(faults: dict[str, list[Any]] | None) -> Iterator[None]:
+    """The drive of this rank fails in here; every fault must have struck in the end."""
+    drive = Drive(faults or {})
+    try:
+        yield
+    finally:
+        drive.mend()
+    assert not any(drive.left.values()), f"never reached: {drive.left}"
+
+
+def doubtful(place: str) -> Callable[[Path, int, int], Any]:
+    """Train with a commit after every step, in the second of which a drive fails; what each rank was told, and held."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = Odd()
+        told: list[str] = []
+        held: list[int] = []
+        ended = ""
+        try:
+            with tiermem.offload(
+                model, config_for(directory.parent.parent / f"doubt {place}", stall_timeout=20.0)
+            ) as runtime:
+                if place == "rename_silent":  # of the calls of commits alone: the ranks still have time for each other
+                    runtime._house.storage.store._system._seconds = SILENCE
+                optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+                for step in range(STEPS):
+                    loss_of(model, part(tokens(step), rank, size)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with failing(PLACES[place].get(rank) if step + 1 == STRUCK else None):
+                        told.append(commit(runtime, step + 1))
+                    held.append(runtime.committed["step"] if runtime.committed else 0)
+                    wait_answered(runtime)
+        except (tiermem.TiermemError, swap.SwapError) as error:
+            ended = f"{type(error).__name__}: {error}"
+        return {"told": told, "held": held, "ended": ended}
+
+    scenario.__name__ = f"doubtful_{place}"
+    return scenario
+
+
+def commit(runtime: Any, step: int) -> str:
+    try:
+        runtime.commit({"step": step}).wait()
+    except Exception as error:  # noqa: BLE001 - told apart by the test
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wait_answered(runtime: Any) -> None:
+    """Until no call is out that was given up."""
+    until = time.monotonic() + 60
+    while runtime._house.storage.store._system.late():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def settled(place: str) -> Callable[[Path, int, int], Any]:
+    """Go on from what the ranks of `doubtful` have left."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        return committing(directory.parent.parent / f"doubt {place}", rank, size, until=STEPS + 1)
+
+    scenario.__name__ = f"settled_{place}"
+    return scenario
+
+
+def five_steps(directory: Path, rank: int, size: int) -> Any:
+    return committing(directory, rank, size, until=STEPS + 1)
+
+
+SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
+    made.__name__: made for made in (five_steps, *(make(place) for make in (doubtful, settled) for place in PLACES))
+}

@@ -1,0 +1,147 @@
+"""The loop's mailbox: what is posted, what is left, and the worker's ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tiermem.pager.loop import LoopThread
+from tiermem.pager.worker import Worker
+
+PATIENCE = 10.0
+
+
+class Mailbox:
+    """A loop that notes what runs on it."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.errors: list[Exception] = []
+        self.turned = threading.Event()
+        self.loop = LoopThread("test-loop", after=self.turned.set, failed=self.errors.append)
+
+    def settle(self, *, hungry: bool) -> None:
+        self.loop.call(lambda: self.loop.set_hungry(hungry))
+
+    def close(self) -> None:
+        if self.loop.shut():
+            self.loop.finish(self._last)
+
+    async def _last(self) -> None:
+        self.ran.append("last")
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox]:
+    made = Mailbox()
+    yield made
+    made.close()
+
+
+def test_what_is_left_waits_for_the_next_message_and_runs_before_it(mailbox: Mailbox) -> None:
+    mailbox.settle(hungry=False)
+    mailbox.turned.clear()
+    assert mailbox.loop.leave(lambda: mailbox.ran.append("left"))
+    assert not mailbox.turned.wait(0.05), "nobody was hungry, and the loop was woken"
+    assert mailbox.ran == []
+    mailbox.loop.call(lambda: mailbox.ran.append("posted"))
+    assert mailbox.ran == ["left", "posted"]
+
+
+def test_what_is_left_runs_at_once_while_somebody_is_hungry(mailbox: Mailbox) -> None:
+    mailbox.settle(hungry=True)
+    done = threading.Event()
+    assert mailbox.loop.leave(done.set)
+    assert done.wait(PATIENCE)
+
+
+def test_whoever_gets_hungry_finds_what_was_left_before(mailbox: Mailbox) -> None:
+    mailbox.settle(hungry=False)
+    done, started = threading.Event(), threading.Event()
+
+    async def gets_hungry() -> None:  # a task, which no message comes with
+        started.set()
+        while not mailbox.ran:  # noqa: ASYNC110 - another thread fills it
+            await asyncio.sleep(0.001)
+        mailbox.loop.set_hungry(True)
+
+    future = mailbox.loop.start_task(gets_hungry())
+    assert started.wait(PATIENCE)
+    mailbox.loop.leave(done.set)
+    mailbox.ran.append("go on")
+    future.result(PATIENCE)
+    assert done.wait(PATIENCE)
+
+
+def test_what_is_left_runs_before_the_end_and_not_behind_it(mailbox: Mailbox) -> None:
+    mailbox.settle(hungry=False)
+    mailbox.loop.leave(lambda: mailbox.ran.append("left"))
+    mailbox.close()
+    assert mailbox.ran == ["left", "last"]
+    assert not mailbox.loop.leave(lambda: mailbox.ran.append("late"))
+    assert mailbox.ran == ["left", "last"]
+
+
+def test_an_error_of_what_was_left_reaches_the_owner(mailbox: Mailbox) -> None:
+    mailbox.settle(hungry=False)
+
+    def fails() -> None:
+        raise ValueError("left")
+
+    mailbox.loop.leave(fails)
+    mailbox.loop.call(lambda: None)
+    assert [str(error) for error in mailbox.errors] == ["left"]
+
+
+def test_a_worker_runs_in_order_and_hands_over_results_and_errors(mailbox: Mailbox) -> None:
+    worker = Worker("test-worker", mailbox.loop.report)
+    threads = set()
+
+    def kernel(number: int) -> int:
+        threads.add(threading.current_thread().name)
+        if number == 2:
+            raise ValueError("two")
+        return number * number
+
+    async def run() -> list[object]:
+        jobs = (worker.run(lambda number=number: kernel(number)) for number in range(4))  # type: ignore[misc]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    found = mailbox.loop.start_task(run()).result(PATIENCE)
+    assert [found[0], found[1], found[3]] == [0, 1, 9]
+    assert isinstance(found[2], ValueError)
+    assert threads == {"test-worker"}
+    mailbox.close()
+    worker.close()
+
+
+def test_cancelling_the_wait_for_a_kernel_waits_for_its_end(mailbox: Mailbox) -> None:
+    worker = Worker("test-worker", mailbox.loop.report)
+    begun, may_end = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def kernel() -> None:
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        order.append("kernel")
+
+    async def run() -> None:
+        task = asyncio.ensure_future(worker.run(kernel))
+        while not begun.is_set():  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        order.append("cancelled")
+
+    mailbox.loop.start_task(run()).result(PATIENCE)
+    assert order == ["kernel", "cancelled"]
+    mailbox.close()
+    worker.close()

@@ -1,0 +1,179 @@
+"""A step of few units stands for one of many: same sizes, same share of the budget, nearly the same prediction."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
+from tiermem.planner.clock import Signal
+from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
+from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.planner.predict import seconds_of_step, simulate_quickly
+from tiermem.planner.simulate import simulate
+from tiermem.planner.thin import drawn_out, repetitions, thinned
+from tiermem.planner.workload import UnitWork, Workload, order_of, transformer
+from tiermem.planner.world import World
+
+MIB = 1 << 20
+MACHINE = Machine(
+    name="test",
+    source="described for a test",
+    host=Host(
+        flops={"bfloat16": 1e12},
+        update_rate={"bfloat16": 1e9},
+        compute_beside_update=0.5,
+        update_beside_compute=0.3,
+    ),
+    drive=Drive(read=2e9, write=1.5e9, mixed=1.2e9),
+)
+
+
+def workload(numels: list[int], *, batches: int = 1) -> Workload:
+    units = tuple(UnitWork(f"unit {n}", numel, numel, 2.0 * numel * 256) for n, numel in enumerate(numels))
+    order = order_of([(number, number > 0) for number in range(len(numels))])
+    return Workload("test", units, order, 256, batches)
+
+
+def design(work: Workload, share: float, update: str) -> Design:
+    total = work.parameters * (work.state_itemsize + 2 * work.itemsize)
+    budget = int(least_host_memory(work, 1) + share * total) // 4096 * 4096
+    return make_design(work, MACHINE, PlanSettings(host_memory=budget, update=update))
+
+
+def test_what_comes_again_is_found_whatever_stands_around_it() -> None:
+    work = workload([9, *[5, 3] * 6, 7, *[4] * 5, 8])
+    found = repetitions(work)
+    assert [(each.units, each.block) for each in found] == [(tuple(range(1, 13)), 2), (tuple(range(14, 19)), 1)]
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(20_000, 100_000), st.integers(1, 25)), min_size=1, max_size=3),
+    most=st.integers(2, 40),
+    share=st.floats(0.05, 1.2),
+    batches=st.sampled_from([1, 3]),
+)
+@settings(max_examples=25, deadline=None)
+def test_units_tiles_and_order_that_are_left_are_those_of_the_whole_step(
+    runs: list[tuple[int, int]], most: int, share: float, batches: int
+) -> None:
+    work = workload([numel for numel, count in runs for _ in range(count)], batches=batches)
+    exact = design(work, share, "forward")
+    thin = thinned(exact, most)
+    assert len(thin.workload.units) <= len(exact.workload.units)
+    assert thin.footprint == exact.footprint
+    assert 0 < thin.settings.host_memory <= exact.settings.host_memory
+    kept = [next(n for n, unit in enumerate(work.units) if unit.name == left.name) for left in thin.workload.units]
+    expected = [access for access in exact.workload.order if access.unit in kept]
+    assert [(kept[access.unit], access.phase) for access in thin.workload.order] == [
+        (access.unit, access.phase) for access in expected
+    ]
+    assert [thin.tiles(n) for n in range(len(kept))] == [exact.tiles(unit) for unit in kept]
+    alike = {(unit.numel, unit.trainable) for unit in work.units}
+    assert {(unit.numel, unit.trainable) for unit in thin.workload.units} == alike, "no kind of unit is lost"
+    assert simulate(thin).seconds > 0, "what is left of the budget holds what is in use"
+
+
+def test_what_repeats_nowhere_stays_as_it_is() -> None:
+    exact = design(workload(list(range(50_000, 90_000, 1_000))), 0.3, "forward")
+    assert thinned(exact, 10) is exact
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "step"])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) -> None:
+    exact = design(workload([3_000_000] * 100), share, update)
+    quick, stood_in = simulate_quickly(exact)
+    assert stood_in
+    whole = simulate(exact)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.12)
+    assert quick.bytes_read + quick.bytes_written == pytest.approx(whole.bytes_read + whole.bytes_written, rel=0.1)
+    assert quick.computing == pytest.approx(whole.computing, rel=0.03)
+    assert all(tier.high_water <= tier.budget == exact.settings.host_memory for tier in quick.tiers)
+
+
+def test_what_fits_moves_nothing_in_short_either() -> None:
+    exact = design(workload([500_000] * 150), 1.3, "forward")
+    assert simulate_quickly(exact)[0].bytes_read == simulate(exact).bytes_read == 0
+
+
+def test_the_line_goes_through_its_ends() -> None:
+    exact = design(workload([1_000_000] * 40), 0.4, "forward")
+    ends = [(each, simulate(each)) for each in (thinned(exact, 12), thinned(exact, 24))]
+    assert drawn_out(ends[0], ends[1], ends[1][0]).seconds == pytest.approx(ends[1][1].seconds)
+    assert drawn_out(ends[0], ends[1], ends[0][0]).edges == pytest.approx(ends[0][1].edges)
+
+
+def test_seconds_of_measured_units_are_their_mean() -> None:
+    work = workload([100_000] * 30)
+    units = tuple(replace(unit, seconds=(0.1 * (n % 2 + 1), 0.2)) for n, unit in enumerate(work.units))
+    exact = design(replace(work, units=units), 0.5, "forward")
+    times = thinned(exact, 10).times
+    assert sum(each.forward for each in times[1:]) / len(times[1:]) == pytest.approx(0.15, rel=0.02)
+
+
+def calls_in(work: Callable[[], object]) -> Counter[str]:
+    """Calls of functions by file while something is done."""
+    counted: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            counted[frame.f_code.co_filename.rpartition("tiermem/")[2]] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+def test_the_work_of_a_prediction_hardly_grows_with_the_units() -> None:
+    # Calls, not seconds. Four times the units: linear would be four times the calls.
+    calls = {}
+    for count in (250, 1000):
+        work = workload([300_000] * count)
+        settings = PlanSettings(host_memory=work.parameters * 3 // 4096 * 4096)
+        calls[count] = calls_in(lambda work=work, settings=settings: seconds_of_step(work, MACHINE, settings))  # type: ignore[misc]
+    assert sum(calls[1000].values()) <= 2 * sum(calls[250].values()), calls
+    assert calls[1000]["pager/service.py"] <= 1.5 * calls[250]["pager/service.py"], calls
+
+
+def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:
+    def two_steps(exact: Design) -> None:
+        world = World(exact)
+        compute = ComputeActor(world, UpdateActor(world))
+        for _ in range(2):
+            ended = Signal()
+
+            def process(ended: Signal = ended) -> Steps:
+                yield from compute.step()
+                world.clock.fire(ended)
+
+            world.clock.start(process())
+            assert world.clock.run_until(ended)
+
+    totals = []
+    for count in (60, 120, 240):
+        exact = design(workload([300_000] * count), 0.3, "forward")
+        totals.append(sum(calls_in(lambda exact=exact: two_steps(exact)).values()))  # type: ignore[misc]
+    assert totals[2] - totals[1] <= 2 * (totals[1] - totals[0]) * 1.25, totals
+    assert totals[2] <= 2.5 * totals[1], totals
+
+
+def test_a_trillion_parameters_are_predicted_with_few_units_and_tiles() -> None:
+    work = transformer(10**12, batch=1, seq=128)
+    exact = make_design(work, MACHINE, PlanSettings(host_memory=512 << 30))
+    short = thinned(exact, 24)
+    assert len(short.workload.units) == 24
+    assert short.workload.units[0] == exact.workload.units[0], "what is there once stays"
+    most = sum(short.tiles(unit) for unit in range(24))
+    assert most < sum(exact.tiles(unit) for unit in range(len(work.units))) / 5

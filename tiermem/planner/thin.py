@@ -1,0 +1,227 @@
+"""A long step seen through two short ones: fewer of its equal units, and the straight line through both results.
+
+Owns which units repeat, the design of a step with fewer of them, and the drawing of the line. Does not simulate.
+Guarantees that every unit, tile and request that is left has its real size, that what is in use at one time has as many
+bytes as in the whole step, that of the rest of the budget and of the states the same share is left, and that
+what grows by the same amount with each unit comes out exactly.
+
+Why a line: behind its first few units a step of equal units does the same for each of them, so seconds and bytes
+grow with their number by a constant amount; what the ends of a step and the pages in use cost is there in both short
+steps, and so in the line. What is lost: what happens once in many units (a write that is late every hundredth unit is
+late in none of seventy), and how units that differ in seconds are mixed, since one repetition's are taken for equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tiermem.pager.page import Kind
+from tiermem.planner.design import Design, UnitTimes
+from tiermem.planner.footprint import rounded
+from tiermem.planner.simulate import Simulation
+from tiermem.planner.workload import UnitWork, Workload
+from tiermem.stats import StepStatistics, TierStatistics
+from tiermem.zero3.order import Phase
+
+# A repetition is of at most so many units (attention and feed-forward apart, say), and comes at least so many times.
+_LONGEST_BLOCK, _FEWEST_TIMES = 4, 4
+# Of each repetition so many are left at least: one has a neighbour then.
+_LEAST_LEFT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """`units`, in the order of forward: `times` blocks of `block` units that are alike from block to block."""
+
+    units: tuple[int, ...]
+    block: int
+
+    @property
+    def times(self) -> int:
+        """How many blocks there are."""
+        return len(self.units) // self.block
+
+
+def repetitions(workload: Workload) -> list[Repetition]:
+    """Units that come again and again in the order of forward, each unit in one repetition at most."""
+    phases: dict[int, list[Phase]] = {unit: [] for unit in range(len(workload.units))}
+    for access in workload.order:
+        phases[access.unit].append(access.phase)
+
+    def alike(one: int, other: int) -> bool:
+        return phases[one] == phases[other] and _alike(workload.units[one], workload.units[other])
+
+    forward = list(dict.fromkeys(access.unit for access in workload.order if access.phase is Phase.FORWARD))
+    found, begin = [], 0
+    while begin < len(forward):
+        best = max((_repeated(forward, begin, block, alike) for block in range(1, _LONGEST_BLOCK + 1)), key=_covered)
+        if best.times >= _FEWEST_TIMES:
+            found.append(best)
+            begin += len(best.units)
+        else:
+            begin += 1
+    return found
+
+
+def _covered(repetition: Repetition) -> tuple[int, int]:
+    """The most units; of as many, the shortest block."""
+    return (len(repetition.units) if repetition.times >= _FEWEST_TIMES else 0), -repetition.block
+
+
+def _repeated(forward: Sequence[int], begin: int, block: int, alike: Callable[[int, int], bool]) -> Repetition:
+    end = begin + block
+    while end < len(forward) and alike(forward[begin + (end - begin) % block], forward[end]):
+        end += 1
+    return Repetition(tuple(forward[begin : begin + (end - begin) // block * block]), block)
+
+
+def _alike(one: UnitWork, other: UnitWork) -> bool:
+    return abs(one.numel - other.numel) <= 1 and abs(one.trainable - other.trainable) <= 1
+
+
+def thinned(design: Design, most: int) -> Design:
+    """The same step with about `most` units; the design itself where it has no more, or nothing in it repeats."""
+    workload = design.workload
+    if len(workload.units) <= most:
+        return design
+    found = repetitions(workload)
+    repeated = sum(len(repetition.units) for repetition in found)
+    room = max(0, most - (len(workload.units) - repeated))
+    gone: set[int] = set()
+    times = list(design.times)
+    for repetition in found:
+        left = min(repetition.times, max(_LEAST_LEFT, round(repetition.times * room / repeated)))
+        gone.update(repetition.units[left * repetition.block :])
+        for place in range(repetition.block):
+            alike = repetition.units[place :: repetition.block]
+            mean = _mean([design.times[unit] for unit in alike])
+            for unit in alike:
+                times[unit] = mean
+    if not gone:
+        return design
+    return _without(design, gone, times)
+
+
+def _mean(times: Sequence[UnitTimes]) -> UnitTimes:
+    """Measured units that are alike still differ in their seconds."""
+    names = [item.name for item in dataclasses.fields(UnitTimes)]
+    return UnitTimes(**{name: sum(getattr(each, name) for each in times) / len(times) for name in names})
+
+
+def _without(design: Design, gone: set[int], times: Sequence[UnitTimes]) -> Design:
+    """The design without some units, and without their share of the budgets."""
+    workload = design.workload
+    kept = [unit for unit in range(len(workload.units)) if unit not in gone]
+    numbers = {unit: number for number, unit in enumerate(kept)}
+    order = tuple(replace(each, unit=numbers[each.unit]) for each in workload.order if each.unit in numbers)
+    fewer = replace(workload, units=tuple(workload.units[unit] for unit in kept), order=order)
+    thin = replace(design, workload=fewer, times=tuple(times[unit] for unit in kept))
+    host = _less(design.settings.host_memory, _in_use(design), _nbytes(design, _HOST), _nbytes(thin, _HOST))
+    device = design.device_budget
+    if device is not None:
+        device = _less(device, min(device, _on_device(design)), _nbytes(design, _DEVICE), _nbytes(thin, _DEVICE))
+    return replace(thin, settings=replace(design.settings, host_memory=host), device_budget=device)
+
+
+_HOST = (Kind.PARAM, Kind.GRAD, Kind.STATE)
+_DEVICE = (Kind.PARAM, Kind.GRAD)
+
+
+def _nbytes(design: Design, kinds: Sequence[Kind]) -> int:
+    return sum(rounded(nbytes) for key, nbytes in design.pages() if key.kind in kinds)
+
+
+def _less(budget: int, in_use: int, whole: int, part: int) -> int:
+    """What of a budget is for `part` of `whole` bytes: what is in use, and of the rest as large a share.
+
+    What is in use counts the less the more of the whole the budget holds: what fits, or nearly does, still does.
+    """
+    share, held = part / whole, min(1.0, budget / whole)
+    wanted = budget * share + in_use * (1 - held) * (1 - share)
+    return min(budget, rounded(int(max(wanted, in_use * min(1.0, part / max(1, in_use))))))
+
+
+def _in_use(design: Design) -> int:
+    """Bytes of host memory that computation, update and read-ahead have in hand at one time."""
+    footprint, share = design.footprint, design.workload
+    tile = footprint.tile_numel * (share.itemsize + share.state_itemsize)
+    held = design.settings.host_memory - footprint.passing + rounded(tile) * (footprint.depth - 1)
+    return min(design.settings.host_memory, held + footprint.look_ahead + footprint.lag + 2 * footprint.reserve)
+
+
+def _on_device(design: Design) -> int:
+    share = design.workload
+    return max(
+        2 * rounded(unit.numel * share.itemsize) + rounded(unit.trainable * share.itemsize) for unit in share.units
+    )
+
+
+def drawn_out(short: tuple[Design, Simulation], longer: tuple[Design, Simulation], whole: Design) -> Simulation:
+    """What the simulation of `whole` would say, on the line through two of the same step with fewer units.
+
+    What the plan does is that of the longer one.
+    """
+    at = [float(design.workload.parameters) for design in (short[0], longer[0], whole)]
+    reach = (at[2] - at[0]) / (at[1] - at[0])
+
+    def number(one: float, other: float) -> float:
+        return max(0.0, one + (other - one) * reach)
+
+    def table(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+        return {name: number(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}
+
+    one, other = short[1], longer[1]
+    phases = table(one.phases, other.phases)
+    return Simulation(
+        seconds=number(one.seconds, other.seconds),
+        phases=phases,
+        stalls=table(one.stalls, other.stalls),
+        computing=number(one.computing, other.computing),
+        updating=number(one.updating, other.updating),
+        reading=number(one.reading, other.reading),
+        writing=number(one.writing, other.writing),
+        edges=table(one.edges, other.edges),
+        tiers=tuple(_tiers(one.tiers, other.tiers, whole, number)),
+        events=_events(one.events, other.events, number),
+        plan=other.plan,
+    )
+
+
+Number = Callable[[float, float], float]
+
+
+def _tiers(
+    one: Sequence[TierStatistics], other: Sequence[TierStatistics], whole: Design, number: Number
+) -> Iterator[TierStatistics]:
+    budgets = {"HOST": whole.settings.host_memory, "DEVICE": whole.device_budget}
+    for first, second in zip(one, other, strict=True):
+        budget = budgets[first.name] or second.budget
+        reserved = min(budget, round(number(first.reserved, second.reserved)))
+        high_water = min(budget, round(number(first.high_water, second.high_water)))
+        yield TierStatistics(first.name, budget, reserved, max(reserved, high_water))
+
+
+def _events(one: StepStatistics, other: StepStatistics, number: Number) -> StepStatistics:
+    names = dict.fromkeys(edge.name for edge in (*one.edges, *other.edges))
+    edges = []
+    for name in names:
+        first, second = one.edge(name), other.edge(name)
+        moved = round(number(first.nbytes, second.nbytes)), round(number(first.moves, second.moves))
+        edges.append(
+            replace(
+                second, nbytes=moved[0], moves=moved[1], busy_seconds=number(first.busy_seconds, second.busy_seconds)
+            )
+        )
+    counted = [
+        item.name
+        for item in dataclasses.fields(StepStatistics)
+        if item.name not in ("edges", "seconds", "stall_seconds")
+    ]
+    return StepStatistics(
+        seconds=number(one.seconds, other.seconds),
+        stall_seconds=number(one.stall_seconds, other.stall_seconds),
+        edges=tuple(edges),
+        **{name: round(number(getattr(one, name), getattr(other, name))) for name in counted},
+    )
