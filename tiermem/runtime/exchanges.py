@@ -18,7 +18,7 @@ from tiermem.zero3.conductor import Conductor
 from tiermem.zero3.exchange import RankGradients
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import GradientStore
-from tiermem.zero3.sources import LocalUnits, RankUnits, UnitSource
+from tiermem.zero3.sources import Access, LocalUnits, RankUnits, UnitSource
 from tiermem.zero3.whole import WholeUnits
 
 
@@ -47,7 +47,7 @@ def open_exchanges(
             updater.wait(unit)
 
     kind = WholeUnits if blueprint.stage < 3 else RankUnits
-    source: UnitSource = kind(pager, shards, conductor, needed, ahead=blueprint.beside)
+    source: UnitSource = kind(Access(pager, shards, conductor, needed, blueprint.beside))
     for unit in blueprint.states if storage.recovered is not None else ():
         source.changed(unit)  # by updates of which the other ranks had not told before the commit
     late = blueprint.stage == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -188,24 +189,26 @@ class _Gathered:
             self._lease.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a source of units over several ranks works with.
+
+    `needed(unit)` waits until no update of the unit is pending; the issuer calls it too if `ahead`: whether there is
+    room for a unit on its way beside the one that is computed.
+    """
+
+    pager: Pager
+    shards: Sequence[Shard]
+    conductor: Conductor
+    needed: Callable[[int], None]
+    ahead: bool
+
+
 class RankUnits:
     """Several ranks, each with a shard of every unit."""
 
-    def __init__(
-        self,
-        pager: Pager,
-        shards: Sequence[Shard],
-        conductor: Conductor,
-        needed: Callable[[int], None],
-        *,
-        ahead: bool,
-    ) -> None:
-        """`needed(unit)`: wait until no update of the unit is pending; called by the issuer too if `ahead`."""
-        self._pager = pager
-        self._shards = shards
-        self._conductor = conductor
-        self._needed = needed
-        self._is_ahead = ahead
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._ahead: tuple[int, Future[_Gathered]] | None = None
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
@@ -213,9 +216,9 @@ class RankUnits:
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit and not writable:
             self._ahead = None
-            return self._conductor.wait(ahead[1]).arrived()
+            return self._access.conductor.wait(ahead[1]).arrived()
         self.give_up()
-        return self._conductor.run(self._gathering(unit, writable=writable)).arrived()
+        return self._access.conductor.run(self._gathering(unit, writable=writable)).arrived()
 
     @property
     def ahead(self) -> int | None:
@@ -224,38 +227,38 @@ class RankUnits:
 
     def start(self, unit: int) -> None:
         """Begin to gather a unit ahead, where there is room for that."""
-        if self._is_ahead and (self._ahead is None or self._ahead[0] != unit):
+        if self._access.ahead and (self._ahead is None or self._ahead[0] != unit):
             self.give_up()
-            self._ahead = unit, self._conductor.start(self._gathering(unit, writable=False))
+            self._ahead = unit, self._access.conductor.start(self._gathering(unit, writable=False))
 
     def give_up(self) -> None:
         """Wait for what is fetched ahead and let go of it: all ranks have begun it, so it cannot be called off."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._conductor.ended_well(ahead[1]):
+        if ahead is not None and self._access.conductor.ended_well(ahead[1]):
             ahead[1].result().release()
 
     def changed(self, unit: int) -> None:
         """Nothing to do: it is gathered anew every time."""
 
     def _gathering(self, unit: int, *, writable: bool) -> Operation[_Gathered]:
-        shard = self._shards[unit]
+        shard = self._access.shards[unit]
         own = shard.layout.key
 
         def prepare() -> tuple[Lease, _Gathered]:
-            self._needed(unit)
-            mine = self._pager.lease([own], Intent.READ)
+            self._access.needed(unit)
+            mine = self._access.pager.lease([own], Intent.READ)
             try:
-                gathered = self._pager.lease([shard.gathered_key], Intent.FRESH)
+                gathered = self._access.pager.lease([shard.gathered_key], Intent.FRESH)
             except BaseException:
                 mine.release()
                 raise
-            return mine, _Gathered(self._pager, shard, gathered)
+            return mine, _Gathered(self._access.pager, shard, gathered)
 
         def action(held: tuple[Lease, _Gathered]) -> _Gathered:
             mine, gathered = held
             try:
                 for part, whole in sections(shard, mine.tensor(own), gathered.base):
-                    self._conductor.collectives.all_gather(whole, part)
+                    self._access.conductor.collectives.all_gather(whole, part)
             except BaseException:
                 gathered.release()
                 raise

@@ -6,13 +6,11 @@ is due. Guarantees that a unit which was updated is completed from the other ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from tiermem.pager.page import Intent
-from tiermem.zero3.conductor import Act, Conductor, Operation
-from tiermem.zero3.shards import Shard
-from tiermem.zero3.sources import HeldUnit, Lease, Leased, Pager, sections
+from tiermem.zero3.conductor import Act, Operation
+from tiermem.zero3.sources import Access, HeldUnit, Lease, Leased, sections
 
 
 class WholeUnits:
@@ -21,21 +19,8 @@ class WholeUnits:
     A unit that was updated is completed from the other ranks before it is used again, once.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        shards: Sequence[Shard],
-        conductor: Conductor,
-        needed: Callable[[int], None],
-        *,
-        ahead: bool,
-    ) -> None:
-        """As for `RankUnits`."""
-        self._pager = pager
-        self._shards = shards
-        self._conductor = conductor
-        self._needed = needed
-        self._is_ahead = ahead
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._stale: set[int] = set()
         self._ahead: tuple[int, Future[None]] | None = None
 
@@ -48,13 +33,13 @@ class WholeUnits:
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit:
             self._ahead = None
-            self._conductor.wait(ahead[1])
+            self._access.conductor.wait(ahead[1])
         else:
             self.give_up()
             if unit in self._stale:
-                self._conductor.run(self._completing(unit))
-        key = self._shards[unit].layout.key
-        return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
+                self._access.conductor.run(self._completing(unit))
+        key = self._access.shards[unit].layout.key
+        return Leased(self._access.pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
 
     @property
     def ahead(self) -> int | None:
@@ -63,29 +48,29 @@ class WholeUnits:
 
     def start(self, unit: int) -> None:
         """Begin to complete a unit ahead, where there is room for that."""
-        if self._is_ahead and unit in self._stale and (self._ahead is None or self._ahead[0] != unit):
+        if self._access.ahead and unit in self._stale and (self._ahead is None or self._ahead[0] != unit):
             self.give_up()
-            self._ahead = unit, self._conductor.start(self._completing(unit))
+            self._ahead = unit, self._access.conductor.start(self._completing(unit))
 
     def give_up(self) -> None:
         """Wait for what is completed ahead: all ranks have begun it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            self._conductor.ended_well(ahead[1])
+            self._access.conductor.ended_well(ahead[1])
 
     def _completing(self, unit: int) -> Operation[None]:
-        shard, key = self._shards[unit], self._shards[unit].layout.key
+        shard, key = self._access.shards[unit], self._access.shards[unit].layout.key
         self._stale.discard(unit)
 
         def prepare() -> Lease:
-            self._needed(unit)
-            return self._pager.lease([key], Intent.WRITE)
+            self._access.needed(unit)
+            return self._access.pager.lease([key], Intent.WRITE)
 
         def action(lease: Lease) -> None:
             try:
                 page = lease.tensor(key)
                 for part, full in sections(shard, page, page)[:1]:  # what is frozen is everywhere already
-                    self._conductor.collectives.all_gather(full, part)
+                    self._access.conductor.collectives.all_gather(full, part)
             except BaseException as error:
                 lease.fail(error)
                 raise
