@@ -106,7 +106,8 @@ if runtime is not None:
 @pytest.mark.long
 @pytest.mark.usefixtures("small_torch")
 def test_a_sequence_that_plain_training_cannot_hold_trains_with_offloaded_activations(tmp_path: Path) -> None:
-    limit = 720 * MIB
+    # Between what the two need here, 660 to 700 MiB and 870: the C heap keeps more or less of what was freed.
+    limit = 790 * MIB
 
     def train(seq: int, directory: str) -> LimitedRun:
         command = [sys.executable, "-c", _LONG, str(seq), directory]
