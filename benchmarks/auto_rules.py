@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, report
 
 from tiermem.errors import CapacityError
 from tiermem.optim.schedules import make_schedule
@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate; print the table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small model, one drive, no result file")
-    parser.add_argument("--directory", type=Path, default=Path(), help="not used: nothing is written while simulating")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
     grid = itertools.product(PARAMETERS, TOKENS, DRIVES, SHARES)
@@ -47,12 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grid = itertools.product(PARAMETERS[:1], TOKENS[:1], DRIVES[:1], SHARES[::2])
     rows = [found for case in grid if (found := compare(*case)) is not None]
     body = table(rows)
-    print(body)
-    results = options.results or (None if options.quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "rows": rows}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
+    report(THEME, PACKAGES, body, {"rows": rows}, options.results or (None if options.quick else RESULTS))
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, report
 from workloads import Workload
 
 import tiermem
@@ -58,12 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for share in SHARES
     ]
     body = table(rows, model)
-    print(body)
-    results = options.results or (None if options.quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "rows": rows}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
+    report(THEME, PACKAGES, body, {"rows": rows}, options.results or (None if options.quick else RESULTS))
     return 0
 
 

@@ -155,18 +155,20 @@ def write_result(
     return path
 
 
-def report_runs(
-    theme: str, packages: Sequence[str], body: str, runs: Sequence[Mapping[str, Any]], folder: Path | None
-) -> int:
-    """Print `body`, write it and the runs as one result where there is a folder for it; return the exit code.
-
-    Of a program: 1 if one of the runs has failed.
-    """
+def report(theme: str, packages: Sequence[str], body: str, raw: Mapping[str, Any], folder: Path | None) -> None:
+    """Print `body`, and write it and `raw` as one result where there is a folder for it."""
     print(body)
     if folder is not None:
         surroundings = describe_surroundings(packages)
-        raw = {"surroundings": surroundings.to_markdown(), "runs": runs}
-        print(f"\nwritten: {write_result(theme, surroundings, body, raw, folder)}")
+        whole = {"surroundings": surroundings.to_markdown(), **raw}
+        print(f"\nwritten: {write_result(theme, surroundings, body, whole, folder)}")
+
+
+def report_runs(
+    theme: str, packages: Sequence[str], body: str, runs: Sequence[Mapping[str, Any]], folder: Path | None
+) -> int:
+    """Report runs of contenders; return a program's exit code: 1 if one of them has failed."""
+    report(theme, packages, body, {"runs": runs}, folder)
     return 0 if all(run["error"] is None for run in runs) else 1
 
 

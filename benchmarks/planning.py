@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, report
 
 from tiermem.cli.machines import load_profile
 from tiermem.planner.design import Design, PlanSettings, make_design
@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; print the table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer units and parameters, once, no result file")
-    parser.add_argument("--directory", type=Path, default=Path(), help="not used: nothing is written while planning")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
     rounds = 1 if options.quick else 5
@@ -53,12 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += unit_rows(40 if options.quick else 1000, update, rounds)
         rows.append(trillion_row(TRILLION // 1000 if options.quick else TRILLION, update, rounds))
     body = table(rows)
-    print(body)
-    results = options.results or (None if options.quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "rows": rows}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
+    report(THEME, PACKAGES, body, {"rows": rows}, options.results or (None if options.quick else RESULTS))
     return 0
 
 

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_quick(script: str, words: tuple[str, ...], rows: int, tmp_path: Path) -> None:
-    folders = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", *folders]
+    program = str(ROOT / "benchmarks" / f"{script}.py")
+    command = [sys.executable, program, "--quick", "--results", str(tmp_path / "results")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (markdown,) = (tmp_path / "results").glob(f"{script}_*.md")
     for word in (*words, "cores", "torch", "date: 20"):

@@ -72,8 +72,10 @@ def test_an_error_in_a_share_is_raised_after_all_have_ended(failing: int) -> Non
     shares.close()
 
 
-def test_the_update_takes_the_threads_torch_has() -> None:
-    assert update_threads() == min(torch.get_num_threads(), MOST_THREADS)
+@pytest.mark.parametrize(("torch_has", "expected"), [(1, 1), (3, 3), (64, MOST_THREADS)])
+def test_the_update_takes_the_threads_torch_has(torch_has: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torch_has)
+    assert update_threads() == expected
 
 
 @pytest.mark.timeout(120)  # the first call compiles
