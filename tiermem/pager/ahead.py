@@ -21,7 +21,7 @@ from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
-from tiermem.pager.schedule import LATER, Schedule
+from tiermem.pager.schedule import LATER, SETTLED, Schedule
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
 _COMING = 256
@@ -125,11 +125,11 @@ class Ahead:
                     break
 
     def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
-        if not self._residency.census.dirty(tier) or Tier.HOST in claimed:
-            return
+        if Tier.HOST in claimed or self._residency.census.farthest_writable(tier) <= SETTLED:
+            return  # nothing, or only what is updated there and has no need of another copy
         with closing(self._residency.census.writable(tier)) as candidates:
-            for _, page in candidates:
-                if not self._room.send_off(page, tier):
+            for use, page in candidates:
+                if use <= SETTLED or not self._room.send_off(page, tier):
                     break
 
     def write_back_all(self) -> None:
@@ -206,19 +206,19 @@ class Ahead:
         pending.extendleft(reversed(later))
 
     def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
-        pages, top = self._residency.pages, self._residency.chain.top
+        pages, chain, top = self._residency.pages, self._residency.chain, self._residency.chain.top
         compute = Lane.COMPUTE
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
             page = pages.get(key)
-            wanted = top if lane is compute else Tier.HOST
+            wanted = chain.worked_on(lane, key.unit)
             if page is None or wanted < tier or key in positions or page.error is not None:
                 continue
             if not page.valid and lane is not compute:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
             if tier < wanted and key.kind is Kind.TRANSIT and not page.valid:
                 continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
-            if tier < top and lane is compute and top in page.frames:
+            if tier < wanted is top and top in page.frames:
                 continue  # it is there, or has its place there: nothing is needed on the way
             positions[key] = position
             # Without contents it is about to be written anew: nothing to fetch, but it will want its room.

@@ -28,7 +28,7 @@ from tiermem.pager.census import Census
 from tiermem.pager.edges import Chain
 from tiermem.pager.invariants import check_invariants
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
-from tiermem.pager.schedule import Forecast
+from tiermem.pager.schedule import SETTLED, Forecast
 from tiermem.stats import Counters
 
 Ended = Callable[[Page, Move, BaseException | None], None]
@@ -244,9 +244,12 @@ class Residency:
     def _next_use(self, page: Page, tier: Tier) -> int:
         """When the copy on `tier` is used next: on the DEVICE by the computation, below it by whoever needs it there.
 
-        A page that is on the DEVICE is needed in HOST by the update alone: the computation has its copy.
+        A page that is on the DEVICE is needed in HOST by the update alone: the computation has its copy. Those of a
+        settled unit are on the DEVICE for both, and `SETTLED` there: whatever else may go does so before.
         """
         top = self.chain.top
+        if page.key.unit in self.chain.settled and (tier is top or top in page.valid):
+            return SETTLED if tier is top else self.forecast.next_use(page.key, self._last_use.get(page.key, 0), ())
         if top is Tier.HOST or (tier is not top and top not in page.valid):
             lanes = _ALL
         else:

@@ -23,6 +23,9 @@ _UNKNOWN = 1 << 60
 # Added to the next use of a page that the plan does not keep until then: it goes before any that is kept.
 LATER = 1 << 40
 
+# Before every use: of pages that are to stay where they are even if others are needed sooner.
+SETTLED = -1
+
 # An access that lies further ahead in its lane than this many accesses is either an extra one (of a page that had its
 # turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
 # whole forecast off.
