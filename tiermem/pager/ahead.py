@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from swap.requests import Priority
 from tiermem.memory.tiers import Tier
+from tiermem.pager.below import make_plan_below
 from tiermem.pager.course import Limits
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
@@ -58,21 +59,24 @@ class Ahead:
         self._uses = 0
         self._version = -1
 
-    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan | None:
+    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan:
         """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
 
-        None with a device between: there it is decided from use to use.
+        With a device above it, what stays there is foreseen first; what leaves that is decided from use to use.
         """
         tier, chain = Tier.HOST, self._residency.chain
-        if chain.top is not tier:
-            return None
         appetite, capacity = self._appetite[tier], chain.capacity(tier) - self._appetite[tier].reserve
         ahead = min(appetite.look_ahead, capacity)
-        return make_plan(schedule, rooms, Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve))
+        limits = Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve)
+        if chain.top is tier:
+            return make_plan(schedule, rooms, limits)
+        device = Limits(chain.capacity(chain.top) - self._appetite[chain.top].reserve)
+        return make_plan_below(schedule, rooms, limits, device, chain.settled)
 
     def follow(self, schedule: Schedule | None, plan: Plan | None) -> None:
         """Go by another schedule, and keep what the plan for it keeps."""
-        self._residency.forecast.set_schedule(schedule, None if plan is None else plan.stays)
+        stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
+        self._residency.forecast.set_schedule(schedule, stays, reaches)
         self._residency.reclassify()
 
     def rooms(self) -> dict[PageKey, int]:
@@ -186,7 +190,7 @@ class Ahead:
     def _start(self, tier: Tier, pending: deque[tuple[PageKey, int]]) -> None:
         """Start what can be started, in order, up to the first that finds no frame."""
         below = self._residency.chain.towards(tier, Tier.SWAP)
-        planned = self._residency.forecast.is_planned
+        planned = self._residency.forecast.is_planned and tier is Tier.HOST
         later = []
         while pending:
             key, position = pending[0]
