@@ -18,7 +18,7 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.course import Limits
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
-from tiermem.pager.policy import Candidate, choose_read_ahead
+from tiermem.pager.policy import choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
 from tiermem.pager.schedule import LATER, Schedule
@@ -205,22 +205,24 @@ class Ahead:
             pending.popleft()
         pending.extendleft(reversed(later))
 
-    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
-        pages, top = self._residency.pages, self._residency.chain.top
-        compute = Lane.COMPUTE
+    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[tuple[PageKey, int, bool, bool]]:
+        """As `Candidate`s, those that may want a place on `tier`, each once."""
+        pages, top, compute = self._residency.pages, self._residency.chain.top, Lane.COMPUTE
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
-            page = pages.get(key)
-            wanted = top if lane is compute else Tier.HOST
-            if page is None or wanted < tier or key in positions or page.error is not None:
+            if key in positions:
                 continue
-            if not page.valid and lane is not compute:
-                continue  # written when the update comes to it; nobody knows whether there is anything to update
-            if tier < wanted and key.kind is Kind.TRANSIT and not page.valid:
-                continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
-            if tier < top and lane is compute and top in page.frames:
-                continue  # it is there, or has its place there: nothing is needed on the way
+            page = pages.get(key)
+            if page is None or page.error is not None:
+                continue
+            if lane is not compute:
+                if tier is not Tier.HOST or not page.valid:
+                    continue  # without contents: nobody knows whether there is anything to update
+            elif tier is not top and (top in page.frames or (key.kind is Kind.TRANSIT and not page.valid)):
+                # It is there, or has its place there: nothing is needed on the way. And what is exchanged among ranks
+                # begins, and mostly ends, on the top tier.
+                continue
             positions[key] = position
             # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
             present = tier in page.frames or not page.valid
-            yield Candidate(key, page.room, present, bool(page.leases.get(tier)))
+            yield key, page.room, present, bool(page.leases.get(tier))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.pager.agenda import Agenda
@@ -82,6 +82,7 @@ class Forecast:
 
     def __init__(self) -> None:
         self._schedule: Schedule | None = None
+        self._accesses: list[tuple[Lane, PageKey]] = []  # of the schedule
         self._lanes: dict[Lane, _LaneOrder] = {}
         self._step = 0
         self._regular = True
@@ -105,6 +106,7 @@ class Forecast:
         `stays`: for each access, whether the plan keeps the page in memory until then (`plan.Plan`); None: no plan.
         """
         self._schedule = schedule
+        self._accesses = [(access.lane, access.key) for access in (schedule.accesses if schedule else ())]
         self._stays = stays
         self._fetched.clear()
         self._lanes = {lane: _LaneOrder() for lane in Lane}
@@ -199,7 +201,7 @@ class Forecast:
             return _UNKNOWN - last_use
         if self._agenda is not None and key in self._agenda.pages and Lane.UPDATE in lanes:
             return self._lanes[Lane.COMPUTE].cursor
-        period, nearest = self._schedule.period, None
+        period, nearest = len(self._accesses) or 1, None
         for lane in lanes:
             use = self._lanes[lane].next_at(key, period, self._start(lane, key))
             if use is not None and (nearest is None or use < nearest):
@@ -216,33 +218,37 @@ class Forecast:
         Lanes are merged as they come, so that taking a few costs a few, however long the step is. What is on the
         agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to.
         """
-        return itertools.islice(self._with_agenda(self._merged()), limit if self._schedule is not None else 0)
+        if self._schedule is None:
+            return iter(())
+        agenda, period = self._agenda, self._schedule.period
+        return itertools.islice(self._merge(period) if agenda is None else self._with_agenda(agenda, period), limit)
 
-    def _with_agenda(self, accesses: Iterator[tuple[int, Lane, PageKey]]) -> Iterator[tuple[int, Lane, PageKey]]:
-        now, update, param = self._lanes[Lane.COMPUTE].cursor, Lane.UPDATE, Kind.PARAM
-        announced: Container[PageKey] = () if self._agenda is None else self._agenda.pages
-        waiting = iter(()) if self._agenda is None else self._agenda.portions()
-        done = self._done
+    def _with_agenda(self, agenda: Agenda, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
+        """One step of the record, less what is announced or done already, with the agenda in between.
+
+        All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
+        ahead goes through it for each access it sees.
+        """
+        compute, update, param = Lane.COMPUTE, Lane.UPDATE, Kind.PARAM
+        now, accesses = self._lanes[compute].cursor, self._accesses
+        announced, waiting, done = agenda.pages, agenda.portions(), self._done
         for key in next(waiting, ()):
             yield now, update, key
-        for access in accesses:
-            position, lane, key = access
-            if lane is not update:
-                yield access
-                if key.kind is param:
-                    for late in next(waiting, ()):
-                        yield now, update, late
-            elif key not in announced and position >= done.get(key, 0):
-                yield access
+        cycle, inside = divmod(now, period)
+        first = cycle * period
+        for start, part in ((first, range(inside, len(accesses))), (first + period, range(inside))):
+            for index in part:
+                lane, key = accesses[index]
+                if lane is compute:
+                    yield start + index, lane, key
+                    if key[1] is param:
+                        for late in next(waiting, ()):
+                            yield now, update, late
+                elif key not in announced and start + index >= done.get(key, 0):
+                    yield start + index, lane, key
         for group in waiting:
             for late in group:
                 yield now, update, late
-
-    def _merged(self) -> Iterator[tuple[int, Lane, PageKey]]:
-        period = self._schedule.period if self._schedule else 1
-        if self._agenda is not None:  # all lanes start where the computation is, so they are merged already
-            return self._from(self._lanes[Lane.COMPUTE].cursor, period)
-        return self._merge(period)
 
     def _merge(self, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
         heads = {
@@ -258,15 +264,6 @@ class Forecast:
                 del front[lane]
             else:
                 front[lane] = following
-
-    def _from(self, start: int, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
-        """One period's worth of the recorded accesses from `start` on."""
-        accesses = self._schedule.accesses if self._schedule else ()
-        cycle, inside = divmod(start, period)
-        for turn, part in ((cycle, range(inside, len(accesses))), (cycle + 1, range(inside))):
-            for index in part:
-                access = accesses[index]
-                yield turn * period + index, access.lane, access.key
 
     def _start(self, lane: Lane, key: PageKey | None = None) -> int:
         """From where on a lane's recorded accesses (to `key`) are still to come.
