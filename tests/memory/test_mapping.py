@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import mmap
+import platform
+import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiermem.memory.arena import Frame, HostArena
 from tiermem.memory.mapping import Mapping, tensor_over
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 SMAPS = Path("/proc/self/smaps")
+MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 pytestmark = pytest.mark.skipif(not SMAPS.exists(), reason="needs /proc/self/smaps to see what is resident")
 
@@ -64,10 +69,42 @@ def test_what_is_given_back_comes_again_in_small_pages() -> None:
     mapping.close()
 
 
+needs_huge_pages = pytest.mark.skipif(
+    not MODES.exists() or "[never]" in MODES.read_text(), reason="this system has no transparent huge pages"
+)
+needs_small_ones_to_go = pytest.mark.skipif(
+    [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < [6, 14],
+    reason="before Linux 6.14 no huge page comes where small ones were",
+)
+
+
+@needs_huge_pages
+@needs_small_ones_to_go
+def test_small_pages_do_not_stay_where_a_huge_one_could_lie() -> None:
+    mapping = Mapping(16 * MIB)
+    touch(mapping, 0, 16 * MIB)
+    _, huge = occupied(mapping)
+    assert huge == 0, "nobody has said that any of it will be used"
+    mapping.use_whole(MIB, 14 * MIB)
+    touch(mapping, MIB, 14 * MIB)
+    resident, huge = occupied(mapping)
+    assert resident == 16 * MIB
+    if not huge:
+        pytest.skip("the system had no huge page to give: its memory is in small pieces")
+    assert huge >= 10 * MIB, "14 MiB hold six huge pages at least"
+    tensor_over(mapping.buffer(0, 16 * MIB)).fill_(7)
+    mapping.use_whole(MIB, 14 * MIB)
+    assert int(tensor_over(mapping.buffer(0, 16 * MIB)).min()) == 7, "what is in huge pages is left alone"
+    mapping.give_back(7 * MIB, 4 * MIB)
+    assert occupied(mapping)[0] == 12 * MIB
+    mapping.use_whole(MIB, 14 * MIB)
+    touch(mapping, MIB, 14 * MIB)
+    assert occupied(mapping) == (16 * MIB, huge)
+    mapping.close()
+
+
+@needs_huge_pages
 def test_a_range_used_as_a_whole_is_in_huge_pages() -> None:
-    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not modes.exists() or "[never]" in modes.read_text():
-        pytest.skip("this system has no transparent huge pages")
     mapping = Mapping(64 * MIB)
     mapping.use_whole(PAGE, 32 * MIB)
     touch(mapping, PAGE, 32 * MIB)
@@ -80,3 +117,27 @@ def test_a_range_used_as_a_whole_is_in_huge_pages() -> None:
     assert occupied(mapping)[1] > huge
     assert torch.equal(tensor_over(mapping.buffer(PAGE, 8)), torch.ones(8, dtype=torch.uint8))
     mapping.close()
+
+
+@needs_huge_pages
+@needs_small_ones_to_go
+def test_frames_of_whole_huge_pages_are_in_huge_pages_however_they_come_and_go() -> None:
+    arena = HostArena(64 * MIB, address_factor=4)
+    (area,) = arena._areas
+    draw = random.Random(0)
+    live: list[Frame] = []
+    for _ in range(300):
+        frame = arena.allocate(draw.choice((2, 2, 10, 10, 24)) * MIB)
+        if frame is None:
+            while arena.reserved > 32 * MIB:
+                arena.free(live.pop(draw.randrange(len(live))))
+            continue
+        assert frame.tensor.data_ptr() % (2 * MIB) == 0
+        frame.tensor.fill_(1)
+        live.append(frame)
+    resident, huge = occupied(area)
+    arena.close()
+    if not huge:
+        pytest.skip("the system had no huge page to give: its memory is in small pieces")
+    assert 32 * MIB < resident <= 64 * MIB
+    assert huge >= 0.9 * resident, "a frame of small pages is read and written at half the speed"

@@ -35,9 +35,16 @@ def test_range_set_is_a_set_of_addresses(steps: list[tuple[bool, tuple[int, int]
 
 
 @settings(max_examples=200)
-@given(st.integers(1, 30), st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
-def test_physical_addresses_stay_within_the_limit(limit: int, factor: int, steps: list[tuple[bool, int]]) -> None:
-    allocator = RangeAllocator(limit)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60),
+)
+def test_physical_addresses_stay_within_the_limit(
+    limit: int, factor: int, block: int, steps: list[tuple[bool, int]]
+) -> None:
+    allocator = RangeAllocator(limit, block=block)
     allocator.extend(0, limit * factor)
     live: dict[int, int] = {}
     touched: set[int] = set()  # what the system would count as used memory
@@ -45,9 +52,12 @@ def test_physical_addresses_stay_within_the_limit(limit: int, factor: int, steps
         if allocate:
             if number < 1 or sum(live.values()) + number > limit:
                 continue
+            holes = allocator.holes()
             placement = allocator.allocate(number)
             if placement is None:
                 continue
+            if number >= block and placement.start % block:
+                assert all(-(-hole.start // block) * block + number > hole.end for hole in holes), "room for no other"
             taken = {address for start, length in live.items() for address in range(start, start + length)}
             new = set(range(placement.start, placement.start + number))
             assert not taken & new
@@ -101,6 +111,26 @@ def test_scraps_are_cooled_when_no_hole_is_warm_enough() -> None:
     assert large is not None
     assert sum(cooled.length for cooled in large.cooled) == 20 - large.warm
     assert allocator.warm == 0
+
+
+def test_a_block_is_not_cut_when_it_is_cooled() -> None:
+    allocator = RangeAllocator(40, block=10)
+    allocator.extend(0, 320)
+    first, second = allocator.allocate(30), allocator.allocate(5)
+    assert first is not None
+    assert second is not None
+    allocator.release(first.start)
+    large = allocator.allocate(32)
+    assert large is not None
+    assert (large.start % 10, large.warm, large.cooled) == (0, 0, (Range(0, 30),))
+    allocator.release(large.start)
+    assert allocator.warm_ranges() == (Range(large.start, large.start + 32),)
+    again = allocator.allocate(30)
+    assert again is not None
+    assert (again.start, again.warm) == (large.start, 30)
+    more = allocator.allocate(4)  # 4 of 40: the two that follow `again`, and nothing has to go
+    assert more is not None
+    assert more.cooled == ()
 
 
 def test_areas_never_merge() -> None:

@@ -129,6 +129,15 @@ def test_a_tile_smaller_than_the_comfortable_one_is_taken_when_asked_for() -> No
     assert (plan.tile_numel, plan.serial, plan.depth) == (SMALLEST_TILE, False, 3)
 
 
+@given(st.integers(1, 60), st.sampled_from([8, 10, 12]), st.sampled_from([2, 4]))
+def test_large_tiles_are_of_whole_huge_pages(mebibytes: int, state: int, itemsize: int) -> None:
+    units = [UnitSize("layer", 64 * MIB * itemsize, 64 * MIB, itemsize, state)]
+    for budget in (2 << 30, 64 << 20):
+        tile = plan_footprint(units, units[0].param_nbytes * 2 + budget, mebibytes * MIB).tile_numel
+        assert tile * state <= max(mebibytes * MIB, SMALLEST_TILE * state)
+        assert tile < MIB or (tile * state) % (2 * MIB) == (tile * itemsize) % (2 * MIB) == 0
+
+
 def test_held_gradients_of_one_unit_beside_the_parameters_of_another() -> None:
     frozen = UnitSize("frozen layer", 40 * MIB, 0, 2, 10)
     trained = UnitSize("head", 20 * MIB, 10 * MIB, 2, 10)

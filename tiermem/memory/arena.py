@@ -18,7 +18,7 @@ import torch
 
 from tiermem.errors import CapacityError, ConfigError, InvariantError
 from tiermem.memory.budget import Budget, Budgeted
-from tiermem.memory.mapping import Mapping, tensor_over
+from tiermem.memory.mapping import HUGE_PAGE, Mapping, tensor_over
 from tiermem.memory.ranges import RangeAllocator
 from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
@@ -176,7 +176,7 @@ class HostArena(Budgeted):
         self._poison = poison
         usable = capacity // FRAME_ALIGNMENT * FRAME_ALIGNMENT  # pages are given back whole, so the limit is whole too
         self._area_nbytes = usable * address_factor
-        self._ranges = RangeAllocator(limit=usable)
+        self._ranges = RangeAllocator(limit=usable, block=HUGE_PAGE)
         self._areas: list[Mapping] = []
         self._area_offsets: list[int] = []
         self._live: dict[int, Frame] = {}
@@ -283,8 +283,10 @@ class HostArena(Budgeted):
             area = Mapping(self._area_nbytes)
         except OSError:
             return False
-        # One unused alignment between areas: ranges in different mappings must never merge.
+        # One unused alignment between areas: ranges in different mappings must never merge. And what is a multiple of
+        # a huge page among the offsets is one among the addresses.
         offset = self._area_offsets[-1] + self._areas[-1].nbytes + FRAME_ALIGNMENT if self._areas else 0
+        offset += (area.address - offset) % HUGE_PAGE
         self._areas.append(area)
         self._area_offsets.append(offset)
         self._ranges.extend(offset, area.nbytes)

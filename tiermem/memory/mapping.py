@@ -14,7 +14,7 @@ import mmap
 import torch
 
 from tiermem.errors import CapacityError
-from tiermem.memory.ranges import RangeSet
+from tiermem.memory.ranges import Range, RangeSet
 
 # Python names the flag only from 3.13 on. This is its value on every Linux that torch has wheels for (x86-64, aarch64);
 # elsewhere nothing is asked for, and a reservation too large is answered by a smaller one.
@@ -22,7 +22,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MADV_DONTF
 
 
 # Of x86-64, and of aarch64 with its usual pages. Where they are larger fewer ranges hold one, and nothing else changes.
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 
 
 class Mapping:
@@ -36,7 +36,7 @@ class Mapping:
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self._view = memoryview(self._map)
         self._base = tensor_over(self._view[:1]).data_ptr()
-        self._huge = RangeSet()  # where huge pages were asked for
+        self._huge = RangeSet()  # whole huge pages that were asked for
         # Huge pages only where they were asked for: touching one byte would bring in 2 MiB, so the bound on physical
         # memory would not hold where the system hands them out unasked.
         self._advise("MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", 0, nbytes)
@@ -44,21 +44,29 @@ class Mapping:
         # O_DIRECT reads in flight during the fork may land in the wrong copy (see NOTES in open(2)).
         self._advise("MADV_DONTFORK", 0, nbytes)
 
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._base
+
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + nbytes)."""
         return self._view[offset : offset + nbytes]
 
     def use_whole(self, offset: int, nbytes: int) -> None:
-        """Say that all bytes of a range are about to be used: huge pages may lie inside it, never across its ends.
+        """Say that all bytes of a range are about to be written: huge pages may lie inside it, never across its ends.
 
-        O_DIRECT pins every page of a transfer, so with huge pages a transfer costs a fraction (README.md).
+        O_DIRECT pins every page of a transfer, so with huge pages a transfer costs a fraction (README.md). Where a huge
+        page could lie and small ones do, they are given back: they would stay for ever.
         """
-        start = -(-(self._base + offset) // _HUGE_PAGE) * _HUGE_PAGE - self._base
-        end = (self._base + offset + nbytes) // _HUGE_PAGE * _HUGE_PAGE - self._base
-        if end > start and self._huge.count(start, end) < end - start:
-            self._huge.remove(start, end)
-            self._huge.add(start, end)
-            self._advise("MADV_HUGEPAGE", start, end - start)
+        start, end = self._up(offset), self._down(offset + nbytes)
+        for known in (*self._huge.overlapping(start, end), Range(end, end)):
+            if known.start > start:
+                self._huge.add(start, known.start)
+                # In this order: a table of small pages goes only with all its pages (and not before Linux 6.14).
+                self._advise("MADV_HUGEPAGE", start, known.start - start)
+                self._advise("MADV_DONTNEED", start, known.start - start)
+            start = known.end
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return the pages of a page-aligned range to the system; they read as zeros afterwards.
@@ -67,13 +75,21 @@ class Mapping:
         """
         for part in tuple(self._huge.overlapping(offset, offset + nbytes)):
             self._advise("MADV_NOHUGEPAGE", part.start, part.length)  # one touched byte is one small page again
-        self._huge.remove(offset, offset + nbytes)
+            self._huge.remove(self._down(part.start), self._up(part.end))
         try:
             self._map.madvise(mmap.MADV_DONTNEED, offset, nbytes)
         except OSError as error:
             raise CapacityError(
                 f"the system refused to take back {nbytes} bytes of host memory ({error}); is all memory locked?"
             ) from error
+
+    def _down(self, offset: int) -> int:
+        """Return the offset, at or below this one, at which a huge page can begin."""
+        return offset - (self._base + offset) % HUGE_PAGE
+
+    def _up(self, offset: int) -> int:
+        """Return the offset, at or above this one, at which a huge page can begin."""
+        return offset + -(self._base + offset) % HUGE_PAGE
 
     def _advise(self, advice: str, offset: int, nbytes: int) -> None:
         if hasattr(mmap, advice):

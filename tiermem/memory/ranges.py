@@ -32,6 +32,14 @@ def _by_length(part: Range) -> int:
     return part.end - part.start
 
 
+def _up(address: int, multiple: int) -> int:
+    return -(-address // multiple) * multiple
+
+
+def _down(address: int, multiple: int) -> int:
+    return address // multiple * multiple
+
+
 class RangeSet:
     """A set of addresses kept as sorted, disjoint ranges that never touch: neighbours are merged."""
 
@@ -63,14 +71,6 @@ class RangeSet:
     def count(self, start: int, end: int) -> int:
         """Number of addresses of this set in [start, end)."""
         return self._count(start, end, bisect_right(self._ends, start), bisect_left(self._starts, end))
-
-    def tightest(self, length: int) -> int | None:
-        """The start of the shortest range of `length` addresses or more, the lowest of several; None if there is none.
-
-        Costs a search however many ranges there are.
-        """
-        index = bisect_left(self._by_length, (length, -1))
-        return self._by_length[index][1] if index < len(self._by_length) else None
 
     def at_least(self, length: int) -> list[Range]:
         """The ranges of `length` addresses or more, in order of address."""
@@ -137,12 +137,15 @@ class RangeAllocator:
     """Places ranges in as many address areas as it is given, touching as few cold addresses as possible.
 
     `limit`: how many addresses may be taken or warm at one time. Lengths and limit are expected in whole pages.
+    `block`: what should stay in one piece, such as a huge page. Ranges of at least a block begin at a multiple of it
+    where there is room for that, and warm addresses are made cold in whole blocks.
     """
 
-    __slots__ = ("_free", "_lengths", "_limit", "_taken", "_warm")
+    __slots__ = ("_block", "_free", "_lengths", "_limit", "_taken", "_warm")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, block: int = 1) -> None:
         self._limit = limit
+        self._block = block
         self._free = RangeSet()
         self._warm = RangeSet()
         self._lengths: dict[int, int] = {}
@@ -182,7 +185,9 @@ class RangeAllocator:
         """
         if length < 1 or self._taken + length > self._limit:
             raise InvariantError(f"{length} addresses asked for while {self._taken} of {self._limit} are taken")
-        start = self._choose(length)
+        start = self._choose(length, self._block) if length >= self._block > 1 else None
+        if start is None:
+            start = self._choose(length, 1)
         if start is None:
             return None
         self._free.remove(start, start + length)
@@ -201,29 +206,36 @@ class RangeAllocator:
         self._warm.add(start, start + length)
         return length
 
-    def _choose(self, length: int) -> int | None:
-        """Return the start of the best window: most warm addresses, then the tightest fit, then the lowest address."""
-        run = self._warm.tightest(length)
-        if run is not None:
-            return run
+    def _choose(self, length: int, multiple: int) -> int | None:
+        """Return the start of the best window: most warm addresses, then the tightest fit, then the lowest address.
+
+        Only starts that are a multiple of `multiple` count; None if no hole has room for one.
+        """
+        for run in sorted(self._warm.at_least(length), key=_by_length):
+            start = _up(run.start, multiple)
+            if start + length <= run.end:
+                return start
         best: tuple[int, int, int] | None = None
         for hole in self._free.at_least(length):
-            latest = hole.end - length
-            starts = {hole.start, *(min(run.start, latest) for run in self._warm.overlapping(hole.start, hole.end))}
+            earliest, latest = _up(hole.start, multiple), _down(hole.end - length, multiple)
+            if earliest > latest:
+                continue
+            runs = self._warm.overlapping(hole.start, hole.end)
+            starts = {earliest, *(min(max(_down(run.start, multiple), earliest), latest) for run in runs)}
             candidate = min((-self._warm.count(start, start + length), hole.length, start) for start in starts)
             if best is None or candidate < best:
                 best = candidate
         return None if best is None else best[2]
 
     def _cool(self, excess: int) -> tuple[Range, ...]:
-        """Make `excess` warm addresses cold, shortest runs first: the long ones can serve more lengths later."""
+        """Make `excess` warm addresses cold or more, shortest runs first: long ones can serve more lengths later."""
         cooled = []
         for run in sorted(self._warm, key=_by_length) if excess > 0 else ():
-            part = Range(max(run.start, run.end - excess), run.end)
+            part = Range(max(run.start, _down(run.end - excess, self._block)), run.end)
             self._warm.remove(part.start, part.end)
             cooled.append(part)
             excess -= part.length
-            if excess == 0:
+            if excess <= 0:
                 break
         return tuple(cooled)
 

@@ -22,6 +22,7 @@ _ALONE = ((True, 3, False, False), (True, 2, False, False), (False, 2, False, Fa
 _RANKS = ((False, 3, False, True), (False, 2, False, True), (False, 2, False, False), (False, 1, True, False))
 # Tile sizes are tried from the configured one down by halves to this many elements.
 SMALLEST_TILE = 2048
+_WHOLE_TILE = 1 << 20
 # A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
 # many in hand. Measured with a budget of 512 MiB: 16 MiB moves more than 8 (fewer wake-ups) and than 32 (less ahead).
 _SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
@@ -188,12 +189,22 @@ def _tile_sizes(units: Sequence[UnitSize], tile_nbytes: int, smallest: int) -> l
     state = sum(unit.trainable_numel * unit.state_itemsize + unit.wide_numel * unit.wide_itemsize for unit in trainable)
     # On the average, rounded up: what most tiles are like, where some parameters have more state than others.
     itemsize = -(-state // max(1, sum(unit.trainable_numel for unit in trainable))) or 8
-    largest = max(SMALLEST_TILE, tile_nbytes // itemsize // SMALLEST_TILE * SMALLEST_TILE)
+    largest = _even(max(SMALLEST_TILE, tile_nbytes // itemsize))
     smallest = min(smallest, largest)
     sizes = [largest]
     while sizes[-1] // 2 >= smallest:
-        sizes.append(sizes[-1] // 2 // SMALLEST_TILE * SMALLEST_TILE)
+        sizes.append(_even(sizes[-1] // 2))
     return sizes
+
+
+def _even(numel: int) -> int:
+    """Return a number of elements at or below this one whose pages are cut well.
+
+    Of 2**20 and more, whole multiples: then a page of them, at an even number of bytes an element, is of whole huge
+    pages, and a transfer of small ones takes up to twice as long (memory/README.md).
+    """
+    multiple = _WHOLE_TILE if numel >= _WHOLE_TILE else SMALLEST_TILE
+    return numel // multiple * multiple
 
 
 def _grad_tile(unit: UnitSize, tile_numel: int) -> int:
