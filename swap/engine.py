@@ -255,10 +255,11 @@ class Engine:
             raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
 
     def _queue(self, device: int) -> DeviceQueue:
+        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_check_open`
+        if queue is not None:
+            return queue
         with self._lock:
             self._check_open()
-            if device in self._queues:
-                return self._queues[device]
         with self._attaching:  # not under the engine's lock: starting threads takes a while
             if device not in self._queues:
                 settings = self.settings

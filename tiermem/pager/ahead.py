@@ -19,7 +19,7 @@ from tiermem.pager.below import make_plan_below
 from tiermem.pager.course import Limits
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
-from tiermem.pager.policy import Candidate, choose_read_ahead
+from tiermem.pager.policy import choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
 from tiermem.pager.schedule import LATER, SETTLED, Schedule
@@ -209,22 +209,25 @@ class Ahead:
             pending.popleft()
         pending.extendleft(reversed(later))
 
-    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
-        pages, chain, top = self._residency.pages, self._residency.chain, self._residency.chain.top
-        compute = Lane.COMPUTE
+    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[tuple[PageKey, int, bool, bool]]:
+        """As `Candidate`s, those that may want a place on `tier`, each once."""
+        pages, chain, compute = self._residency.pages, self._residency.chain, Lane.COMPUTE
+        top, settled, transit = chain.top, chain.settled, Kind.TRANSIT
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
-            page = pages.get(key)
-            wanted = chain.worked_on(lane, key.unit)
-            if page is None or wanted < tier or key in positions or page.error is not None:
+            if key in positions:
                 continue
-            if not page.valid and lane is not compute:
+            page = pages.get(key)
+            wanted = top if lane is compute or key.unit in settled else Tier.HOST
+            if page is None or page.error is not None or wanted < tier:
+                continue
+            if lane is not compute and not page.valid:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
-            if tier < wanted and key.kind is Kind.TRANSIT and not page.valid:
-                continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
-            if tier < wanted is top and top in page.frames:
-                continue  # it is there, or has its place there: nothing is needed on the way
+            if tier is not wanted and (top in page.frames or (key.kind is transit and not page.valid)):
+                # It is there, or has its place there: nothing is needed on the way. And what is exchanged among ranks
+                # begins, and mostly ends, on the top tier.
+                continue
             positions[key] = position
             # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
             present = tier in page.frames or not page.valid
-            yield Candidate(key, page.room, present, bool(page.leases.get(tier)))
+            yield key, page.room, present, bool(page.leases.get(tier))

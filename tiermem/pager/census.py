@@ -17,17 +17,17 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Page
 from tiermem.pager.policy import FarthestFirst
 
-# Of one page on one tier: bytes held, stuck, unsaved, dirty, leaving.
-_Sums = tuple[int, int, int, int, int]
-_NOTHING: _Sums = (0, 0, 0, 0, 0)
+# What a copy adds to: exactly one of these; and, besides, whether it is the lowest of a page that is to last.
+_OTHER, _HELD, _STUCK, _DIRTY, _LEAVING = range(5)
+_UNSAVED = 5
 
 
 class _Ledger:
     """What is known of one tier.
 
     Attributes:
-        totals: held, stuck, unsaved, dirty, leaving: bytes of all pages.
-        noted: of each page what it adds to the totals.
+        totals: bytes of all copies by what they add to, those that are unsaved apart, `_UNSAVED` further on.
+        noted: of each page which of the totals it adds to, and how many bytes.
         droppable, writable: the orders of eviction.
         unordered: pages that belong into one of the orders since they changed; whether into `writable`.
         shared: pages that could be written down although they are leased.
@@ -37,25 +37,30 @@ class _Ledger:
     __slots__ = ("away", "droppable", "noted", "shared", "totals", "unordered", "writable")
 
     def __init__(self) -> None:
-        self.totals = [0, 0, 0, 0, 0]
-        self.noted: dict[Page, _Sums] = {}
+        self.totals = [0] * (2 * _UNSAVED)
+        self.noted: dict[Page, tuple[int, int]] = {}
         self.droppable, self.writable = FarthestFirst(), FarthestFirst()
         self.unordered: dict[Page, bool] = {}
         self.shared: dict[Page, None] = {}
         self.away: set[Page] = set()
 
-    def add(self, page: Page, sums: _Sums) -> None:
-        """What holds of the page now, in place of what was noted before."""
-        before = self.noted.get(page, _NOTHING)
-        if sums == before:
-            return
-        totals = self.totals
-        for index in range(5):
-            totals[index] += sums[index] - before[index]
-        if sums == _NOTHING:
-            del self.noted[page]
-        else:
-            self.noted[page] = sums
+    def nbytes(self, which: int) -> int:
+        """Bytes that add to one of the totals, unsaved or not."""
+        return self.totals[which] + self.totals[which + _UNSAVED]
+
+    def add(self, page: Page, which: int, nbytes: int) -> None:
+        """What the page adds to now, in place of what was noted before."""
+        before = self.noted.get(page)
+        if before is not None:
+            self.totals[before[0]] -= before[1]
+        self.totals[which] += nbytes
+        self.noted[page] = which, nbytes
+
+    def remove(self, page: Page) -> None:
+        """The page has no frame on the tier any more."""
+        before = self.noted.pop(page, None)
+        if before is not None:
+            self.totals[before[0]] -= before[1]
 
 
 class Census:
@@ -86,23 +91,23 @@ class Census:
 
     def held(self, tier: Tier) -> int:
         """Bytes leased."""
-        return self._reckoned(tier).totals[0]
+        return self._reckoned(tier).nbytes(_HELD)
 
     def stuck(self, tier: Tier) -> int:
         """Bytes of failed pages: they stay, so that nothing is lost by making room."""
-        return self._reckoned(tier).totals[1]
+        return self._reckoned(tier).nbytes(_STUCK)
 
     def unsaved(self, tier: Tier) -> int:
         """Bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy."""
-        return self._reckoned(tier).totals[2]
+        return sum(self._reckoned(tier).totals[_UNSAVED:])
 
     def dirty(self, tier: Tier) -> int:
         """Bytes of copies that are the lowest of their page and that nobody holds or moves."""
-        return self._reckoned(tier).totals[3]
+        return self._reckoned(tier).nbytes(_DIRTY)
 
     def leaving(self, tier: Tier) -> int:
         """Bytes of copies being written down that nobody holds: room that is about to be free."""
-        return self._reckoned(tier).totals[4]
+        return self._reckoned(tier).nbytes(_LEAVING)
 
     def away(self, tier: Tier) -> bool:
         """Whether a page has contents but neither a frame on the tier nor an error."""
@@ -115,16 +120,17 @@ class Census:
     def forget_order(self) -> None:
         """Empty the orders of eviction; every page in memory must be noted again."""
         for ledger in self._tiers.values():
-            ledger.droppable, ledger.writable = FarthestFirst(), FarthestFirst()
+            ledger.droppable.clear()
+            ledger.writable.clear()
             ledger.unordered.clear()
 
     def droppable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) whose copy on `tier` is valid elsewhere and held by nobody, farthest next use first."""
-        return self._walk(tier, lambda ledger: (ledger.droppable,))
+        return self._walk(tier, self._tiers[tier].droppable)
 
     def writable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) whose lowest copy is on `tier`, held by nobody, and could be written down now."""
-        return self._walk(tier, lambda ledger: (ledger.writable,))
+        return self._walk(tier, self._tiers[tier].writable)
 
     def farthest_writable(self, tier: Tier) -> int:
         """The next use of the first that `writable` would hand out; -1 when there is none."""
@@ -137,20 +143,23 @@ class Census:
 
     def victims(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) that could leave `tier`, at once or after a write, farthest next use first."""
-        return self._walk(tier, lambda ledger: (ledger.droppable, ledger.writable))
+        return self._walk(tier, self._tiers[tier].droppable, self._tiers[tier].writable)
 
-    def _walk(
-        self, tier: Tier, choose: Callable[[_Ledger], Sequence[FarthestFirst]]
-    ) -> Generator[tuple[int, Page], None, None]:
+    def _walk(self, tier: Tier, *queues: FarthestFirst) -> Generator[tuple[int, Page], None, None]:
         """Whoever stops early closes the generator; what was left as it is stays in its queue."""
         met: list[tuple[FarthestFirst, int, Page, int]] = []
         try:
-            while tops := [
-                (use, queue) for queue in choose(self._ordered(tier)) if (use := queue.farthest()) is not None
-            ]:
-                queue = max(tops, key=_use)[1]
-                use, page = queue.pop()
-                met.append((queue, use, page, page.stamp))
+            while True:
+                self._ordered(tier)
+                best, farthest = None, 0
+                for queue in queues:
+                    use = queue.farthest()
+                    if use is not None and (best is None or use > farthest):
+                        best, farthest = queue, use
+                if best is None:
+                    return
+                use, page = best.pop()
+                met.append((best, use, page, page.stamp))
                 yield use, page
         finally:
             for queue, use, page, stamp in met:
@@ -178,29 +187,28 @@ class Census:
         return self._tiers[tier]
 
 
-def _use(top: tuple[int, FarthestFirst]) -> int:
-    return top[0]
-
-
 def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -> None:
     """Take the facts of a page on a tier over into its sums, and note where it belongs in the orders."""
     ledger.unordered.pop(page, None)
     ledger.shared.pop(page, None)
     frame = page.frames.get(tier)
     if frame is None:  # whatever is valid or moves on a tier has its frame there
-        ledger.add(page, _NOTHING)
+        ledger.remove(page)
         return
-    move, failed, lowest, nbytes = page.move, page.error is not None, lowest_tier == tier, frame.nbytes
-    leased = bool(page.leases.get(tier))
-    free = tier in page.valid and not failed and move is None and not page.exclusive
-    sums = (
-        nbytes if leased else 0,
-        nbytes if failed and not leased else 0,
-        nbytes if lowest and not failed and not page.doomed else 0,
-        nbytes if free and lowest and not leased else 0,
-        nbytes if move is not None and move.source is tier and move.is_write_back and not leased and not failed else 0,
-    )
-    ledger.add(page, sums)
+    move, failed, lowest = page.move, page.error is not None, lowest_tier is tier
+    leased = page.leases.get(tier)
+    free = move is None and not failed and not page.exclusive and tier in page.valid
+    if leased:
+        which = _HELD
+    elif failed:
+        which = _STUCK
+    elif free and lowest:
+        which = _DIRTY
+    elif move is not None and move.source is tier and move.is_write_back:
+        which = _LEAVING
+    else:
+        which = _OTHER
+    ledger.add(page, which + _UNSAVED if lowest and not failed and not page.doomed else which, frame.nbytes)
     if free and not leased:
         ledger.unordered[page] = lowest
     elif free and lowest:

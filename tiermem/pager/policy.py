@@ -35,30 +35,31 @@ class Candidate(NamedTuple):
 
 
 def choose_read_ahead(
-    coming: Iterable[Candidate], *, capacity: int, held: int, reserve: int, look_ahead: int
+    coming: Iterable[tuple[PageKey, int, bool, bool]], *, capacity: int, held: int, reserve: int, look_ahead: int
 ) -> list[PageKey]:
     """The pages to start fetching now, nearest use first.
 
-    Walks the coming accesses in order and adds up what has to stay: the leased bytes (`held`), every page met on the
-    way, and `reserve` for the largest single demand. Stops at the first page that does not fit into `capacity` (bytes)
-    or lies further ahead than `look_ahead` bytes. What lies behind that point may be evicted for it.
+    Walks the coming accesses (`Candidate`s, or plain tuples of their fields) in order and adds up what has to stay: the
+    leased bytes (`held`), every page met on the way, and `reserve` for the largest single demand. Stops at the first
+    page that does not fit into `capacity` (bytes) or lies further ahead than `look_ahead` bytes. What lies behind that
+    point may be evicted for it.
     """
     chosen: list[PageKey] = []
     seen: set[PageKey] = set()
     kept = held + reserve
     ahead = 0
-    for candidate in coming:
-        if candidate.key in seen:
+    for key, nbytes, present, leased in coming:
+        if key in seen:
             continue
-        seen.add(candidate.key)
-        if candidate.leased:
+        seen.add(key)
+        if leased:
             continue
-        kept += candidate.nbytes
-        ahead += candidate.nbytes
+        kept += nbytes
+        ahead += nbytes
         if kept > capacity or ahead > look_ahead:
             break
-        if not candidate.present:
-            chosen.append(candidate.key)
+        if not present:
+            chosen.append(key)
     return chosen
 
 
@@ -82,6 +83,10 @@ class FarthestFirst:
             self._heap = [entry for entry in self._heap if entry[2].stamp == entry[3]]
             heapq.heapify(self._heap)
             self._tidy_at = max(_TIDY_AT, 2 * len(self._heap))
+
+    def clear(self) -> None:
+        """Forget all candidates."""
+        self._heap.clear()
 
     def farthest(self) -> int | None:
         """The next use of the farthest candidate; None when there is none."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiermem.pager.agenda import Agenda
 from tiermem.pager.page import Kind, Lane, PageKey
@@ -32,8 +33,7 @@ SETTLED = -1
 _LEAP = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One page access of a step: who makes it and which page it touches."""
 
     lane: Lane
@@ -248,33 +248,39 @@ class Forecast:
         Lanes are merged as they come, so that taking a few costs a few, however long the step is. What is on the
         agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to.
         """
-        return itertools.islice(self._with_agenda(self._merged()), limit if self._schedule is not None else 0)
+        if self._schedule is None:
+            return iter(())
+        agenda, schedule = self._agenda, self._schedule
+        accesses = self._merge(schedule.period) if agenda is None else self._with_agenda(agenda, schedule)
+        return itertools.islice(accesses, limit)
 
-    def _with_agenda(self, accesses: Iterator[tuple[int, Lane, PageKey]]) -> Iterator[tuple[int, Lane, PageKey]]:
-        now, update, param = self._lanes[Lane.COMPUTE].cursor, Lane.UPDATE, Kind.PARAM
-        announced: Container[PageKey] = () if self._agenda is None else self._agenda.pages
-        waiting = iter(()) if self._agenda is None else self._agenda.portions()
-        done = self._done
+    def _with_agenda(self, agenda: Agenda, schedule: Schedule) -> Iterator[tuple[int, Lane, PageKey]]:
+        """One step of the record, less what is announced or done already, with the agenda in between.
+
+        All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
+        ahead goes through it for each access it sees.
+        """
+        compute, update, param = Lane.COMPUTE, Lane.UPDATE, Kind.PARAM
+        now, accesses = self._lanes[compute].cursor, schedule.accesses
+        announced, waiting, done = agenda.pages, agenda.portions(), self._done
         for key in next(waiting, ()):
             yield now, update, key
-        for access in accesses:
-            position, lane, key = access
-            if lane is not update:
-                yield access
-                if key.kind is param:
-                    for late in next(waiting, ()):
-                        yield now, update, late
-            elif key not in announced and position >= done.get(key, 0):
-                yield access
+        period = schedule.period
+        cycle, inside = divmod(now, period)
+        first = cycle * period
+        for start, part in ((first, range(inside, len(accesses))), (first + period, range(inside))):
+            for index in part:
+                lane, key = accesses[index]
+                if lane is compute:
+                    yield start + index, lane, key
+                    if key[1] is param:
+                        for late in next(waiting, ()):
+                            yield now, update, late
+                elif key not in announced and start + index >= done.get(key, 0):
+                    yield start + index, lane, key
         for group in waiting:
             for late in group:
                 yield now, update, late
-
-    def _merged(self) -> Iterator[tuple[int, Lane, PageKey]]:
-        period = self._schedule.period if self._schedule else 1
-        if self._agenda is not None:  # all lanes start where the computation is, so they are merged already
-            return self._from(self._lanes[Lane.COMPUTE].cursor, period)
-        return self._merge(period)
 
     def _merge(self, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
         heads = {
@@ -290,15 +296,6 @@ class Forecast:
                 del front[lane]
             else:
                 front[lane] = following
-
-    def _from(self, start: int, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
-        """One period's worth of the recorded accesses from `start` on."""
-        accesses = self._schedule.accesses if self._schedule else ()
-        cycle, inside = divmod(start, period)
-        for turn, part in ((cycle, range(inside, len(accesses))), (cycle + 1, range(inside))):
-            for index in part:
-                access = accesses[index]
-                yield turn * period + index, access.lane, access.key
 
     def _start(self, lane: Lane, key: PageKey | None = None) -> int:
         """From where on a lane's recorded accesses (to `key`) are still to come.
