@@ -206,21 +206,24 @@ class Ahead:
         pending.extendleft(reversed(later))
 
     def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
+        """What is accessed next on the tier, each page once; notes where, also of what is leased and so there."""
         pages, top = self._residency.pages, self._residency.chain.top
-        compute = Lane.COMPUTE
+        compute, transit = Lane.COMPUTE, Kind.TRANSIT
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
             page = pages.get(key)
             wanted = top if lane is compute else Tier.HOST
             if page is None or wanted < tier or key in positions or page.error is not None:
                 continue
-            if not page.valid and lane is not compute:
+            written = bool(page.valid)
+            if not written and lane is not compute:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
-            if tier < wanted and key.kind is Kind.TRANSIT and not page.valid:
-                continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
-            if tier < top and lane is compute and top in page.frames:
-                continue  # it is there, or has its place there: nothing is needed on the way
+            if tier is not top and lane is compute:
+                if not written and key.kind is transit:
+                    continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
+                if top in page.frames:
+                    continue  # it is there, or has its place there: nothing is needed on the way
             positions[key] = position
-            # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
-            present = tier in page.frames or not page.valid
-            yield Candidate(key, page.room, present, bool(page.leases.get(tier)))
+            if not page.leases.get(tier):
+                # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
+                yield Candidate(key, page.room, tier in page.frames or not written)

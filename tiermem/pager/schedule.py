@@ -263,10 +263,10 @@ class Forecast:
         """One period's worth of the recorded accesses from `start` on."""
         accesses = self._schedule.accesses if self._schedule else ()
         cycle, inside = divmod(start, period)
-        for turn, part in ((cycle, range(inside, len(accesses))), (cycle + 1, range(inside))):
+        for begin, part in ((cycle * period, range(inside, len(accesses))), (cycle * period + period, range(inside))):
             for index in part:
                 access = accesses[index]
-                yield turn * period + index, access.lane, access.key
+                yield begin + index, access.lane, access.key
 
     def _start(self, lane: Lane, key: PageKey | None = None) -> int:
         """From where on a lane's recorded accesses (to `key`) are still to come.
