@@ -3,27 +3,19 @@
 Owns the order of the runs: in every round each contender moves the same bytes of the same file at the same depth, and
 the order is turned from round to round, so that a slow minute of a shared machine meets all of them. Does not measure
 itself: fio does, and `swap.bench`. Guarantees medians, ratios between runs of one round, CPU of both; fio is optional.
-
-Huge pages
-----------
-Our buffers ask for transparent huge pages, which makes direct I/O cheaper: there are fewer pages to hold. fio's
-`--iomem=mmaphuge` needs pages that an administrator has set aside, but its ordinary `--iomem=malloc` takes transparent
-ones where the C library is told to ask for them (glibc 2.35 and later). So fio runs in both ways.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import fio
 from common import RESULTS, describe_surroundings, earlier_result, write_result
 
 from swap import DATA_OFFSET
@@ -34,13 +26,11 @@ THEME = "io_beside_fio"
 ENGINES = ("psync", "libaio", "io_uring")
 BLOCK_SIZES = (1 << 20, 8 << 20)
 OURS = "tiermem"
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-_FIO_PATTERN = {"read": "read", "write": "write", "mixed": "rw"}
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """fio with an engine, or our threads; one block size; in huge pages or not (see "Huge pages")."""
+    """fio with an engine, or our threads; one block size; in huge pages or not (see fio.py)."""
 
     engine: str
     block_size: int
@@ -73,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.mebibytes, options.seconds, options.rounds = 64, 0.2, 1
     patterns = [pattern for pattern in PATTERNS if pattern in (options.patterns or PATTERNS)]
-    fio = shutil.which(options.fio)
+    program = shutil.which(options.fio)
     sizes = BLOCK_SIZES[-1:] if options.quick else BLOCK_SIZES
     contenders = [Contender(OURS, size, huge_pages=True) for size in sizes]
-    if fio is None:
+    if program is None:
         print("fio: skipped, it is not installed (Debian: apt install fio)")
     else:
         contenders += [
@@ -86,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = options.results or (None if options.quick else RESULTS)
     earlier = earlier_result(THEME, surroundings, results) if options.add and results is not None else {}
     runs = [Run(**run) for run in earlier.get("runs", []) if run["pattern"] not in patterns]
-    runs += run_all(options, fio, contenders, patterns)
+    runs += run_all(options, program, contenders, patterns)
     body = "\n\n".join(
         table(pattern, found) for pattern in PATTERNS if (found := [run for run in runs if run.pattern == pattern])
     )
@@ -94,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"One file of {options.mebibytes} MiB, {options.depth} requests in flight, direct, {options.seconds:g} s a "
         f"run, {options.rounds} rounds. CPU: user and system time of the process."
     )
-    body = f"{settings}\n\n{body}" + ("" if fio else "\n\nfio: skipped, it was not installed.")
+    body = f"{settings}\n\n{body}" + ("" if program else "\n\nfio: skipped, it was not installed.")
     print(body)
     if results is not None:
         raw = {"surroundings": surroundings.to_markdown(), "settings": settings, "runs": [asdict(run) for run in runs]}
@@ -119,7 +109,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_all(
-    options: argparse.Namespace, fio: str | None, contenders: Sequence[Contender], patterns: Sequence[Pattern]
+    options: argparse.Namespace, program: str | None, contenders: Sequence[Contender], patterns: Sequence[Pattern]
 ) -> list[Run]:
     """Lay the file out, then run everybody on every pattern, round by round; the file is removed at the end."""
     nbytes, depth = options.mebibytes << 20, options.depth
@@ -140,35 +130,30 @@ def run_all(
                         sample, _ = run_case(ground, whole, case, seconds=options.seconds)
                         rate, cores = sample.bytes_per_second / 1e9, sample.cpu_cores
                         runs.append(Run(pattern, number, str(contender), rate, cores))
-                    elif fio is not None:
-                        runs.append(run_fio(fio, ground, pattern, contender, options, number))
+                    elif program is not None:
+                        runs.append(run_fio(program, ground, pattern, contender, options, number))
     return runs
 
 
 def run_fio(
-    fio: str, ground: Ground, pattern: Pattern, contender: Contender, options: argparse.Namespace, number: int
+    program: str, ground: Ground, pattern: Pattern, contender: Contender, options: argparse.Namespace, number: int
 ) -> Run:
-    """Run fio on the data of our file: `depth` threads for psync, one thread with that depth for the others."""
-    jobs = options.depth if contender.engine == "psync" else 1
-    share = ground.nbytes // jobs // contender.block_size * contender.block_size
-    command = [
-        fio, "--name=beside", f"--filename={ground.files[0].path}", f"--ioengine={contender.engine}", "--thread",
-        f"--rw={_FIO_PATTERN[pattern]}", "--rwmixread=50", f"--bs={contender.block_size}",
-        f"--direct={ground.direct:d}", "--scramble_buffers=0",
-        f"--numjobs={jobs}", f"--iodepth={options.depth // jobs}", f"--offset={DATA_OFFSET}", f"--size={share}",
-        f"--offset_increment={share}", "--time_based", f"--runtime={round(options.seconds * 1000)}ms",
-        f"--ramp_time={min(500, round(options.seconds * 150))}ms", "--group_reporting", "--allow_file_create=0",
-        "--output-format=json",
-    ]  # fmt: skip
-    surroundings = os.environ | (HUGE_PAGES if contender.huge_pages else {})
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
-    if done.returncode != 0:
-        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Run(pattern, number, str(contender), error=error)
-    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    rate = sum(job[way]["bw_bytes"] for way in ("read", "write")) / 1e9
-    # fio divides the CPU time of all threads by the running time of all threads.
-    return Run(pattern, number, str(contender), rate, (job["usr_cpu"] + job["sys_cpu"]) / 100 * jobs)
+    """Run fio on the data of our file."""
+    load = fio.Load(
+        pattern,
+        contender.engine,
+        contender.block_size,
+        options.depth,
+        options.seconds,
+        ground.nbytes,
+        offset=DATA_OFFSET,
+        huge_pages=contender.huge_pages,
+        direct=ground.direct,
+    )
+    try:
+        return Run(pattern, number, str(contender), *fio.run(program, ground.files[0].path, load))
+    except fio.FioError as error:
+        return Run(pattern, number, str(contender), error=str(error))
 
 
 def table(pattern: str, runs: Sequence[Run]) -> str:

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import io
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any
 from common import HERE, RESULTS
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
+from train_step import DRIVE
 
 from tiermem.cli.bench_plot import draw
 from tiermem.cli.live import WIDTH, render
 from tiermem.cli.plan import PlanOptions, plan
-from tiermem.cli.plan_plot import plot_plan
+from tiermem.cli.plan_plot import import_pyplot, plot_plan
 from tiermem.cli.report import StepReport
 from tiermem.config import Config
 from tiermem.memory.sizes import format_bytes
@@ -52,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn += 1
         draw(json.loads(result.read_text(encoding="utf-8")), options.pictures / "bench.png")
         print(f"bench.png from {result.name}")
+    for result in sorted(options.results.glob("train_step_side_by_side_*.json")):
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"{result.name}: skipped, matplotlib is not installed (the extra `plots`)")
+            continue
+        drawn += 1
+        side_by_side(json.loads(result.read_text(encoding="utf-8"))["runs"], options.pictures / "side_by_side.png")
+        print(f"side_by_side.png from {result.name}")
     if importlib.util.find_spec("matplotlib") is not None:
         drawn += 1
         plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
@@ -73,6 +82,37 @@ def plan_of(parameters: str, machine: str) -> Prediction:
         commits=False,
     )
     return plan(options, Config(swap_dirs=["."]))
+
+
+def side_by_side(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG of what `train_step.py` measured: for each workload, seconds of a step and memory above imports."""
+    plt = import_pyplot()
+    good = [run for run in runs if run["error"] is None and run["contender"] != DRIVE]
+    workloads = list(dict.fromkeys(run["workload"] for run in good))
+    figure, rows = plt.subplots(len(workloads), 2, figsize=(11, 2.6 * len(workloads)), squeeze=False)
+    for (time, memory), workload in zip(rows, workloads, strict=True):
+        own = [run for run in good if run["workload"] == workload]
+        for name in list(dict.fromkeys(run["contender"] for run in own))[::-1]:
+            theirs = [run for run in own if run["contender"] == name]
+            seconds = [second for run in theirs for second in run["seconds"]]
+            middle = statistics.median(seconds)
+            colour = "#3b6ea8" if name.startswith("tiermem") else "#9a9a9a"
+            spread = [[middle - min(seconds)], [max(seconds) - middle]]
+            time.barh(name, middle, xerr=spread, color=colour, ecolor="#444444")
+            time.text(max(seconds), name, f" {middle:.3g}", va="center", fontsize=8)
+            growth = max(run["peak_rss_bytes"] - run["baseline_rss_bytes"] for run in theirs) / 1e9
+            memory.barh(name, growth, color=colour)
+            memory.text(growth, name, f" {growth:.3g}", va="center", fontsize=8)
+        time.set_title(f"{workload}: seconds of a step (median, from least to most)", fontsize=9)
+        memory.set_title("peak memory above imports, GB", fontsize=9)
+        memory.set_yticks([])
+        for axes in (time, memory):
+            axes.margins(x=0.14)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def live_view(report: dict[str, Any]) -> str:

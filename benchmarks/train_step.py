@@ -30,6 +30,11 @@ PACKAGES = ("torch", "transformers", "numpy")
 THEME = "train_step"
 NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound")
 IDEAL = "plain"
+DRIVE = "fio"
+COLUMNS = (
+    "| contender | s/step | ratio to plain | to fio | peak RSS | above imports | stall | read/step | written/step |"
+)
+TURN = 2  # steps, after one that is not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="JSON",
         help="replaces entries of its zero_optimization and aio",
     )
+    parser.add_argument("--fio", action="store_true", help="let fio show what the drive gives, in the same rounds")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     return parser.parse_args(arguments)
@@ -121,6 +127,8 @@ def choose_contenders(options: argparse.Namespace) -> tuple[Contender, ...]:
         chosen.append(
             Contender("deepspeed nvme", "deepspeed_contender.py", options.deepspeed, options.deepspeed_settings)
         )
+    if options.fio:
+        chosen.append(Contender(DRIVE, "fio_contender.py", sys.executable, {}))
     return tuple(chosen)
 
 
@@ -135,7 +143,8 @@ def run_all(plan: Plan) -> list[dict[str, Any]]:
             for contender in plan.contenders:
                 print(f"{workload}, round {number + 1} of {plan.rounds}: {contender.name}", file=sys.stderr)
                 run = run_one(plan, workload, contender)
-                runs.append({"workload": workload, "round": number, "contender": contender.name, **run})
+                where = {"workload": workload, "round": number, "contender": contender.name}
+                runs.append({**where, "first": plan.warm_up, **run})
     return runs
 
 
@@ -180,13 +189,21 @@ def run_in_turns(plan: Plan, workload: str) -> list[dict[str, Any]]:
                 command = command_of(contender, workload, directory)
                 players.append(stack.enter_context(Player(contender.name, command, environment())))
             print(f"{workload}: {', '.join(player.name for player in players)}, in turns", file=sys.stderr)
-            blocks = take_turns(players, warm_up=plan.warm_up, rounds=max(5, plan.rounds), steps=2)
+            blocks = take_turns(players, warm_up=plan.warm_up, rounds=max(5, plan.rounds), steps=TURN)
             outcomes = [player.finish() for player in players]
     except PlayerError as error:
         print(error.errors, file=sys.stderr)
         return [{"workload": workload, "round": 0, "contender": error.name, "error": str(error)}]
     return [
-        {"workload": workload, "round": number, "contender": player.name, "error": None, **outcome, "seconds": seconds}
+        {
+            "workload": workload,
+            "round": number,
+            "contender": player.name,
+            "error": None,
+            **outcome,
+            "seconds": seconds,
+            "first": plan.warm_up + number * (1 + TURN) + 1,
+        }
         for player, outcome, own in zip(players, outcomes, blocks, strict=True)
         for number, seconds in enumerate(own)
     ]
@@ -195,33 +212,52 @@ def run_in_turns(plan: Plan, workload: str) -> list[dict[str, Any]]:
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Return the runs of one workload as a Markdown table: medians, and the median of the ratios of each round."""
     ideal = {run["round"]: statistics.median(run["seconds"]) for run in runs if is_ideal(run)}
+    alone = {run["round"]: rate_of(run) for run in runs if run["contender"] == DRIVE and run["error"] is None}
     lines = [
-        "| contender | s/step | ratio to plain | peak RSS | above imports | stall | read/step | written/step |",
-        "|---|---|---|---|---|---|---|---|",
+        COLUMNS,
+        "|---" * 9 + "|",
     ]
-    for name in dict.fromkeys(run["contender"] for run in runs):
+    for name in dict.fromkeys(run["contender"] for run in runs if run["contender"] != DRIVE or run["error"]):
         good = [run for run in runs if run["contender"] == name and run["error"] is None]
         if not good:
             error = next(run["error"] for run in runs if run["contender"] == name)
-            lines.append(f"| {name} | failed: {error} | | | | | | |")
+            lines.append(f"| {name} | failed: {error} | | | | | | | |")
             continue
         seconds = [second for run in good for second in run["seconds"]]
         ratios = [statistics.median(run["seconds"]) / ideal[run["round"]] for run in good if run["round"] in ideal]
         ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
+        beside = [held_against(run, alone[run["round"]]) for run in good if run["round"] in alone]
+        to_fio = f"{statistics.median(beside):.2f}" if any(beside) else ""
         peak = max(run["peak_rss_bytes"] for run in good)
         growth = max(run["peak_rss_bytes"] - run["baseline_rss_bytes"] for run in good)
         lines.append(
             f"| {name}{good[0]['details'].get('version', '')} "
-            f"| {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} "
+            f"| {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} | {to_fio} "
             f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {detail(good, 'stall_seconds', 1, 's')} "
             f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
         )
+    if alone:
+        load = next(run["details"]["load"] for run in runs if run["contender"] == DRIVE and run["error"] is None)
+        rates = sorted(alone.values())
+        lines += ["", f"{load}, in the same rounds: {statistics.median(rates):.2f} GB/s"]
+        lines[-1] += f" ({rates[0]:.2f} to {rates[-1]:.2f}). To fio: seconds / (bytes read and written / this)."
     return "\n".join(lines)
+
+
+def rate_of(run: dict[str, Any]) -> float:
+    """Return what fio reached in a round: median GB/s."""
+    return statistics.median(run["details"]["rates"][run["first"] : run["first"] + len(run["seconds"])])
+
+
+def held_against(run: dict[str, Any], rate: float) -> float:
+    """Return a step's seconds as a multiple of those in which fio, at `rate` GB/s, would have moved its bytes."""
+    moved = statistics.median(run["drive_bytes_read"]) + statistics.median(run["drive_bytes_written"])
+    return statistics.median(run["seconds"]) / (moved / 1e9 / rate) if moved else 0.0
 
 
 def profile(runs: Sequence[dict[str, Any]]) -> str:
     """Return where the time of a step goes, as Markdown: phases, processor seconds by thread, causes of stalls."""
-    good = [run for run in runs if run["error"] is None]
+    good = [run for run in runs if run["error"] is None and run["contender"] != DRIVE]
     phases = list(dict.fromkeys(name for run in good for name in run["phases"]))
     kinds = list(dict.fromkeys(kind for run in good for kind in run["thread_seconds"]))
     titles = ["contender", *(f"{name}, s" for name in phases), *(f"{kind}, CPU s" for kind in kinds), "cores busy"]

@@ -1,7 +1,7 @@
 """The same few steps on a model that is resident on the device and on one that is offloaded.
 
-Both update on the processor with torch's fused AdamW, so that every bit can be compared: forward and backward are the
-device's in either case.
+Both update with torch's fused AdamW on the processor, or both on the device, so that every bit can be compared: forward
+and backward are the device's in either case.
 """
 
 from __future__ import annotations
@@ -92,12 +92,15 @@ TRIALS = {
 }
 
 
-def resident(trial: Trial, place: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and final weights of the model on the device, with masters on the processor."""
+def resident(
+    trial: Trial, place: str, *, update_on: str = "host"
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and final weights of the model on the device, with masters on the processor, or there ("auto")."""
     device = torch_place(place)
     torch.manual_seed(1)
     model = trial.make()
-    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    updating = device if update_on == "auto" else torch.device("cpu")
+    masters = [parameter.detach().clone().to(updating).requires_grad_() for parameter in model.parameters()]
     model.to(device)
     optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
     losses = []
@@ -105,7 +108,7 @@ def resident(trial: Trial, place: str) -> tuple[list[torch.Tensor], dict[str, to
         loss = trial.loss(model, tokens(step, device))
         loss.backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.cpu()
+            master.grad = None if parameter.grad is None else parameter.grad.to(updating)
             parameter.grad = None
         optimizer.step()
         with torch.no_grad():
@@ -116,7 +119,7 @@ def resident(trial: Trial, place: str) -> tuple[list[torch.Tensor], dict[str, to
 
 
 def paged(
-    trial: Trial, place: str, directory: Path, *, update: str, host: int, device: int
+    trial: Trial, place: str, directory: Path, *, update: str, host: int, device: int, update_on: str = "host"
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], tiermem.Statistics]:
     """The same with tiermem, released memory overwritten by NaN."""
     torch.manual_seed(1)
@@ -128,6 +131,7 @@ def paged(
         swap_dirs=[directory],
         param_dtype="float32",
         update=update,  # type: ignore[arg-type]
+        update_on=update_on,  # type: ignore[arg-type]
         poison=True,
         stall_timeout=60.0,
     )

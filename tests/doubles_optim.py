@@ -24,6 +24,9 @@ class FakeLease:
             raise InvariantError(f"{key} is not held")
         return self.pager.bytes[key]
 
+    def hand_over(self) -> None:
+        pass
+
     def release(self) -> None:
         self.end(None)
 

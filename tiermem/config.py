@@ -28,6 +28,7 @@ from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Moments = Literal["float32", "int8"]
 Update = Literal["backward", "forward", "step", "auto"]
+UpdateOn = Literal["host", "auto"]
 IoBackend = Literal["threads", "inline", "aiofiles"]
 Direct = Literal["auto", True, False]
 Verify = Literal["resume", "always", "never"]
@@ -51,6 +52,8 @@ class Config:
     param_dtype: what forward and backward compute in; a torch dtype is accepted and kept as its name.
     moments: how AdamW's moments are kept: "float32", or "int8" in blocks (small ones and embeddings stay float32).
     update: when a unit is updated: "backward", "forward", "step" or "auto". The same bits, other overlap.
+    update_on: where: in "host" memory; "auto": on the device, too, for units whose state fits there beside the rest. On
+        a GPU these have the bits of its own fused AdamW instead of the processor's.
     stage: ZeRO stage over ranks: 1 shards optimizer states, 2 gradients too, 3 parameters too.
     block_size: bytes per I/O submission.
     queue_depth: I/O submissions in flight per device.
@@ -74,6 +77,7 @@ class Config:
     param_dtype: ParamDtype | torch.dtype = "bfloat16"
     moments: Moments = "float32"
     update: Update = "auto"
+    update_on: UpdateOn = "host"
     stage: int = 3
     block_size: int | str = 8 << 20
     queue_depth: int = 8
@@ -315,6 +319,7 @@ _NORMALIZERS: dict[str, Callable[[str, object], object]] = {
     "param_dtype": _dtype,
     "moments": _one_of(*get_args(Moments)),
     "update": _one_of(*get_args(Update)),
+    "update_on": _one_of(*get_args(UpdateOn)),
     "stage": _integer(1, 3),
     "block_size": _bytes(_ALIGNMENT, multiple=_ALIGNMENT),
     "queue_depth": _integer(1, _LARGEST_QUEUE_DEPTH),

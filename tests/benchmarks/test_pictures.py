@@ -50,3 +50,15 @@ def test_a_sweep_becomes_a_picture_or_the_extra_is_named(tmp_path: Path) -> None
         pytest.skip("needs the extra `plots`")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "pictures" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_contenders_beside_each_other_become_a_picture(tmp_path: Path) -> None:
+    one = {"workload": "io-bound", "error": None, "baseline_rss_bytes": 1 << 20, "peak_rss_bytes": 9 << 20}
+    runs = [{**one, "contender": name, "seconds": [1.0, 2.0, 4.0]} for name in ("plain", "tiermem x=1", "fio")]
+    runs.append({"workload": "io-bound", "contender": "deepspeed nvme", "error": "it died"})
+    (tmp_path / "train_step_side_by_side_x.json").write_text(json.dumps({"runs": runs}))
+    done = draw("--results", str(tmp_path), "--pictures", str(tmp_path / "pictures"))
+    if "skipped" in done.stdout:
+        pytest.skip("needs the extra `plots`")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "pictures" / "side_by_side.png").read_bytes().startswith(b"\x89PNG")

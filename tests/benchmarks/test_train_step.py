@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,20 @@ def test_in_turns_there_are_five_blocks_of_two_steps(tmp_path: Path) -> None:
     runs = json.loads(raw.read_text())["runs"]
     assert [len(run["seconds"]) for run in runs] == [2] * 5
     assert len(runs[0]["losses"]) == 2 + 5 * 3
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_steps_are_held_against_what_fio_reaches_in_the_same_rounds(tmp_path: Path) -> None:
+    contenders = ["--no-plain", "--tiermem", "host_memory=8MiB,update=forward", "--fio"]
+    done = run_benchmark(*contenders, "--directory", str(tmp_path), "--results", str(tmp_path / "results"))
+    assert done.returncode == 0, done.stderr
+    (raw,) = (tmp_path / "results").glob("*.json")
+    ours, alone = json.loads(raw.read_text())["runs"]
+    rate = statistics.median(alone["details"]["rates"][2:7])
+    moved = statistics.median(ours["drive_bytes_read"]) + statistics.median(ours["drive_bytes_written"])
+    expected = statistics.median(ours["seconds"]) / (moved / 1e9 / rate)
+    assert f"| {expected:.2f} |" in done.stdout
+    assert f"in the same rounds: {rate:.2f} GB/s" in done.stdout
 
 
 def test_a_contender_that_fails_is_said() -> None:

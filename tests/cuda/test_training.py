@@ -43,6 +43,20 @@ def test_the_bits_of_the_resident_model(name, update, budget, place, tmp_path):
     assert statistics.total.edge("device->host").nbytes > 0
 
 
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize("name", ["llama", "convolutions"])
+def test_units_that_stay_there_have_the_bits_of_the_devices_own_adamw(name, update, place, tmp_path):
+    trial = TRIALS[name]
+    budgets = {"host": 64 * MIB, "device": 64 * MIB}
+    losses, weights, statistics = paged(trial, place, tmp_path, update=update, update_on="auto", **budgets)
+    wanted_losses, wanted = resident(trial, place, update_on="auto")
+    assert all(map(torch.equal, losses, wanted_losses))
+    for parameter, values in weights.items():
+        assert torch.equal(values, wanted[parameter]), parameter
+    # To the processor only when the weights are looked at in the end.
+    assert statistics.total.edge("device->host").nbytes == 0
+
+
 def test_states_on_disk_too(place, tmp_path):
     trial = TRIALS["fused attention"]
     device = least_device(trial, place, tmp_path)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.optim.split import BitMarks, SignMarks, join, joined, split
+from tiermem.optim.split import BitMarks, SignMarks, join, join_masked, joined, split, split_masked
 
 HIGH = st.one_of(
     st.integers(0, 0xFFFF),
@@ -46,17 +46,35 @@ def check_round_trip(master: torch.Tensor, moment: torch.Tensor) -> None:
     assert not plane.any()
 
 
+def check_masked(master: torch.Tensor, moment: torch.Tensor) -> None:
+    """Masks over all elements do what the search for ties does, bit for bit, in every tensor."""
+    found = []
+    for there, back in ((split, join), (split_masked, join_masked)):
+        parameter = torch.empty(master.numel(), dtype=torch.bfloat16)
+        remainder = torch.empty(master.numel(), dtype=torch.int16)
+        scratch, exp_avg_sq = torch.empty(master.numel(), dtype=torch.int32), moment.clone()
+        marks = SignMarks(exp_avg_sq) if there is split else exp_avg_sq
+        there(master, parameter, remainder, marks, scratch)
+        kept, again = exp_avg_sq.clone(), torch.empty(master.numel())
+        back(parameter, remainder, marks, again, scratch)
+        found.append((parameter.view(torch.int16), remainder, kept, exp_avg_sq, again))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
 @given(st.lists(st.tuples(HIGH, LOW), min_size=1, max_size=70))
 @settings(deadline=None, max_examples=50)
 def test_any_bits_come_back(pairs: list[tuple[int, int]]) -> None:
     bits = np.array([(high << 16) | low for high, low in pairs], dtype=np.uint32)
     check_round_trip(from_bits(bits), torch.rand(len(pairs)))
+    check_masked(from_bits(bits), torch.rand(len(pairs)))
 
 
 @pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_upper_half_comes_back(low: int) -> None:
     bits = (np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(low)
     check_round_trip(from_bits(bits), torch.zeros(1 << 16))
+    check_masked(from_bits(bits), torch.zeros(1 << 16))
 
 
 @given(st.integers(0, 0xFFFF))

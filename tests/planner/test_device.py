@@ -11,8 +11,8 @@ from tiermem.errors import BudgetError
 from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
-from tiermem.planner.device import _needed_by_ranks, device_least, device_most, plan_tiers
-from tiermem.planner.footprint import SMALLEST_TILE, UnitSize, received_nbytes, rounded
+from tiermem.planner.device import _beside, _needed_by_ranks, device_least, device_most, plan_tiers, settled_nbytes
+from tiermem.planner.footprint import SMALLEST_TILE, UnitSize, received_nbytes, rounded, state_tile_nbytes
 
 MIB = 1 << 20
 PLENTY = 4 << 30
@@ -168,3 +168,69 @@ def test_ranks_gather_beside_the_computation_where_there_is_room() -> None:
     assert not device.beside, "an update that nobody asks for must not be missed by what is gathered ahead"
     with pytest.raises(BudgetError, match=f"{2 * MIB} bytes of parameters"):
         plan_tiers(units, PLENTY, least - 1, 16 * MIB)
+
+
+@given(units=UNITS, extra=st.integers(0, 400 * MIB))
+@settings(max_examples=200, deadline=None)
+def test_what_is_settled_fits_beside_what_is_leased(units: list[UnitSize], extra: int) -> None:
+    budget = device_least(units) + extra
+    footprint, device = plan_tiers(units, PLENTY, budget, 16 * MIB, settle=True)
+    plain_footprint, plain = plan_tiers(units, PLENTY, budget, 16 * MIB)
+    assert (footprint, device.hold_tiles) == (plain_footprint, plain.hold_tiles), "what is leased, and how, stays"
+    trainable = [number for number, each in enumerate(units) if each.trainable_numel]
+    assert list(device.settled) == trainable[: len(device.settled)], "from the first one on"
+    if not device.settled:
+        assert device == plain
+        return
+    kept = [units[number] for number in device.settled]
+    tile = footprint.tile_numel
+    taken = sum(settled_nbytes(each, tile) for each in kept)
+    for each in kept:  # parameters, gradients and state, whatever their tiles are
+        tiles = -(-each.trainable_numel // tile)
+        state = sum(rounded(min(tile, each.trainable_numel - at * tile) * 8) for at in range(tiles))
+        assert settled_nbytes(each, tile) >= each.param_nbytes + each.trainable_numel * 4 + state
+    for computed in units:
+        gradient = max(
+            -(-each.trainable_numel // tile) * rounded(min(tile, each.trainable_numel) * 4) for each in units
+        )
+        leased = rounded(computed.param_nbytes) + computed.nested_nbytes + gradient
+        updated = max(rounded(each.param_nbytes) + rounded(min(tile, each.trainable_numel) * 4) for each in kept)
+        assert taken + leased + updated + max(state_tile_nbytes(each, tile) for each in kept) <= budget
+    assert device.look_ahead <= budget - taken
+    if len(kept) > 2:
+        others = [each for number, each in enumerate(units) if number not in device.settled]
+        assert taken + sum(rounded(each.param_nbytes) for each in others) <= budget
+
+
+def test_with_the_most_all_units_are_settled_and_over_ranks_none() -> None:
+    units = [unit(MIB), unit(3 * MIB), unit(20_000)]
+    most = device_most(units, settle=True)
+    assert plan_tiers(units, PLENTY, most, 8 << 20, settle=True)[1].settled == (0, 1, 2)
+    assert len(plan_tiers(units, PLENTY, most // 2, 8 << 20, settle=True)[1].settled) < 3
+    ranks = [UnitSize("unit", MIB, MIB // 4, 4, 8, 0, 0, 2, 2 * MIB)]
+    assert plan_tiers(ranks, PLENTY, 1 << 30, 8 << 20, settle=True)[1].settled == ()
+
+
+@given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 9), updated=st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_one(
+    data: st.DataObject, around: int, own: int, updated: int
+) -> None:
+    """Either asks first; fillers push their frames anywhere, and can be made to go."""
+    nested = [data.draw(st.integers(1, 5)) for _ in range(around)]
+    computed = unit(own * PAGE // 4, sum(nested) * PAGE, around)
+    other = unit(updated * PAGE // 4)
+    needed = _beside([computed, other], SMALLEST_TILE, [other])
+    arena = SlabArena(TensorSlab(torch.empty(needed, dtype=torch.uint8)), Tier.DEVICE)
+    tiles = [rounded(min(SMALLEST_TILE, each.trainable_numel) * 4) for each in (computed, other)]
+    update = [other.param_nbytes, tiles[1], state_tile_nbytes(other, SMALLEST_TILE)]
+    compute = [*(pages * PAGE for pages in nested), computed.param_nbytes]
+    # The computation gets on beside all that the update holds; the update beside what it holds without gradient tiles.
+    holds = data.draw(st.sampled_from([[*update, *compute, tiles[0]], [*compute, *update]]))
+    filler: list[Frame] = []
+    for nbytes in holds:
+        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
+        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
+        while arena.allocate(nbytes) is None:
+            assert filler, f"no place for {nbytes} bytes"
+            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))

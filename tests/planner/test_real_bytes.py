@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
 from tiermem.cli.modelwork import workload_of
+from tiermem.pager.ahead import Ahead
+from tiermem.pager.plan import Plan
 from tiermem.planner.design import PlanSettings, make_design
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.simulate import Simulation, simulate
@@ -114,3 +117,52 @@ def test_what_fits_moves_nothing_in_either(update: str, tmp_path: Path) -> None:
     real, foreseen = both(Case(update, "bfloat16", 64 * MIB, tied=False, look_ahead="auto"), tmp_path)
     assert set(real) == {(0, 0)}
     assert (foreseen.bytes_read, foreseen.bytes_written) == (0, 0)
+
+
+@pytest.mark.parametrize(("update", "share"), [("step", 0.7), ("forward", 0.5), ("backward", 0.3)])
+def test_beside_a_device_the_bytes_to_and_from_disk_are_the_plans(
+    update: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+    make_plan = Ahead.make_plan
+
+    def noted(ahead: Ahead, *arguments: Any) -> Plan:
+        plans.append(make_plan(ahead, *arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(Ahead, "make_plan", noted)
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        vocab_size=512,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(shape)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    config = tiermem.Config(
+        device="simulated",
+        device_memory=3 * MIB // 2,  # three or four layers
+        host_memory=int(share * 12 * numel) // 4096 * 4096,
+        swap_dirs=[tmp_path],
+        update=update,  # type: ignore[arg-type]
+        tile_size="64KiB",
+        io_backend="inline",
+        commits=False,
+    )
+    moved = []
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(6):
+            tokens = torch.randint(512, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last = runtime.statistics().last
+            assert last is not None
+            moved.append((last.bytes_read, last.bytes_written))
+    found = statistics.median(read + written for read, written in moved[3:])
+    # Host memory is in one piece, and for a place in it kept pages are written, too. LRU would move twice as much.
+    assert found == pytest.approx(plans[-1].moved, rel=0.25)

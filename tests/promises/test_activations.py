@@ -230,8 +230,9 @@ def test_what_was_changed_in_place_is_refused_as_torch_does(tmp_path: Path) -> N
             before.sum().backward()
 
 
-def test_an_exception_in_forward_and_no_grad_leave_nothing(tmp_path: Path) -> None:
-    with offload("plain", tmp_path) as runtime:
+@pytest.mark.parametrize("mode", ["plain", "other"])
+def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, tmp_path: Path) -> None:
+    with offload(mode, tmp_path) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
         def fail(*_):
@@ -249,8 +250,9 @@ def test_an_exception_in_forward_and_no_grad_leave_nothing(tmp_path: Path) -> No
         assert nothing_is_kept(runtime)
 
 
-def test_an_interrupt_in_forward_takes_the_hooks_off(tmp_path: Path) -> None:
-    with offload("plain", tmp_path) as runtime:
+@pytest.mark.parametrize("mode", ["plain", "other"])
+def test_an_interrupt_in_forward_takes_the_hooks_off(mode: str, tmp_path: Path) -> None:
+    with offload(mode, tmp_path) as runtime:
 
         def fail(*_):
             raise KeyboardInterrupt
@@ -291,6 +293,24 @@ def test_other_hooks_inside_and_outside(tmp_path: Path) -> None:
             left.__enter__()
         left.__exit__(None, None, None)
         torch.autograd.graph.saved_tensors_hooks(pack, pack).__exit__()
+
+
+def test_hooks_that_an_error_leaves_on_top_stay_and_the_error_is_seen(tmp_path: Path) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    left = torch.autograd.graph.saved_tensors_hooks(pack, pack)
+
+    def fail() -> None:
+        left.__enter__()
+        raise ArithmeticError("on purpose")
+
+    with offload("plain", tmp_path) as runtime:
+        with pytest.raises(ArithmeticError), runtime.offload_activations(THRESHOLD):
+            fail()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (pack, pack)
+        left.__exit__(None, None, None)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_a_budget_without_room_names_what_is_enough(tmp_path: Path) -> None:

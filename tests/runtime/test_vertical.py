@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from doubles_models import Block, Stack
 from doubles_scenarios import Branches, Convolutions, Regularised, Twice, Wide
 from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_unit, same, within_budgets
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.planner.footprint import PASSING
@@ -297,6 +299,37 @@ def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, t
                 optimizer.zero_grad()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert same(runtime.parameter(mine), other.detach())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(16), Fragile(16)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_an_error_in_a_checkpoint_leaves_the_hooks_of_the_caller_alone(tmp_path):
+    """A checkpoint's hooks belong to the micro-batch's thread, and so does their removal, however late it comes."""
+    model = Checkpointed()
+    with tiermem.offload(model, config_for(tmp_path, MIB, "step"), units=["Block", "Fragile"]) as runtime:
+        batches = [torch.randn(4, 16) for _ in range(3)]
+        broken = [batches[0], batches[1] * float("nan"), batches[2]]
+
+        def keep(tensor):
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            with pytest.raises(ValueError, match="in the middle of a unit") as caught:
+                runtime.forward_backward(broken, lambda batch: squares(model, batch))
+            del caught
+            gc.collect()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (keep, keep)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert runtime.forward_backward(batches, lambda batch: squares(model, batch))
 
 
 @pytest.mark.parametrize("update", ["step", "forward"])

@@ -34,12 +34,16 @@ class UpdateCoordinator:
         gradients: GradientBook,
         schedule: UpdateSchedule,
         speculation: Speculation,
+        *,
+        patient: Container[int] = (),
     ) -> None:
+        """`patient`: units that have nothing to gain from an update that may have to be undone, see `start_early`."""
         self._units = {state.unit: state for state in units}
         self._queue = queue
         self._gradients = gradients
         self._schedule = schedule
         self._speculation = speculation
+        self._patient = patient
         self._source_of: dict[int, SettingsSource] = {}
         self._sources: list[SettingsSource] = []  # those in `_source_of`, which is asked for every unit
         self._scales = Scales(gradients)
@@ -181,8 +185,12 @@ class UpdateCoordinator:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.
 
         Returns False, and changes nothing, where that cannot be: a gradient is not finite, somebody has clipped
-        already, there is no room on disk, or it was tried in this step and taken back.
+        already, there is no room on disk, or it was tried in this step and taken back. Neither is a `patient` unit
+        updated where that might have to be undone: its state lies on a device and its update takes no time worth
+        hiding, while a copy of it in SWAP would cost as much as paging it does.
         """
+        if unit in self._patient and not self._for_good:
+            return False
         present = self._gradients.present(unit)
         mine = [p for p in present if p in self._source_of]
         if mine and (self._scales.know(mine) or not self._scales.are_finite(mine)):

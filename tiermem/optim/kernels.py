@@ -34,7 +34,7 @@ from tiermem.optim.codebook import signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, StatePlanes, TilePlanes
 from tiermem.optim.shares import Shares
-from tiermem.optim.split import join, split
+from tiermem.optim.split import join, join_masked, split, split_masked
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT
 from tiermem.optim.updates import Settings
 
@@ -54,20 +54,29 @@ class Workspace:
     """Scratch for one worker: allocated once, used by one kernel at a time.
 
     `compiled` False: torch's operations only, where the default is the compiled loops if this process has them. These
-    are done in `shares`; torch's operations have threads of their own.
+    are done in `shares`; torch's operations have threads of their own. `device`: where tiles are that lie on one; for
+    these there are torch's operations only, float32 moments only, and none that has to wait for the device.
     """
 
-    def __init__(self, slice_numel: int = SLICE_NUMEL, *, compiled: bool = True, shares: Shares | None = None) -> None:
+    def __init__(
+        self,
+        slice_numel: int = SLICE_NUMEL,
+        *,
+        compiled: bool = True,
+        shares: Shares | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         if slice_numel <= 0 or slice_numel % SEGMENT_ALIGNMENT:
             raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
         self.slice_numel = slice_numel
         self.coded_slice_numel = numel = block_count(slice_numel) * BLOCK_NUMEL
-        self.master = torch.empty(numel, dtype=torch.float32)
-        self.grad = torch.empty(numel, dtype=torch.float32)
-        self.integers = torch.empty(numel, dtype=torch.int32)
-        self.step = torch.zeros((), dtype=torch.float32)
+        self.master = torch.empty(numel, dtype=torch.float32, device=device)
+        self.grad = torch.empty(numel, dtype=torch.float32, device=device)
+        self.integers = torch.empty(numel, dtype=torch.int32, device=device)
+        self.step = torch.zeros((), dtype=torch.float32, device=device)
         self.shares = shares if shares is not None else Shares()
-        self._compiled = compiled
+        self.masked = device is not None
+        self._compiled = compiled and device is None
         self._coded: tuple[torch.Tensor, torch.Tensor, BlockScratch] | None = None
 
     @property
@@ -224,6 +233,11 @@ def _update_slice(
     grad32 = scaled_grad(grad, grad_scale, workspace)
     if planes.remainder is not None:
         master, integers = workspace.master[:numel], workspace.integers[:numel]
+        if workspace.masked and isinstance(planes, StatePlanes):
+            join_masked(parameter, planes.remainder, planes.exp_avg_sq, master, integers)
+            _fused(master, grad32, moments, settings, workspace.step)
+            split_masked(master, parameter, planes.remainder, planes.exp_avg_sq, integers)
+            return
         marks = planes.marks
         join(parameter, planes.remainder, marks, master, integers)
         _fused(master, grad32, moments, settings, workspace.step)

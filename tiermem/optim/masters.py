@@ -17,8 +17,8 @@ import torch
 from tiermem.errors import InvariantError
 from tiermem.optim.planes import BlockPlanes, StatePlanes, tile_planes
 from tiermem.optim.split import joined, split
-from tiermem.optim.stream import HeldPages
 from tiermem.optim.tiles import Segment, UnitState
+from tiermem.optim.window import HeldPages
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
 

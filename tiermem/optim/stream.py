@@ -27,30 +27,18 @@ from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
+from tiermem.optim.window import Loaded, UpdatedPages, Window, Work
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class HeldPages(Protocol):
-    """A lease, as far as the update needs it."""
-
-    def tensor(self, key: PageKey) -> torch.Tensor:
-        """The bytes of a page."""
-
-    def release(self) -> None:
-        """Give the hold back."""
-
-    def fail(self, error: BaseException) -> None:
-        """Give the hold back and declare the contents garbage."""
-
-
 class UpdatePager(Protocol):
     """The part of the pager that the update uses."""
 
-    async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> HeldPages:
-        """A lease, awaited on the loop."""
+    async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> UpdatedPages:
+        """A lease, awaited on the loop; on whatever tier the unit is updated."""
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
         """Say what the update does next, unit by unit. On the loop only."""
@@ -75,39 +63,32 @@ class UpdatePager(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceKernels:
+    """Which units are updated on a device.
+
+    Attributes:
+        units: their numbers.
+        device: where their pages are while they are updated.
+        enter: called once by the thread that runs kernels, before it asks anything of the device.
+    """
+
+    units: frozenset[int]
+    device: torch.device
+    enter: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class StreamStatistics:
-    """What the updates have done: counts, and the seconds the kernels ran."""
+    """What the updates have done: counts, and the seconds the kernels ran (on a device: took to be asked for).
+
+    `device_tiles`: those among `tiles` that were updated on a device.
+    """
 
     units: int = 0
     tiles: int = 0
     elements: int = 0
     kernel_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One tile of one unit's update."""
-
-    tile: int
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A tile whose pages are leased; `fresh` state has undefined contents and begins as zeros."""
-
-    work: _Work
-    state: HeldPages
-    grad: HeldPages
-    fresh: bool
-
-    def release(self) -> None:
-        self.grad.release()
-        self.state.release()
-
-    def fail(self, error: BaseException) -> None:
-        self.grad.release()
-        self.state.fail(error)
+    device_tiles: int = 0
 
 
 class UnitStream:
@@ -120,13 +101,17 @@ class UnitStream:
         *,
         depth: int = 2,
         workspace: Workspace | None = None,
+        above: DeviceKernels | None = None,
     ) -> None:
+        """`depth`: tiles held at once of a unit that is updated in host memory. `above`: who is not."""
         if depth < 1:
             raise ConfigError(f"an update holds at least one tile at a time, found depth={depth}")
         self.pager = pager
         self.units = units
         self._depth = depth
         self._workspace = workspace if workspace is not None else Workspace(shares=Shares(update_threads()))
+        self._above = above
+        self._workspace_above: Workspace | None = None  # made on the worker, whose stream its memory then belongs to
         self._lock = threading.Lock()
         self._done = StreamStatistics()
 
@@ -157,10 +142,7 @@ class UnitStream:
                 await update.protection.protect([key])
             param = await self.pager.acquire([key], Intent.WRITE)
             try:
-                begin, nbytes = state.param_start * state.dtype.itemsize, state.numel * state.dtype.itemsize
-                flat = param.tensor(key)[begin : begin + nbytes].view(state.dtype)
-                await self._update_tiles(state, update, flat, work)
-                del flat
+                await self._update_tiles(state, update, param, work)
             except BaseException as error:
                 param.fail(error)
                 raise
@@ -168,7 +150,7 @@ class UnitStream:
         self._discard(update, range(state.tiles))
         self._count(units=1)
 
-    def _plan(self, state: UnitState, update: UnitUpdate) -> list[_Work]:
+    def _plan(self, state: UnitState, update: UnitUpdate) -> list[Work]:
         """The tiles in which some parameter has a gradient. A tile in which none has is skipped entirely."""
         runs: dict[int, list[Run]] = {}
         for item in update.segments:
@@ -179,19 +161,21 @@ class UnitStream:
                 raise InvariantError(
                     f"unit {state.unit} is to be updated, but its gradient tile {tile} was never written"
                 )
-        return [_Work(tile, tuple(runs[tile])) for tile in sorted(runs)]
+        return [Work(tile, tuple(runs[tile])) for tile in sorted(runs)]
 
     async def _update_tiles(
-        self, state: UnitState, update: UnitUpdate, flat: torch.Tensor, work: Sequence[_Work]
+        self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Sequence[Work]
     ) -> None:
-        if len(work) == 1:
-            await self._use(state, update, flat, await self._load(state, update, work[0]))
+        if len(work) == 1 or self._is_above(state.unit):
+            # On a device a tile in hand is enough: a kernel is asked for and not waited for.
+            for item in work:
+                await self._use(state, update, await self._load(state, update, param, item))
             return
-        window = _Window(self._depth)
-        loader = asyncio.ensure_future(self._load_all(state, update, work, window))
+        window = Window(self._depth)
+        loader = asyncio.ensure_future(self._load_all(state, update, param, work, window))
         try:
             for _ in work:
-                await self._use(state, update, flat, await window.next())
+                await self._use(state, update, await window.next())
                 window.leave()
         except BaseException as error:
             window.close()
@@ -200,16 +184,18 @@ class UnitStream:
             window.fail_waiting(error)
             raise
 
-    async def _use(self, state: UnitState, update: UnitUpdate, flat: torch.Tensor, loaded: _Loaded) -> None:
+    async def _use(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> None:
         """Run the kernel on a tile that is held, and give it back."""
+        above = self._is_above(state.unit)
         try:
-            seconds = await self.pager.run_worker(self._run_kernel, state, update, flat, loaded)
+            kernel = self._run_above if above else self._run_kernel
+            seconds = await self.pager.run_worker(kernel, state, update, loaded)
         except BaseException as error:
             loaded.fail(error)
             raise
         loaded.release()
         self._discard(update, [loaded.work.tile])
-        self._count(tiles=1, elements=sum(run.length for run in loaded.work.runs), seconds=seconds)
+        self._count(tiles=1, elements=sum(run.length for run in loaded.work.runs), seconds=seconds, above=above)
 
     def _discard(self, update: UnitUpdate, tiles: Iterable[int]) -> None:
         """Forget gradient tiles that nobody wants any more."""
@@ -220,17 +206,19 @@ class UnitStream:
         elif written:
             self.pager.start_discard(written)
 
-    async def _load_all(self, state: UnitState, update: UnitUpdate, work: Sequence[_Work], window: _Window) -> None:
+    async def _load_all(
+        self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Sequence[Work], window: Window
+    ) -> None:
         for item in work:
             if not await window.enter():
                 return
             try:
-                window.put(await self._load(state, update, item))
+                window.put(await self._load(state, update, param, item))
             except Exception as error:  # noqa: BLE001 - raised by the consumer, `window.next`
                 window.put(error)
                 return
 
-    async def _load(self, state: UnitState, update: UnitUpdate, work: _Work) -> _Loaded:
+    async def _load(self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Work) -> Loaded:
         grad = await self.pager.acquire([PageKey(state.unit, Kind.GRAD, work.tile)], Intent.READ)
         try:
             key = PageKey(state.unit, Kind.STATE, work.tile)
@@ -241,14 +229,31 @@ class UnitStream:
         except BaseException:
             grad.release()
             raise
-        return _Loaded(work, held, grad, fresh)
+        return Loaded(work, param, held, grad, fresh)
 
-    def _run_kernel(self, state: UnitState, update: UnitUpdate, flat: torch.Tensor, loaded: _Loaded) -> float:
+    def _is_above(self, unit: int) -> bool:
+        """Whether the unit is updated on a device."""
+        return self._above is not None and unit in self._above.units
+
+    def _run_above(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> float:
+        """As `_run_kernel`, on the device: whoever has the frames next, on whatever thread, comes after it."""
+        if self._above is not None and self._workspace_above is None:
+            self._above.enter()
+            self._workspace_above = Workspace(device=self._above.device)
+        try:
+            return self._run_kernel(state, update, loaded, self._workspace_above)
+        finally:
+            loaded.hand_over()
+
+    def _run_kernel(
+        self, state: UnitState, update: UnitUpdate, loaded: Loaded, workspace: Workspace | None = None
+    ) -> float:
         """On the worker: the only place where bytes change. Returns the seconds it took."""
         started = time.perf_counter()
         tile, length = loaded.work.tile, state.tile_length(loaded.work.tile)
-        begin = tile * state.tile_numel
-        parameter = flat[begin : begin + length]
+        begin = (state.param_start + tile * state.tile_numel) * state.dtype.itemsize
+        whole = loaded.param.tensor(PageKey(state.unit, Kind.PARAM))
+        parameter = whole[begin : begin + length * state.dtype.itemsize].view(state.dtype)
         grad = loaded.grad.tensor(PageKey(state.unit, Kind.GRAD, tile))[: length * state.dtype.itemsize]
         buffer = loaded.state.tensor(PageKey(state.unit, Kind.STATE, tile))
         planes = tile_planes(buffer, state, tile)
@@ -256,56 +261,19 @@ class UnitStream:
             buffer.zero_()
             if planes.master is not None:
                 planes.master.copy_(parameter)
-        adamw_tile(parameter, grad.view(state.dtype), planes, loaded.work.runs, self._workspace, update.grad_scale)
+        workspace = workspace if workspace is not None else self._workspace
+        adamw_tile(parameter, grad.view(state.dtype), planes, loaded.work.runs, workspace, update.grad_scale)
         return time.perf_counter() - started
 
-    def _count(self, *, units: int = 0, tiles: int = 0, elements: int = 0, seconds: float = 0.0) -> None:
+    def _count(
+        self, *, units: int = 0, tiles: int = 0, elements: int = 0, seconds: float = 0.0, above: bool = False
+    ) -> None:
         with self._lock:
             done = self._done
             self._done = StreamStatistics(
-                done.units + units, done.tiles + tiles, done.elements + elements, done.kernel_seconds + seconds
+                done.units + units,
+                done.tiles + tiles,
+                done.elements + elements,
+                done.kernel_seconds + seconds,
+                done.device_tiles + tiles * above,
             )
-
-
-class _Window:
-    """Hands loaded tiles from the loader to the kernel; lets the loader hold at most `depth`. On the loop only."""
-
-    def __init__(self, depth: int) -> None:
-        self._room = asyncio.Semaphore(depth)
-        self._loaded: asyncio.Queue[_Loaded | Exception] = asyncio.Queue()
-        self._closed = False
-
-    async def enter(self) -> bool:
-        """Wait for room for one more tile; False when no more are wanted."""
-        await self._room.acquire()
-        return not self._closed
-
-    def put(self, item: _Loaded | Exception) -> None:
-        """Hand over a tile, or the error that ends loading."""
-        self._loaded.put_nowait(item)
-
-    async def next(self) -> _Loaded:
-        """The next tile. Raises the loader's error."""
-        item = await self._loaded.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def leave(self) -> None:
-        """A tile has been given back."""
-        self._room.release()
-
-    def close(self) -> None:
-        """No more tiles are wanted."""
-        self._closed = True
-        self._room.release()
-
-    def fail_waiting(self, error: BaseException) -> None:
-        """Give back what was loaded and never used; state that was never filled in is garbage."""
-        while not self._loaded.empty():
-            item = self._loaded.get_nowait()
-            if isinstance(item, _Loaded):
-                if item.fresh:
-                    item.fail(error)
-                else:
-                    item.release()

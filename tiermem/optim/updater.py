@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.optim.kernels import Workspace
-from tiermem.optim.stream import StreamStatistics, UnitStream, UpdatePager
+from tiermem.optim.stream import DeviceKernels, StreamStatistics, UnitStream, UpdatePager
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import Protector, UnitUpdate
 from tiermem.pager.page import PageKey
@@ -54,9 +54,11 @@ class Updater:
         *,
         depth: int = 2,
         workspace: Workspace | None = None,
+        above: DeviceKernels | None = None,
     ) -> None:
+        """Arguments as of `UnitStream`."""
         self._pager = pager
-        self._stream = UnitStream(pager, units, depth=depth, workspace=workspace)
+        self._stream = UnitStream(pager, units, depth=depth, workspace=workspace, above=above)
         self._lock = threading.Lock()
         # In order; a dictionary, so that moving a unit to the front does not depend on how many are queued.
         self._queue: OrderedDict[_Entry, None] = OrderedDict()

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from swap.requests import Priority
 from tiermem.memory.tiers import Tier
+from tiermem.pager.below import make_plan_below
 from tiermem.pager.course import Limits
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
-from tiermem.pager.schedule import LATER, Schedule
+from tiermem.pager.schedule import LATER, SETTLED, Schedule
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
 _COMING = 256
@@ -58,21 +59,24 @@ class Ahead:
         self._uses = 0
         self._version = -1
 
-    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan | None:
+    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan:
         """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
 
-        None with a device between: there it is decided from use to use.
+        With a device above it, what stays there is foreseen first; what leaves that is decided from use to use.
         """
         tier, chain = Tier.HOST, self._residency.chain
-        if chain.top is not tier:
-            return None
         appetite, capacity = self._appetite[tier], chain.capacity(tier) - self._appetite[tier].reserve
         ahead = min(appetite.look_ahead, capacity)
-        return make_plan(schedule, rooms, Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve))
+        limits = Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve)
+        if chain.top is tier:
+            return make_plan(schedule, rooms, limits)
+        device = Limits(chain.capacity(chain.top) - self._appetite[chain.top].reserve)
+        return make_plan_below(schedule, rooms, limits, device, chain.settled)
 
     def follow(self, schedule: Schedule | None, plan: Plan | None) -> None:
         """Go by another schedule, and keep what the plan for it keeps."""
-        self._residency.forecast.set_schedule(schedule, None if plan is None else plan.stays)
+        stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
+        self._residency.forecast.set_schedule(schedule, stays, reaches)
         self._residency.reclassify()
 
     def rooms(self) -> dict[PageKey, int]:
@@ -125,11 +129,11 @@ class Ahead:
                     break
 
     def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
-        if not self._residency.census.dirty(tier) or Tier.HOST in claimed:
-            return
+        if Tier.HOST in claimed or self._residency.census.farthest_writable(tier) <= SETTLED:
+            return  # nothing, or only what is updated there and has no need of another copy
         with closing(self._residency.census.writable(tier)) as candidates:
-            for _, page in candidates:
-                if not self._room.send_off(page, tier):
+            for use, page in candidates:
+                if use <= SETTLED or not self._room.send_off(page, tier):
                     break
 
     def write_back_all(self) -> None:
@@ -186,7 +190,7 @@ class Ahead:
     def _start(self, tier: Tier, pending: deque[tuple[PageKey, int]]) -> None:
         """Start what can be started, in order, up to the first that finds no frame."""
         below = self._residency.chain.towards(tier, Tier.SWAP)
-        planned = self._residency.forecast.is_planned
+        planned = self._residency.forecast.is_planned and tier is Tier.HOST
         later = []
         while pending:
             key, position = pending[0]
@@ -207,22 +211,21 @@ class Ahead:
 
     def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
         """What is accessed next on the tier, each page once; notes where, also of what is leased and so there."""
-        pages, top = self._residency.pages, self._residency.chain.top
-        compute, transit = Lane.COMPUTE, Kind.TRANSIT
+        pages, chain, top = self._residency.pages, self._residency.chain, self._residency.chain.top
+        compute = Lane.COMPUTE
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
             page = pages.get(key)
-            wanted = top if lane is compute else Tier.HOST
+            wanted = chain.worked_on(lane, key.unit)
             if page is None or wanted < tier or key in positions or page.error is not None:
                 continue
             written = bool(page.valid)
             if not written and lane is not compute:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
-            if tier is not top and lane is compute:
-                if not written and key.kind is transit:
-                    continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
-                if top in page.frames:
-                    continue  # it is there, or has its place there: nothing is needed on the way
+            if tier < wanted and key.kind is Kind.TRANSIT and not written:
+                continue  # what is exchanged among ranks begins, and mostly ends, on the top tier
+            if tier < wanted is top and top in page.frames:
+                continue  # it is there, or has its place there: nothing is needed on the way
             positions[key] = position
             if not page.leases.get(tier):
                 # Without contents it is about to be written anew: nothing to fetch, but it will want its room.

@@ -50,10 +50,16 @@ class Core:
         self._refusal: Exception | None = None
 
     def submit(
-        self, keys: Sequence[PageKey], intent: Intent, lane: Lane, settled: Settled, waiter: PendingLease | None
+        self,
+        keys: Sequence[PageKey],
+        intent: Intent,
+        lane: Lane,
+        settled: Settled,
+        waiter: PendingLease | None,
+        *,
+        tier: Tier,
     ) -> None:
         """Take a request; `settled(lease, error)` is called once, on the loop. `waiter` None: a coroutine asks."""
-        tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
         try:
             if self._refusal is not None:
                 raise self._refusal

@@ -39,9 +39,21 @@ class Course:
         following: how many positions later the page is accessed next, from 1 to the period.
         enters, leaves: how many positions before its access the page has to be there, and how many after it may go.
         ends: whether its contents are forgotten behind the access.
+        supplied: whether the page, if it is absent, comes from a tier above, where that costs nothing.
     """
 
-    def __init__(self, accesses: Sequence[Access], rooms: Mapping[PageKey, int], limits: Limits) -> None:
+    def __init__(
+        self,
+        accesses: Sequence[Access],
+        rooms: Mapping[PageKey, int],
+        limits: Limits,
+        *,
+        supplied: Sequence[bool] | None = None,
+    ) -> None:
+        """`supplied`: where the computation works on a tier above; by position, whether the page comes from there.
+
+        What the computation has only passes through then, and is not held.
+        """
         self.accesses = accesses
         self.sizes = [rooms.get(access.key, 0) for access in accesses]
         count = len(accesses)
@@ -55,7 +67,11 @@ class Course:
                 self.following[position] = seen.get(key, position + count) - position
             seen[key] = position
         self.ends = [self._ends(position) for position in range(count)]
-        self.leaves = _held(accesses)
+        self.supplied = [False] * count if supplied is None else list(supplied)
+        self.leaves = [
+            0 if supplied is not None and access.lane is Lane.COMPUTE else held
+            for access, held in zip(accesses, _held(accesses), strict=True)
+        ]
         self.enters = _window(range(count), self.sizes, limits.ahead, count)
         if limits.lead and _lags(accesses):
             compute = [position for position in range(count) if accesses[position].lane is Lane.COMPUTE]
@@ -66,6 +82,16 @@ class Course:
     def next_at(self, position: int) -> int:
         """When the page accessed at `position`, in whatever round, is accessed next."""
         return position + self.following[position % len(self.following)]
+
+    def changes(self, position: int) -> bool:
+        """Whether the access leaves other bytes behind than it found."""
+        access = self.accesses[position]
+        return access.key.kind is not (Kind.GRAD if access.lane is Lane.UPDATE else Kind.PARAM)
+
+    def lapses(self, position: int, *, changed: bool) -> bool:
+        """Whether nobody would miss the page behind the access, and it may go without being written."""
+        following = self.next_at(position) % len(self.accesses)
+        return self.ends[position] or (self.supplied[following] and not changed)
 
     def _ends(self, position: int) -> bool:
         """Gradients are used up by the update; activations are of one step; what passes between ranks of one use."""

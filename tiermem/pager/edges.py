@@ -18,7 +18,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
-from tiermem.pager.page import Kind, Page, PageKey, Transfer
+from tiermem.pager.page import Kind, Lane, Page, PageKey, Transfer
 
 Done = Callable[[BaseException | None], None]
 
@@ -37,12 +37,14 @@ class Chain:
     Attributes:
         arenas: one arena for each memory tier.
         edges: the edge for each (source, target) pair of neighbours.
+        settled: units whose update works on the top tier, and whose pages stay there between uses if they can.
         alignment: frames take whole multiples of this many bytes, on every tier.
         forget: called with the name of a page that is removed for good.
     """
 
     arenas: Mapping[Tier, Arena]
     edges: Mapping[tuple[Tier, Tier], Edge]
+    settled: frozenset[int] = frozenset()
     alignment: int = FRAME_ALIGNMENT
     forget: Callable[[PageKey], None] = lambda _: None
 
@@ -55,6 +57,10 @@ class Chain:
     def top(self) -> Tier:
         """The tier the computation works on."""
         return self.memory_tiers[-1]
+
+    def worked_on(self, lane: Lane, unit: int) -> Tier:
+        """The tier on which this lane works on a unit's pages."""
+        return self.top if lane is Lane.COMPUTE or unit in self.settled else Tier.HOST
 
     def tiers_of(self, key: PageKey) -> Sequence[Tier]:
         """The tiers where a page takes room; what is exchanged among ranks comes, and mostly goes, on the top one."""
@@ -174,8 +180,10 @@ class CopyEdge:
         )
 
 
-def device_chain(host: Arena, top: Arena, device: Device, extents: Extents) -> Chain:
-    """The chain of a machine with an accelerator: DEVICE over HOST over SWAP."""
+def device_chain(
+    host: Arena, top: Arena, device: Device, extents: Extents, *, settled: frozenset[int] = frozenset()
+) -> Chain:
+    """The chain of a machine with an accelerator: DEVICE over HOST over SWAP. `settled`: see `Chain`."""
     below = host_chain(host, extents)
     return Chain(
         arenas={**below.arenas, Tier.DEVICE: top},
@@ -184,6 +192,7 @@ def device_chain(host: Arena, top: Arena, device: Device, extents: Extents) -> C
             (Tier.HOST, Tier.DEVICE): CopyEdge(device, Tier.HOST, Tier.DEVICE),
             (Tier.DEVICE, Tier.HOST): CopyEdge(device, Tier.DEVICE, Tier.HOST),
         },
+        settled=settled,
         forget=below.forget,
     )
 

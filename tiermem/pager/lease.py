@@ -74,7 +74,7 @@ class Lease:
         """Another thread goes on: `tensor` there, and release, come after what this one has asked of a device."""
         fence = self._fence()
         if fence is not None:
-            self.handed_over = (*self.handed_over, fence)
+            self.handed_over = (*(before for before in self.handed_over if not before.passed()), fence)
 
     def release(self) -> None:
         """Give the hold back. Never waits; may be called from any thread and more than once."""

@@ -71,12 +71,13 @@ class Pager:
         return self._loop.call(add)
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> PendingLease:
-        """Ask for a lease on pages; computation leases on the top tier, the update in HOST.
+        """Ask for a lease on pages; computation leases on the top tier, everybody else in HOST.
 
         The answer, errors included, is given by `PendingLease.wait`; whoever will not wait for it says `give_up`.
         """
         pending = PendingLease(lambda started, ended: self._note_stall(started, ended, keys))
-        if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending)):
+        tier = self.chain.top if lane is Lane.COMPUTE else Tier.HOST
+        if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending, tier=tier)):
             pending.settle(None, closed())
         return pending
 
@@ -151,7 +152,10 @@ class Pager:
     # Doors for coroutines on the loop
 
     async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> Lease:
-        """A lease, awaited on the loop; errors as `PendingLease.wait`. Cancelling the wait leaves nothing held."""
+        """A lease, awaited on the loop; errors as `PendingLease.wait`. Cancelling the wait leaves nothing held.
+
+        The pages are those of one unit; the update leases them where the chain says (`Chain.worked_on`).
+        """
         answer: list[Lease | BaseException] = []
         waiter: asyncio.Future[None] | None = None
         given_up = False
@@ -164,7 +168,8 @@ class Pager:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
-        self._core.submit(keys, intent, lane, settled, None)
+        tier = self.chain.worked_on(lane, keys[0].unit)
+        self._core.submit(keys, intent, lane, settled, None, tier=tier)
         self._core.serve_at_once()
         if not answer:
             waiter = asyncio.get_running_loop().create_future()

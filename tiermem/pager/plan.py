@@ -3,7 +3,7 @@
 Owns the `Plan` and the pure function that makes it. Does not know where anything is now, nor when transfers end: it
 fixes which bytes move, the clock only when. Guarantees that what it keeps, what is in use and what is read ahead fit
 into the budget together wherever that can be, and that by its own count it never moves more bytes than if the page
-used longest ago had always been the one to go (LRU).
+used longest ago had always been the one to go (LRU). With a device above host memory: `below.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tiermem.pager.course import Course, Limits
-from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import Access, Schedule
+from tiermem.pager.page import PageKey
+from tiermem.pager.schedule import Schedule
 from tiermem.pager.sweep import Cheapest, Farthest, Oldest, make_cyclic, sweep
 
 
@@ -26,11 +26,13 @@ class Plan:
         stays: by position; where False, its bytes are fetched for that access (or it has none yet).
         read: bytes read in a step.
         written: bytes written in a step.
+        reaches: by position, whether the access reaches host memory; None: all do, there is no device above it.
     """
 
     stays: tuple[bool, ...]
     read: int
     written: int
+    reaches: tuple[bool, ...] | None = None
 
     @property
     def moved(self) -> int:
@@ -46,8 +48,12 @@ def make_plan(schedule: Schedule, rooms: Mapping[PageKey, int], limits: Limits) 
         rooms: bytes that a page takes; a page that is not there takes none.
         limits: what there is room for.
     """
-    course = Course(schedule.accesses, rooms, limits)
-    if not schedule.accesses:
+    return best_plan(Course(schedule.accesses, rooms, limits), limits)
+
+
+def best_plan(course: Course, limits: Limits) -> Plan:
+    """The same for a course under these limits."""
+    if not course.accesses:
         return Plan((), 0, 0)
     swept = (sweep(course, limits.capacity, rule) for rule in (Farthest, Cheapest, Oldest))
     plans = [_counted(course, make_cyclic(course, limits.capacity, stays)) for stays in swept]
@@ -64,16 +70,9 @@ def _counted(course: Course, stays: list[bool]) -> Plan:
         changed = False
         # Twice round: whether it begins the step changed is known at the end of one.
         for counts, (before, later) in [(counts, pair) for counts in (0, 1) for pair in pairwise([*own, own[0]])]:
-            changed = (changed or _changes(course.accesses[before])) and not course.ends[before]
+            changed = (changed or course.changes(before)) and not course.ends[before]
             if not stays[later]:
-                read += 0 if course.ends[before] else counts * course.sizes[later]
+                read += 0 if course.ends[before] or course.supplied[later] else counts * course.sizes[later]
                 written += counts * course.sizes[later] if changed else 0
                 changed = False
     return Plan(tuple(stays), read, written)
-
-
-def _changes(access: Access) -> bool:
-    """Whether the access leaves other bytes behind than it found."""
-    if access.lane is Lane.UPDATE:
-        return access.key.kind is not Kind.GRAD
-    return access.key.kind is not Kind.PARAM

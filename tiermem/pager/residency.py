@@ -28,7 +28,7 @@ from tiermem.pager.census import Census
 from tiermem.pager.edges import Chain
 from tiermem.pager.invariants import check_invariants
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
-from tiermem.pager.schedule import Forecast
+from tiermem.pager.schedule import SETTLED, Forecast
 from tiermem.stats import Counters
 
 Ended = Callable[[Page, Move, BaseException | None], None]
@@ -145,7 +145,7 @@ class Residency:
         edge = self.chain.edges[source, target]
         move = page.move = Move(source, target, time.perf_counter())
         self.moves += 1
-        if target > source:
+        if priority is not Priority.WRITE_BACK:
             self.forecast.fetched(page.key)
         self.counters.move_started(move.edge)
         try:
@@ -244,14 +244,20 @@ class Residency:
     def _next_use(self, page: Page, tier: Tier) -> int:
         """When the copy on `tier` is used next: on the DEVICE by the computation, below it by whoever needs it there.
 
-        A page that is on the DEVICE is needed in HOST by the update alone: the computation has its copy.
+        A page that is on the DEVICE is needed in HOST by the update alone: the computation has its copy. With a plan it
+        is needed there when that says so, and on the DEVICE also by an update that would take it from there. Those of
+        a settled unit are on the DEVICE for both, and `SETTLED` there: whatever else may go does so before.
         """
         top = self.chain.top
-        if top is Tier.HOST or (tier is not top and top not in page.valid):
-            lanes = _ALL
-        else:
-            lanes = _COMPUTE if tier is top else _UPDATE
-        return self.forecast.next_use(page.key, self._last_use.get(page.key, 0), lanes)
+        if page.key.unit in self.chain.settled and (tier is top or top in page.valid):
+            return SETTLED if tier is top else self.forecast.next_use(page.key, self._last_use.get(page.key, 0), ())
+        forecast, key, last = self.forecast, page.key, self._last_use.get(page.key, 0)
+        if tier is top is not Tier.HOST:
+            source = forecast.is_planned and Tier.HOST not in page.valid
+            return forecast.next_use(key, last, _ALL if source else _COMPUTE, planned=False)
+        if top is not Tier.HOST and forecast.is_planned:
+            return forecast.next_use_below(key, last, above=top in page.valid)
+        return forecast.next_use(key, last, _UPDATE if tier is not top and top in page.valid else _ALL)
 
     def _free(self, page: Page, tier: Tier) -> None:
         self.chain.arenas[tier].free(page.frames.pop(tier))

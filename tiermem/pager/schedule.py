@@ -23,6 +23,9 @@ _UNKNOWN = 1 << 60
 # Added to the next use of a page that the plan does not keep until then: it goes before any that is kept.
 LATER = 1 << 40
 
+# Before every use: of pages that are to stay where they are even if others are needed sooner.
+SETTLED = -1
+
 # An access that lies further ahead in its lane than this many accesses is either an extra one (of a page that had its
 # turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
 # whole forecast off.
@@ -89,6 +92,7 @@ class Forecast:
         self._due: dict[PageKey, tuple[int, int]] = {}
         self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
         self._stays: Sequence[bool] | None = None
+        self._reaching = _LaneOrder()  # the computation's accesses that the plan lets come from HOST
         self._fetched: set[PageKey] = set()  # since their last access, for the next one
         self._agenda: Agenda | None = None
         self.surprises = 0
@@ -99,15 +103,19 @@ class Forecast:
         """Whether a schedule is set."""
         return self._schedule is not None
 
-    def set_schedule(self, schedule: Schedule | None, stays: Sequence[bool] | None = None) -> None:
+    def set_schedule(
+        self, schedule: Schedule | None, stays: Sequence[bool] | None = None, reaches: Sequence[bool] | None = None
+    ) -> None:
         """Follow `schedule` from its beginning, or (None) know nothing of the future.
 
         `stays`: for each access, whether the plan keeps the page in memory until then (`plan.Plan`); None: no plan.
+        `reaches`: for each, whether HOST is where it is served from, or written to; None: always.
         """
         self._schedule = schedule
         self._stays = stays
         self._fetched.clear()
         self._lanes = {lane: _LaneOrder() for lane in Lane}
+        self._reaching = _LaneOrder()
         self._step = 0
         self._regular = True
         self.version += 1
@@ -116,6 +124,8 @@ class Forecast:
             order.positions.append(position)
             order.keys.append(access.key)
             order.of_key.setdefault(access.key, []).append(position)
+            if access.lane is Lane.COMPUTE and (reaches is None or reaches[position]):
+                self._reaching.of_key.setdefault(access.key, []).append(position)
         self._due = _due_positions(schedule) if schedule is not None else {}
         self._done = {}
 
@@ -190,10 +200,13 @@ class Forecast:
         """The page is brought for its next access, and stays until then whatever the plan says of the copy before."""
         self._fetched.add(key)
 
-    def next_use(self, key: PageKey, last_use: int, lanes: Collection[Lane] = tuple(Lane)) -> int:
+    def next_use(
+        self, key: PageKey, last_use: int, lanes: Collection[Lane] = tuple(Lane), *, planned: bool = True
+    ) -> int:
         """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`.
 
-        A page that the plan does not keep for that access is `LATER`, behind all that it keeps.
+        A page that the plan does not keep for that access is `LATER`, behind all that it keeps. Not `planned`: on
+        another tier than the plan's.
         """
         if self._schedule is None:
             return _UNKNOWN - last_use
@@ -206,8 +219,27 @@ class Forecast:
                 nearest = use
         if nearest is None:
             return _UNKNOWN - last_use
-        use = nearest
-        kept = self._stays is None or self._stays[use % period] or key in self._fetched
+        kept = not planned or self._stays is None or self._stays[nearest % period] or key in self._fetched
+        return nearest if kept else LATER + nearest
+
+    def next_use_below(self, key: PageKey, last_use: int, *, above: bool) -> int:
+        """The same for a copy in HOST where the computation works on a tier above; `above`: that has a copy, too.
+
+        A copy above serves the access that it was brought for, and those that the plan expects it to be there for.
+        """
+        if self._schedule is None or self._stays is None or (self._agenda is not None and key in self._agenda.pages):
+            return self.next_use(key, last_use)
+        period, compute = self._schedule.period, self._lanes[Lane.COMPUTE]
+        start, fetched = compute.cursor, key in self._fetched
+        if above and fetched:
+            start = (compute.next_at(key, period) or start) + 1
+        use = (self._reaching if above else compute).next_at(key, period, start)
+        update = self._lanes[Lane.UPDATE].next_at(key, period, self._start(Lane.UPDATE, key))
+        if update is not None and (use is None or update < use):
+            use, above = update, False
+        if use is None:
+            return _UNKNOWN - last_use
+        kept = self._stays[use % period] or (fetched and not above)
         return use if kept else LATER + use
 
     def upcoming(self, limit: int) -> Iterator[tuple[int, Lane, PageKey]]:

@@ -98,6 +98,7 @@ def sweep(course: Course, capacity: int, rule: type[Order | Cheapest]) -> list[b
         going.setdefault(position + course.leaves[position % count], []).append(position)
     resident: list[int | None] = [None] * count  # by page: the position of the access it is or was there for
     needed = [0] * count
+    changed = [False] * count  # by page: whether SWAP has other bytes
     candidates = rule(course)
     taken = 0
     for now in range(-max(course.enters), count * _ROUNDS):
@@ -106,6 +107,8 @@ def sweep(course: Course, capacity: int, rule: type[Order | Cheapest]) -> list[b
             stays[index] = resident[page] is not None
             if not stays[index]:
                 taken += sizes[index]
+                changed[page] = False
+            changed[page] = changed[page] or course.changes(index)
             resident[page] = position
             needed[page] += 1
         while taken > capacity and (victim := candidates.pop(now)) is not None:
@@ -118,7 +121,7 @@ def sweep(course: Course, capacity: int, rule: type[Order | Cheapest]) -> list[b
             needed[page] -= 1
             if needed[page]:
                 continue
-            if course.ends[index]:
+            if course.lapses(index, changed=changed[page]):
                 resident[page] = None
                 taken -= sizes[index]
             elif (last := resident[page]) is not None:
@@ -174,7 +177,8 @@ def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
             stays[gap.later] = False
             gap.add(taken, -sizes[gap.later])
     fullest = int(taken.argmax())
-    for gap in sorted((gap for gap in gaps if not stays[gap.later]), key=lambda gap: gap.length)[:_TRIED]:
+    missing = (gap for gap in gaps if not stays[gap.later] and not course.supplied[gap.later])
+    for gap in sorted(missing, key=lambda gap: gap.length)[:_TRIED]:
         size = sizes[gap.later]
         if taken[fullest] + size > capacity and gap.covers(fullest, count):
             continue

@@ -12,6 +12,12 @@ while a unit and those around it are held.
 Several ranks hold more there: what is gathered, the shard it comes from, a bucket of gradients, and what has arrived of
 the other ranks' buckets. For each the same rule is asked for, with everything that can lie on the device beside it
 (`_needed_by_ranks`).
+
+Settling. A unit whose state stays on the device is updated there, and none of its bytes travels. Units are settled from
+the first one on: their gradients come last in backward, so that their update has nothing to hide behind. The first
+two are settled wherever they fit beside what computation and update lease, and a unit read ahead; more of them as long
+as the parameters of all other units could stay on the device as well, which are used twice a step. Not over several
+ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +26,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, received_nbytes, rounded
+from tiermem.planner.footprint import (
+    SMALLEST_TILE,
+    Footprint,
+    UnitSize,
+    plan_footprint,
+    received_nbytes,
+    rounded,
+    state_tile_nbytes,
+)
+
+# Units whose update nothing follows in backward that it could hide behind: the first of the model.
+_EXPOSED = 2
+# Elements of a tile where nobody says, more or less.
+_USUAL_TILE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,7 @@ class DeviceFootprint:
         reserve: bytes that fetching ahead leaves for demands.
         look_ahead: bytes fetched ahead at most.
         least: the smallest budget that would work, bytes.
+        settled: units whose parameters, gradients and state stay on the device, where they are updated, by number.
     """
 
     nbytes: int
@@ -42,6 +62,7 @@ class DeviceFootprint:
     reserve: int
     look_ahead: int
     least: int
+    settled: tuple[int, ...] = ()
 
 
 def plan_tiers(
@@ -52,8 +73,11 @@ def plan_tiers(
     look_ahead: int | None = None,
     *,
     tile: int | None = None,
+    settle: bool = False,
 ) -> tuple[Footprint, DeviceFootprint]:
     """Share both budgets (bytes) out; other arguments as for `plan_footprint`.
+
+    `settle`: whether units may be updated on the device, see "Settling".
 
     With a device the computation leases nothing in host memory; what it needs passes through, one unit at a time.
 
@@ -85,15 +109,67 @@ def plan_tiers(
     wished = _needed(units, footprint.tile_numel, roomy=True)
     # Where updates wait to be asked for, only the computation asks, and it comes too late for what is gathered ahead.
     roomy = wished <= device and (alone or not footprint.serial)
-    spare = device - (wished if roomy else needed)
+    settled = _settled(units, device, footprint.tile_numel) if settle and roomy and alone else ()
+    left = device - sum(settled_nbytes(units[number], footprint.tile_numel) for number in settled)
+    spare = left - (wished if roomy else needed)
     return footprint, DeviceFootprint(
         nbytes=device,
         hold_tiles=roomy and alone,
         beside=roomy and not alone,
         reserve=max((_tile(unit, footprint.tile_numel) for unit in units), default=0),
-        look_ahead=max(spare, device // 2),
+        look_ahead=max(spare, left // 2),
         least=least,
+        settled=settled,
     )
+
+
+def settled_nbytes(unit: UnitSize, tile_numel: int) -> int:
+    """Bytes that a unit takes on the device whose parameters, gradients and state all stay there."""
+    tiles = -(-unit.trainable_numel // tile_numel)
+    return rounded(unit.param_nbytes) + tiles * (_tile(unit, tile_numel) + state_tile_nbytes(unit, tile_numel))
+
+
+def _settled(units: Sequence[UnitSize], device: int, tile_numel: int) -> tuple[int, ...]:
+    """The units to settle: see "Settling"."""
+    found: list[int] = []
+    taken, parameters = 0, sum(rounded(unit.param_nbytes) for unit in units)
+    for number, unit in enumerate(units):
+        if not unit.trainable_numel:
+            continue
+        taken += settled_nbytes(unit, tile_numel)
+        parameters -= rounded(unit.param_nbytes)
+        leased = _beside(units, tile_numel, [*(units[other] for other in found), unit])
+        ahead = max(rounded(each.param_nbytes) for each in units)
+        if taken + leased + (min(ahead, parameters) if len(found) < _EXPOSED else parameters) > device:
+            break
+        found.append(number)
+    return tuple(found)
+
+
+def _beside(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSize]) -> int:
+    """What the computation (all gradient tiles at once) and the update of one of `updated` lease there, with gaps.
+
+    The update has three frames in hand: parameters, a gradient tile, a state tile. Whatever the computation asks for
+    finds its place beside all of them; so the computation gets on until it waits for the update, and then holds no
+    gradient tiles: what the update asks for finds its place beside the rest.
+    """
+    most = max(-(-unit.trainable_numel // tile_numel) for unit in units)
+    grad = max(_tile(unit, tile_numel) for unit in units)
+    param = max(rounded(unit.param_nbytes) for unit in updated)
+    state = max(state_tile_nbytes(unit, tile_numel) for unit in updated)
+    held = param + grad + state
+
+    def of(unit: UnitSize) -> int:
+        around, own, count = rounded(unit.nested_nbytes), rounded(unit.param_nbytes), unit.nested_count
+        return around + max(
+            held + (count + 4) * own,
+            own + held + (most + count + 5) * grad,
+            own + (count + 2) * param,
+            own + param + (count + 3) * grad,
+            own + param + grad + (count + 4) * state,
+        )
+
+    return max(map(of, units))
 
 
 def device_least(units: Sequence[UnitSize]) -> int:
@@ -101,8 +177,13 @@ def device_least(units: Sequence[UnitSize]) -> int:
     return _needed(units, SMALLEST_TILE, roomy=False)
 
 
-def device_most(units: Sequence[UnitSize]) -> int:
-    """Bytes with which no parameter would ever have to leave the device: more are of no use."""
+def device_most(units: Sequence[UnitSize], *, settle: bool = False) -> int:
+    """Bytes with which no parameter would ever have to leave the device: more are of no use.
+
+    `settle`: nor any state.
+    """
+    if settle:
+        return _beside(units, _USUAL_TILE, units) + sum(settled_nbytes(unit, _USUAL_TILE) for unit in units)
     gradients = max((unit.bucket_nbytes for unit in units), default=0)
     alone = all(unit.ranks == 1 for unit in units)
     leased = _needed(units, SMALLEST_TILE, roomy=not alone)

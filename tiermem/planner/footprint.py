@@ -211,7 +211,8 @@ def _grad_tile(unit: UnitSize, tile_numel: int) -> int:
     return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
 
 
-def _state_tile(unit: UnitSize, tile_numel: int) -> int:
+def state_tile_nbytes(unit: UnitSize, tile_numel: int) -> int:
+    """Bytes of a STATE tile of the unit, at most."""
     if not unit.trainable_numel:
         return 0
     nbytes = (min(tile_numel, unit.trainable_numel) + 64) * unit.state_itemsize
@@ -265,7 +266,7 @@ def _update_bytes(units: Sequence[UnitSize], tile_numel: int, depth: int, *, gap
     def of(unit: UnitSize) -> int:
         if not unit.trainable_numel:
             return 0
-        state, grad = _state_tile(unit, tile_numel), _grad_tile(unit, tile_numel)
+        state, grad = state_tile_nbytes(unit, tile_numel), _grad_tile(unit, tile_numel)
         return rounded(unit.param_nbytes) + max(depth * (state + grad), (grad + 3 * state) if gaps else 0)
 
     return max(map(of, units), default=0)
@@ -299,7 +300,7 @@ def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
     A unit's parameters, and the tiles its gradient will be written to, are in the schedule and so among what read-ahead
     makes room for anyway; one that comes as a surprise takes the room of what was fetched for later.
     """
-    return max((_state_tile(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
+    return max((state_tile_nbytes(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
 
 
 def _least(units: Sequence[UnitSize], *, gaps: bool) -> int:

@@ -168,7 +168,7 @@ class World:
         ahead, schedule = self.service.ahead, design.schedule
         plan = ahead.make_plan(schedule, ahead.rooms())
         ahead.follow(schedule, plan)
-        if plan is not None:
+        if plan.reaches is None:  # otherwise a device above decides from use to use what is in host memory
             self._begin_as_planned(schedule, plan)
         if listener is not None:
             self.listen(listener)

@@ -50,7 +50,9 @@ def paging(house: House, store: ActivationStore, threshold: int | str) -> Iterat
     hooks.enter()
     try:
         yield
-    finally:
+    except BaseException:
         if not hooks.is_on_top:
             house.scheduler.settle()  # what an interrupted forward has left on top
-        hooks.leave()
+        hooks.abandon()
+        raise
+    hooks.leave()

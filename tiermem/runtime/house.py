@@ -23,6 +23,7 @@ from tiermem.memory.devices import Device
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.service import UpdateQueue
+from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
 from tiermem.planner.footprint import Footprint, rounded
 from tiermem.registry import registry
@@ -174,7 +175,7 @@ def _furnish(
     make = partial(Materializer, device=storage.torch_device, shards=shards, broadcast=broadcast)
     materializer = make(pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights)
     parameters = fill_pages(blueprint, storage, states, materializer)
-    updater = Updater(pager, blueprint.states, depth=footprint.depth)
+    updater = Updater(pager, blueprint.states, depth=footprint.depth, above=_above(blueprint, storage))
     names = [layout.name for layout in layouts]
     conductor = _conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
@@ -185,7 +186,8 @@ def _furnish(
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
-    coordinator = UpdateCoordinator(list(blueprint.states.values()), queue, ledger, schedule, speculation)
+    states_in_order, patient = list(blueprint.states.values()), pager.chain.settled
+    coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
     ledger.connect(scheduler)
@@ -218,6 +220,14 @@ def _furnish(
         company,
         conductor,
     )
+
+
+def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
+    """Who is updated on the device; None: nobody."""
+    if storage.device is None or blueprint.device is None or not blueprint.device.settled:
+        return None
+    units = frozenset(blueprint.device.settled)
+    return DeviceKernels(units, storage.torch_device, storage.device.work_beside)
 
 
 def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Conductor:

@@ -34,7 +34,9 @@ def share_out(
         ResumeError: the tiles of the commit do not fit into the budgets.
     """
     ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes)
-    device_nbytes = device_budget(config, lambda: device_most(sizes))
+    # 8-bit moments have code books, and marks of single bits, that are the processor's.
+    settle = config.update_on == "auto" and config.moments == "float32" and all(size.ranks == 1 for size in sizes)
+    device_nbytes = device_budget(config, lambda: device_most(sizes, settle=settle))
 
     agreed = least(device_nbytes or 0)
     if device_nbytes is not None:
@@ -45,7 +47,7 @@ def share_out(
     def share(tile: int | None) -> tuple[Footprint, DeviceFootprint | None]:
         if device_nbytes is None:
             return plan_footprint(sizes, host_nbytes, tile_nbytes, ahead, tile=tile), None
-        return plan_tiers(sizes, host_nbytes, device_nbytes, tile_nbytes, ahead, tile=tile)
+        return plan_tiers(sizes, host_nbytes, device_nbytes, tile_nbytes, ahead, tile=tile, settle=settle)
 
     shared = share(None)
     if tile is None or tile == shared[0].tile_numel:

@@ -184,7 +184,7 @@ def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents
     except BaseException:
         host.close()
         raise
-    return device_chain(host, top, device, extents)
+    return device_chain(host, top, device, extents, settled=frozenset(budgets.device.settled))
 
 
 def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes: int) -> SwapSpace:

@@ -12,6 +12,7 @@ from torch's global generator, which goes on after that. Python's and numpy's ge
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -86,6 +87,16 @@ class Passage:
 
     def run(self) -> None:
         """Go forward and backward."""
+        try:
+            self._run()
+        except BaseException as error:
+            if top_hooks() is not None:
+                # Hooks that an error leaves behind (`remove_hooks` in zero3/engine.py) are this thread's, and their
+                # owner is to remove them here: a variable of the error's frames, which ends when they are cleared.
+                traceback.clear_frames(error.__traceback__)
+            raise
+
+    def _run(self) -> None:
         with ExitStack() as stack:
             self._surroundings.enter(stack)
             loss = self._loss(self._micro_batch)

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
-from tiermem.zero3.engine import Pack, Unpack, backward_number, pop_hooks, push_hooks, top_hooks, version
+from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.handles import Foreign, Handle, Kept, SavedTensorHooks, refuse_changed
 from tiermem.zero3.layout import view_bytes
 from tiermem.zero3.sources import Lease
@@ -266,7 +266,12 @@ class ActivationHooks:
                 "offload_activations was left while other saved-tensor hooks lie on top of it: leave what was entered "
                 "inside it (torch.autograd.graph.saved_tensors_hooks) first"
             )
-        pop_hooks()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Undo `enter` after an error, which may have left hooks of others on top: they stay there."""
+        if self._pair is not None:
+            remove_hooks(self._pair[0], self._parameters.owns)
         self._pair = None  # a circle as in `handles._Scope`
 
     def _pack(self, tensor: torch.Tensor) -> Any:

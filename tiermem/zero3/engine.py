@@ -40,6 +40,29 @@ def pop_hooks() -> None:
     torch.autograd.graph.saved_tensors_hooks(_unused, _unused).__exit__()
 
 
+def remove_hooks(pack: Pack, ours: Callable[[Pack], bool]) -> bool:
+    """Remove the pair with this `pack` from this thread's saved-tensor hooks, wherever it lies among them.
+
+    Others push and remove pairs too, and torch removes the topmost, whosever it is; after an error not always in the
+    order of a `with`. A checkpoint that an interrupt goes through removes its pair before we remove ours, which lies on
+    top; and where any exception leaves a checkpoint in torch 2.11, its pair stays until the exception itself is gone.
+    So what lies above stays, for its owner to remove. If the pair is gone, somebody has removed it in place of his own:
+    then the topmost pair whose pack is not `ours` is the one too many. Returns False, with nothing changed, if there is
+    none.
+    """
+    taken: list[tuple[Pack, Unpack]] = []
+    while (top := top_hooks()) is not None and (not taken or taken[-1][0] is not pack):
+        taken.append(top)
+        pop_hooks()
+    surplus = next((pair for pair in reversed(taken) if pair[0] is pack), None)
+    if surplus is None:
+        surplus = next((pair for pair in taken if not ours(pair[0])), None)
+    for pair in reversed(taken):
+        if pair is not surplus:
+            push_hooks(*pair)
+    return surplus is not None
+
+
 def backward_number() -> int:
     """Return the number of the backward running on this thread (nested ones have larger numbers), or -1."""
     try:

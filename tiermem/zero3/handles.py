@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import Pack, Unpack, pop_hooks, push_hooks, top_hooks, version
+from tiermem.zero3.engine import Pack, Unpack, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.layout import view_bytes
 
 
@@ -146,7 +146,7 @@ class SavedTensorHooks:
         when it is recomputed, though nothing around it is there the second time, and saves the same tensors.
         """
         outer = top_hooks()
-        if outer is not None and self._owns(outer):
+        if outer is not None and self.owns(outer[0]):
             return False
         scope = _Scope(self, outer)
         push_hooks(*scope.active_pair)
@@ -154,15 +154,17 @@ class SavedTensorHooks:
         return True
 
     def leave(self) -> None:
-        """Undo the latest `enter` that pushed. Raises TiermemError if somebody else's hooks lie on top."""
+        """Undo the latest `enter` that pushed; hooks of others that lie on top stay there (`remove_hooks`).
+
+        Raises TiermemError if somebody else has removed the pair and left none of his own.
+        """
         scope = self._stack.scopes.pop()
-        top = top_hooks()
-        if top is None or top[0] is not scope.active_pair[0]:
+        if not remove_hooks(scope.active_pair[0], self.owns):
             raise TiermemError(
-                "saved-tensor hooks were left in another order than they were entered: a module entered "
-                "torch.autograd.graph.saved_tensors_hooks in its forward and did not leave it"
+                "saved-tensor hooks were left in another order than they were entered: a module left a "
+                "torch.autograd.graph.saved_tensors_hooks in its forward that it had not entered there, and removed "
+                "tiermem's instead; leave it where it was entered"
             )
-        pop_hooks()
         scope.pair = None
 
     def outstanding(self, unit: int) -> int:
@@ -196,6 +198,7 @@ class SavedTensorHooks:
         base = self._demand(handle.unit)
         return view_bytes(base, handle.dtype, handle.offset, handle.shape, handle.stride)
 
-    def _owns(self, pair: tuple[Pack, Unpack]) -> bool:
-        scope = getattr(pair[0], "__self__", None)
+    def owns(self, pack: Pack) -> bool:
+        """Whether this is one of the pack hooks that `enter` pushes."""
+        scope = getattr(pack, "__self__", None)
         return isinstance(scope, _Scope) and scope.hooks is self

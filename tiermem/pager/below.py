@@ -1,0 +1,92 @@
+"""Which pages stay in host memory from use to use where the computation works on a device above it.
+
+Owns the two-storied plan of a step: what stays on the device, from that which accesses reach host memory at all, and
+from that what stays there. Does not know where anything is now, nor time. Guarantees what `plan.py` does, of host
+memory: which bytes cross the edge to SWAP is what costs most beside a device, too.
+
+What reaches host memory
+------------------------
+The computation's parameters, where the device does not have them any more: they pass through. Gradients, which arrive
+from the device as soon as they are written. Everything that the update uses; its parameters come from the device, if
+they are still there, and are then not kept in host memory for it unless they would have to be written first. Nothing of
+a unit that is settled on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from tiermem.pager.course import Course, Limits
+from tiermem.pager.page import Kind, Lane, PageKey
+from tiermem.pager.plan import Plan, best_plan
+from tiermem.pager.schedule import Access, Schedule
+from tiermem.pager.sweep import Farthest, make_cyclic, sweep
+
+
+def make_plan_below(
+    schedule: Schedule, rooms: Mapping[PageKey, int], limits: Limits, device: Limits, settled: Collection[int] = ()
+) -> Plan:
+    """The plan for host memory; arguments as for `plan.make_plan`.
+
+    Args:
+        schedule: the accesses of a step.
+        rooms: bytes that a page takes, on either tier.
+        limits: what there is room for in host memory.
+        device: what there is room for on the device.
+        settled: units whose pages stay on the device in any case.
+    """
+    accesses = schedule.accesses
+    above = _stays_above(accesses, rooms, device, settled)
+    reaches = [
+        access.key.unit not in settled
+        and access.key.kind is not Kind.TRANSIT
+        and (access.lane is Lane.UPDATE or access.key.kind is not Kind.PARAM or position not in above)
+        for position, access in enumerate(accesses)
+    ]
+    places = [position for position, reached in enumerate(reaches) if reached]
+    here = [accesses[position] for position in places]
+    supplied = [position in above for position in places]
+    plan = best_plan(Course(here, rooms, limits, supplied=supplied), limits)
+    stays = [True] * len(accesses)
+    for position, kept in zip(places, plan.stays, strict=True):
+        stays[position] = kept
+    return replace(plan, stays=tuple(stays), reaches=tuple(reaches))
+
+
+def _stays_above(
+    accesses: Sequence[Access], rooms: Mapping[PageKey, int], device: Limits, settled: Collection[int]
+) -> set[int]:
+    """The positions at which the device still has the page since its access before.
+
+    The update's accesses to parameters are among them: it takes them from there.
+    """
+    places = [
+        position
+        for position, access in enumerate(accesses)
+        if access.key.unit not in settled and (access.lane is Lane.COMPUTE or access.key.kind is Kind.PARAM)
+    ]
+    here, following = [accesses[position] for position in places], _following(accesses)
+    # What the update has changed or used up, the device's copy is of no use any more.
+    ends = [
+        access.lane is Lane.UPDATE
+        or access.key.kind is Kind.TRANSIT
+        or (access.key.kind is Kind.GRAD and accesses[following[position]].lane is Lane.UPDATE)
+        for position, access in zip(places, here, strict=True)
+    ]
+    taken = sum(nbytes for key, nbytes in rooms.items() if key.unit in settled)
+    course, capacity = Course(here, rooms, device), device.capacity - taken
+    course.ends = ends
+    stays = make_cyclic(course, capacity, sweep(course, capacity, Farthest)) if here else []
+    return {position for position, kept in zip(places, stays, strict=True) if kept}
+
+
+def _following(accesses: Sequence[Access]) -> list[int]:
+    """For each access the index of the next one to its page, in this step or the one after."""
+    count, found = len(accesses), [0] * len(accesses)
+    seen: dict[PageKey, int] = {}
+    for index in range(2 * count - 1, -1, -1):
+        if index < count:
+            found[index] = seen.get(accesses[index].key, index)
+        seen[accesses[index % count].key] = index % count
+    return found
