@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
+from tiermem.planner import predict as predicting
 from tiermem.planner import world as world_module
-from tiermem.planner.actors import ComputeActor, UpdateActor
+from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
 from tiermem.planner.clock import Signal
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device, Drive, Host, Machine
-from tiermem.planner.simulate import simulate
+from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.workload import UnitWork, Workload, order_of, transformer
 from tiermem.planner.world import World
+from tiermem.stats import StepStatistics
 from tiermem.zero3.order import Phase
 
 MIB = 1 << 20
@@ -41,6 +43,22 @@ def workload(numels: list[int], *, tokens: int = 256, batches: int = 1, dtype: s
     units = tuple(UnitWork(f"unit {n}", numel, numel, 2.0 * numel * tokens) for n, numel in enumerate(numels))
     order = order_of([(number, number > 0) for number in range(len(numels))])
     return Workload("test", units, order, tokens, batches, dtype)
+
+
+def run_steps(world: World, count: int) -> list[StepStatistics]:
+    """What happened in each of the next steps."""
+    compute, steps = ComputeActor(world, UpdateActor(world)), []
+    for _ in range(count):
+        ended = Signal()
+
+        def process(ended: Signal = ended) -> Steps:
+            yield from compute.step()
+            world.clock.fire(ended)
+
+        world.clock.start(process())
+        assert world.clock.run_until(ended)
+        steps.append(world.counters.step())
+    return steps
 
 
 @st.composite
@@ -166,6 +184,40 @@ def test_hidden_updates_are_faster_than_waiting_for_them() -> None:
     }
     assert seconds["forward"] < seconds["step"]
     assert seconds["backward"] < seconds["step"]
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "step"])
+def test_steps_are_alike_sooner_when_what_the_plan_keeps_is_there_at_first_and_come_to_the_same(update: str) -> None:
+    work = workload([1_000_000] * 20)
+    settings = PlanSettings(host_memory=work.parameters * work.state_itemsize // 3 // 4096 * 4096, update=update)
+    design = make_design(work, MACHINE, settings)
+    filled, empty = World(design), World(design)
+    there = [page for page in empty.residency.pages.values() if Tier.HOST in page.frames]
+    assert there
+    for page in there:
+        empty.residency.drop(page, Tier.HOST)
+    soon, late = run_steps(filled, 6), run_steps(empty, 6)
+    assert soon[0].bytes_read < late[0].bytes_read
+    for number in (2, 5):
+        assert soon[number].seconds == pytest.approx(soon[5].seconds, rel=0.01)
+        assert soon[number].bytes_read == pytest.approx(soon[5].bytes_read, rel=0.01)
+    assert late[5].seconds == pytest.approx(soon[5].seconds, rel=0.01)
+    assert late[5].bytes_read == pytest.approx(soon[5].bytes_read, rel=0.05)
+
+
+def test_what_a_prediction_and_its_relief_have_in_common_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Design] = []
+
+    def counted(design: Design, *, with_plan: bool = False) -> Simulation:
+        asked.append(design)
+        return simulate(design, with_plan=with_plan)
+
+    monkeypatch.setattr(predicting, "simulate", counted)
+    work = workload([300_000] * 100)
+    settings = PlanSettings(host_memory=work.parameters * 4 // 4096 * 4096)
+    prediction = predicting.predict(work, MACHINE, settings)
+    assert prediction.relief
+    assert len(asked) == len(set(asked))
 
 
 def test_with_a_device_everything_goes_through_the_host() -> None:

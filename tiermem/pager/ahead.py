@@ -19,7 +19,7 @@ from tiermem.pager.below import make_plan_below
 from tiermem.pager.course import Limits
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
-from tiermem.pager.policy import choose_read_ahead
+from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
 from tiermem.pager.schedule import LATER, SETTLED, Schedule
@@ -209,8 +209,8 @@ class Ahead:
             pending.popleft()
         pending.extendleft(reversed(later))
 
-    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[tuple[PageKey, int, bool, bool]]:
-        """As `Candidate`s, those that may want a place on `tier`, each once."""
+    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
+        """What is accessed next on the tier, each page once; notes where, also of what is leased and so there."""
         pages, chain, compute = self._residency.pages, self._residency.chain, Lane.COMPUTE
         top, settled, transit = chain.top, chain.settled, Kind.TRANSIT
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
@@ -221,13 +221,14 @@ class Ahead:
             wanted = top if lane is compute or key.unit in settled else Tier.HOST
             if page is None or page.error is not None or wanted < tier:
                 continue
-            if lane is not compute and not page.valid:
+            written = bool(page.valid)
+            if lane is not compute and not written:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
-            if tier is not wanted and (top in page.frames or (key.kind is transit and not page.valid)):
+            if tier is not wanted and (top in page.frames or (key.kind is transit and not written)):
                 # It is there, or has its place there: nothing is needed on the way. And what is exchanged among ranks
                 # begins, and mostly ends, on the top tier.
                 continue
             positions[key] = position
-            # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
-            present = tier in page.frames or not page.valid
-            yield key, page.room, present, bool(page.leases.get(tier))
+            if not page.leases.get(tier):
+                # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
+                yield Candidate(key, page.room, tier in page.frames or not written)

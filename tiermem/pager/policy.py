@@ -25,38 +25,28 @@ class Candidate(NamedTuple):
         key: the page.
         nbytes: bytes it takes on the tier.
         present: whether the tier holds it already, or a move to it is under way.
-        leased: whether its bytes are counted as held already.
     """
 
     key: PageKey
     nbytes: int
     present: bool
-    leased: bool
 
 
 def choose_read_ahead(
-    coming: Iterable[tuple[PageKey, int, bool, bool]], *, capacity: int, held: int, reserve: int, look_ahead: int
+    coming: Iterable[Candidate], *, capacity: int, held: int, reserve: int, look_ahead: int
 ) -> list[PageKey]:
     """The pages to start fetching now, nearest use first.
 
-    Walks the coming accesses (`Candidate`s, or plain tuples of their fields) in order and adds up what has to stay: the
+    Walks the coming accesses (each page once, and none that is leased) in order and adds up what has to stay: the
     leased bytes (`held`), every page met on the way, and `reserve` for the largest single demand. Stops at the first
     page that does not fit into `capacity` (bytes) or lies further ahead than `look_ahead` bytes. What lies behind that
     point may be evicted for it.
     """
     chosen: list[PageKey] = []
-    seen: set[PageKey] = set()
-    kept = held + reserve
-    ahead = 0
-    for key, nbytes, present, leased in coming:
-        if key in seen:
-            continue
-        seen.add(key)
-        if leased:
-            continue
-        kept += nbytes
-        ahead += nbytes
-        if kept > capacity or ahead > look_ahead:
+    left = min(look_ahead, capacity - held - reserve)
+    for key, nbytes, present in coming:
+        left -= nbytes
+        if left < 0:
             break
         if not present:
             chosen.append(key)

@@ -33,6 +33,8 @@ class UpdateActor:
         self._pending: dict[int, Signal] = {}
         self._kept: dict[int, None] = {}
         self._running = False
+        # Made once: the agenda knows a unit that it has by its very list, as it does that of a real update.
+        self._keys: dict[int, list[PageKey]] = {}
 
     def request(self, unit: int) -> None:
         """A unit is to be updated; where nothing fits beside the computation, once somebody waits for it."""
@@ -73,9 +75,11 @@ class UpdateActor:
 
     def keys(self, unit: int) -> list[PageKey]:
         """The pages an update touches, in order."""
-        tiles = range(self._world.design.tiles(unit))
-        both = [PageKey(unit, kind, tile) for tile in tiles for kind in (Kind.GRAD, Kind.STATE)]
-        return [PageKey(unit, Kind.PARAM), *both]
+        if unit not in self._keys:
+            tiles = range(self._world.design.tiles(unit))
+            both = [PageKey(unit, kind, tile) for tile in tiles for kind in (Kind.GRAD, Kind.STATE)]
+            self._keys[unit] = [PageKey(unit, Kind.PARAM), *both]
+        return self._keys[unit]
 
     def _start(self, unit: int) -> None:
         self._queue.append(unit)

@@ -102,14 +102,28 @@ class Design:
 
     def pages(self) -> list[tuple[PageKey, int]]:
         """Every page with its size in bytes, as `runtime.house.Blueprint.pages` lists them."""
-        itemsize, found = self.workload.itemsize, []
-        for number, unit in enumerate(self.workload.units):
-            found.append((PageKey(number, Kind.PARAM), max(1, unit.numel * itemsize)))
-            for tile in range(self.tiles(number)):
-                numel = self.tile_numel(number, tile)
-                found.append((PageKey(number, Kind.GRAD, tile), numel * itemsize))
-                found.append((PageKey(number, Kind.STATE, tile), state_nbytes(self.workload, numel)))
+        return [page for unit in range(len(self.workload.units)) for page in self.pages_of(unit)]
+
+    def pages_of(self, unit: int) -> list[tuple[PageKey, int]]:
+        """The pages of one unit, each with its size in bytes."""
+        work, itemsize = self.workload.units[unit], self.workload.itemsize
+        found = [(PageKey(unit, Kind.PARAM), max(1, work.numel * itemsize))]
+        for tile in range(self.tiles(unit)):
+            numel = self.tile_numel(unit, tile)
+            found.append((PageKey(unit, Kind.GRAD, tile), numel * itemsize))
+            found.append((PageKey(unit, Kind.STATE, tile), state_nbytes(self.workload, numel)))
         return found
+
+    def nbytes(self, *kinds: Kind) -> int:
+        """Bytes that all pages of these kinds take."""
+        of_shape: dict[tuple[int, int], int] = {}  # units of one shape have pages of the same sizes
+        total = 0
+        for number, unit in enumerate(self.workload.units):
+            shape = unit.numel, unit.trainable
+            if shape not in of_shape:
+                of_shape[shape] = sum(rounded(nbytes) for key, nbytes in self.pages_of(number) if key.kind in kinds)
+            total += of_shape[shape]
+        return total
 
     def lag_nbytes(self, unit: int) -> int:
         """Bytes a unit keeps in memory from its gradient to the end of its update."""
@@ -272,7 +286,5 @@ def least_host_memory(workload: Workload, ranks: int) -> int:
 
 def swap_nbytes(design: Design, *, commits: bool) -> int:
     """Bytes that one rank's pages take on disk; with `commits` two copies of parameters and states."""
-    total = sum(rounded(nbytes) for _, nbytes in design.pages())
-    if not commits:
-        return total
-    return total + sum(rounded(nbytes) for key, nbytes in design.pages() if key.kind is not Kind.GRAD)
+    kept = design.nbytes(Kind.PARAM, Kind.STATE)
+    return (2 if commits else 1) * kept + design.nbytes(Kind.GRAD)

@@ -248,6 +248,7 @@ class Cores:
         self._moving = moving
         self._left = [0.0, 0.0]
         self._done: list[Callable[[], None] | None] = [None, None]
+        self._rates = (1.0, 1.0)  # of the stretch of time that comes next
         self.busy = [0.0, 0.0]  # seconds computing, updating
 
     @property
@@ -270,29 +271,23 @@ class Cores:
 
     def next_end(self) -> float:
         """See `clock.Resource`."""
-        if not (self.computing or self.updating):
+        computing, updating = self.computing, self.updating
+        if not (computing or updating):
             return math.inf
-        rates = self._rates()
-        return min(
-            [left / rate for left, rate, done in zip(self._left, rates, self._done, strict=True) if done is not None]
-        )
+        beside_update, beside_compute, beside_io = self._slower
+        moving = beside_io * self._moving() if beside_io else 0.0
+        compute, update = 1 / (1 + beside_update * updating + moving), 1 / (1 + beside_compute * computing)
+        self._rates = compute, update
+        ends = self._left[0] / compute if computing else math.inf
+        return min(ends, self._left[1] / update) if updating else ends
 
     def advance(self, seconds: float) -> None:
         """See `clock.Resource`."""
-        if not (self.computing or self.updating):
-            return
-        rates = self._rates()
-        for index in (0, 1):
-            done = self._done[index]
+        for index, done in enumerate(tuple(self._done)):
             if done is None:
                 continue
             self.busy[index] += seconds
-            self._left[index] -= seconds * rates[index]
+            self._left[index] -= seconds * self._rates[index]
             if self._left[index] <= EPSILON:
                 self._done[index] = None
                 done()
-
-    def _rates(self) -> tuple[float, float]:
-        beside_update, beside_compute, beside_io = self._slower
-        compute = 1 + beside_update * self.updating + beside_io * self._moving()
-        return 1 / compute, 1 / (1 + beside_compute * self.computing)

@@ -8,7 +8,8 @@ the machine; and that what does not fit is named with the bytes that are missing
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tiermem.planner.design import (
@@ -116,7 +117,8 @@ def predict(
     if room and swap * per_node > room:
         missing["swap"] = swap * per_node - room
         return dataclasses.replace(_without(workload, machine, settings, missing, least), swap_bytes=swap)
-    simulation, coarse = simulate_quickly(design, with_plan=with_plan)
+    simulated = functools.cache(simulate)  # the short one of two steps is also what doubling is compared with
+    simulation, coarse = simulate_quickly(design, with_plan=with_plan, simulated=simulated)
     return Prediction(
         workload=workload,
         machine=machine,
@@ -127,13 +129,15 @@ def predict(
         swap_bytes=swap,
         design=design,
         simulation=simulation,
-        relief=_relief(workload, machine, settings, simulation.seconds),
+        relief=_relief(workload, machine, settings, simulation.seconds, simulated),
         drive_days=_drive_days(machine, simulation.bytes_written / simulation.seconds * per_node),
     )
 
 
-def simulate_quickly(exact: Design, *, with_plan: bool = False) -> tuple[Simulation, bool]:
-    """Simulate a step, and say whether others stood for it.
+def simulate_quickly(
+    exact: Design, *, with_plan: bool = False, simulated: Callable[..., Simulation] = simulate
+) -> tuple[Simulation, bool]:
+    """Simulate a step, and say whether others stood for it; `simulated`: how, such as with an eye on what is known.
 
     Where there are many units: two steps of fewer, see `thin`. Where there are many tiles: larger ones, see `retiled`.
     Raises CapacityError as `simulate` does.
@@ -141,12 +145,12 @@ def simulate_quickly(exact: Design, *, with_plan: bool = False) -> tuple[Simulat
     longer = thinned(exact, _LONGER)
     factor = _enlargement(longer, _TILES)
     designs = [each if factor == 1 else retiled(each, factor) for each in (thinned(exact, _SHORTER), longer)]
-    found = simulate(designs[1], with_plan=with_plan)
+    found = simulated(designs[1], with_plan=with_plan)
     if longer is exact:
         return found, factor > 1
     if designs[0].workload.parameters == longer.workload.parameters:
         return found, True
-    return drawn_out((designs[0], simulate(designs[0])), (designs[1], found), exact), True
+    return drawn_out((designs[0], simulated(designs[0])), (designs[1], found), exact), True
 
 
 def _enlargement(design: Design, most: int) -> int:
@@ -155,7 +159,9 @@ def _enlargement(design: Design, most: int) -> int:
     return max(1, -(-tiles // most))
 
 
-def seconds_of_step(workload: Workload, machine: Machine, settings: PlanSettings) -> float:
+def seconds_of_step(
+    workload: Workload, machine: Machine, settings: PlanSettings, simulated: Callable[..., Simulation] = simulate
+) -> float:
     """Simulated seconds of a step, coarsely: of a shorter one, by parameters.
 
     Raises CapacityError where it does not fit.
@@ -164,14 +170,16 @@ def seconds_of_step(workload: Workload, machine: Machine, settings: PlanSettings
     short = thinned(exact, _SHORTER)
     factor = _enlargement(short, _COARSE_TILES)
     share = short.workload.parameters / exact.workload.parameters
-    return simulate(short if factor == 1 else retiled(short, factor)).seconds / share
+    return simulated(short if factor == 1 else retiled(short, factor)).seconds / share
 
 
-def _relief(workload: Workload, machine: Machine, settings: PlanSettings, seconds: float) -> tuple[Relief, ...]:
+def _relief(
+    workload: Workload, machine: Machine, settings: PlanSettings, seconds: float, simulated: Callable[..., Simulation]
+) -> tuple[Relief, ...]:
     """What doubling brings, as a share of the coarse step's seconds, applied to the fine one's."""
-    now = seconds_of_step(workload, machine, settings)
+    now = seconds_of_step(workload, machine, settings, simulated)
     found = [
-        Relief(resource, seconds * seconds_of_step(workload, more, budgets) / now)
+        Relief(resource, seconds * seconds_of_step(workload, more, budgets, simulated) / now)
         for resource, (more, budgets) in _doubled(machine, settings).items()
     ]
     return tuple(sorted(found, key=lambda relief: relief.seconds))

@@ -16,8 +16,9 @@ from tiermem.planner.design import Design
 from tiermem.planner.world import Action, World
 from tiermem.stats import StepStatistics, TierStatistics
 
-# Steps are run until one moves as many bytes as the one before it, but for this share; the last two are what counts.
-_STEADY = 0.01
+# Steps are run until one moves as many bytes as the one before it, but for this share, and takes as long; the last two
+# are what counts. Two that by chance move as much while memory still fills up were seen to differ by 5 % in seconds.
+_STEADY, _AS_LONG = 0.01, 0.03
 _MOST_STEPS = 6
 _COUNTED = 2
 
@@ -137,9 +138,10 @@ def simulate(design: Design, *, with_plan: bool = False) -> Simulation:
 def _is_steady(steps: list[StepStatistics]) -> bool:
     if len(steps) <= _COUNTED:
         return False
-    last, before = ([edge.nbytes for edge in step.edges] for step in (steps[-1], steps[-2]))
-    moved = [sum(nbytes) for nbytes in (last, before)]
-    return abs(moved[0] - moved[1]) <= _STEADY * max(moved)
+    moved = [sum(edge.nbytes for edge in step.edges) for step in steps[-2:]]
+    seconds = [step.seconds for step in steps[-2:]]
+    as_much = max(moved) - min(moved) <= _STEADY * max(moved)
+    return as_much and max(seconds) - min(seconds) <= _AS_LONG * max(seconds)
 
 
 def _run_step(world: World, compute: ComputeActor) -> None:

@@ -30,6 +30,8 @@ _LONGEST_BLOCK, _FEWEST_TIMES = 4, 4
 # Of each repetition so many are left at least: one has a neighbour then.
 _LEAST_LEFT = 2
 
+Alike = Callable[[int, int], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
@@ -56,7 +58,7 @@ def repetitions(workload: Workload) -> list[Repetition]:
     forward = list(dict.fromkeys(access.unit for access in workload.order if access.phase is Phase.FORWARD))
     found, begin = [], 0
     while begin < len(forward):
-        best = max((_repeated(forward, begin, block, alike) for block in range(1, _LONGEST_BLOCK + 1)), key=_covered)
+        best = max(_candidates(forward, begin, alike), key=_covered)
         if best.times >= _FEWEST_TIMES:
             found.append(best)
             begin += len(best.units)
@@ -65,12 +67,21 @@ def repetitions(workload: Workload) -> list[Repetition]:
     return found
 
 
+def _candidates(forward: Sequence[int], begin: int, alike: Alike) -> Iterator[Repetition]:
+    """What repeats from `begin` on, by blocks of each length, shortest first; nothing behind one that covers all."""
+    for block in range(1, _LONGEST_BLOCK + 1):
+        found = _repeated(forward, begin, block, alike)
+        yield found
+        if found.times >= _FEWEST_TIMES and begin + len(found.units) == len(forward):
+            return
+
+
 def _covered(repetition: Repetition) -> tuple[int, int]:
     """The most units; of as many, the shortest block."""
     return (len(repetition.units) if repetition.times >= _FEWEST_TIMES else 0), -repetition.block
 
 
-def _repeated(forward: Sequence[int], begin: int, block: int, alike: Callable[[int, int], bool]) -> Repetition:
+def _repeated(forward: Sequence[int], begin: int, block: int, alike: Alike) -> Repetition:
     end = begin + block
     while end < len(forward) and alike(forward[begin + (end - begin) % block], forward[end]):
         end += 1
@@ -118,19 +129,15 @@ def _without(design: Design, gone: set[int], times: Sequence[UnitTimes]) -> Desi
     order = tuple(replace(each, unit=numbers[each.unit]) for each in workload.order if each.unit in numbers)
     fewer = replace(workload, units=tuple(workload.units[unit] for unit in kept), order=order)
     thin = replace(design, workload=fewer, times=tuple(times[unit] for unit in kept))
-    host = _less(design.settings.host_memory, _in_use(design), _nbytes(design, _HOST), _nbytes(thin, _HOST))
+    host = _less(design.settings.host_memory, _in_use(design), design.nbytes(*_HOST), thin.nbytes(*_HOST))
     device = design.device_budget
     if device is not None:
-        device = _less(device, min(device, _on_device(design)), _nbytes(design, _DEVICE), _nbytes(thin, _DEVICE))
+        device = _less(device, min(device, _on_device(design)), design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE))
     return replace(thin, settings=replace(design.settings, host_memory=host), device_budget=device)
 
 
 _HOST = (Kind.PARAM, Kind.GRAD, Kind.STATE)
 _DEVICE = (Kind.PARAM, Kind.GRAD)
-
-
-def _nbytes(design: Design, kinds: Sequence[Kind]) -> int:
-    return sum(rounded(nbytes) for key, nbytes in design.pages() if key.kind in kinds)
 
 
 def _less(budget: int, in_use: int, whole: int, part: int) -> int:
