@@ -301,6 +301,37 @@ def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, t
             assert same(runtime.parameter(mine), other.detach())
 
 
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_graph_that_dies_during_the_pass_has_no_unit_updated_while_another_is_held(update, tmp_path):
+    torch.manual_seed(0)
+    model, plain = fragile(), fragile()
+    plain.load_state_dict(model.state_dict())
+    nbytes = budget_for(model, tmp_path, "tight", ["Block", "Fragile"])
+    theirs = PlainAdamW(plain.parameters(), lr=1e-2)
+    with tiermem.offload(model, config_for(tmp_path, nbytes, update), units=["Block", "Fragile"]) as runtime:
+        ours = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            batches = [torch.randn(4, 16) for _ in range(3)]
+            graphs = [squares(model, batches[0])]  # whoever holds it may still ask for the values of every unit
+
+            def loss(item, graphs=graphs):
+                index, batch = item
+                batch = batch.clone().requires_grad_()
+                if index == 0:
+                    batch.register_hook(lambda _: graphs.clear())  # the last thing in the first backward that ends
+                return squares(model, batch)
+
+            runtime.forward_backward(list(enumerate(batches)), loss)
+            assert not graphs
+            for batch in batches:
+                squares(plain, batch).backward()
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same(runtime.parameter(mine), other.detach())
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

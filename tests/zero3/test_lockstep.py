@@ -95,7 +95,8 @@ def test_everybody_goes_their_own_way_whatever_it_is(ways: list[list[int]]) -> N
     for number, way in enumerate(ways):
         assert [unit for who, unit in world.used if who == number] == way
     assert all(script.away for script in scripts)
-    assert world.complete == world.gatherer.brought
+    brought = world.gatherer.brought
+    assert world.complete == [*brought, *dict.fromkeys(brought)], "as they are let go, and all of them at the end"
     world.check_rest()
 
 

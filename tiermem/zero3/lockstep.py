@@ -58,7 +58,8 @@ class _Walker:
 class Lockstep:
     """One pass of several computations. Made for one `run`.
 
-    `complete(unit)` is told when all have passed a unit and nothing holds it.
+    `complete(unit)` is told when all have passed a unit and nothing holds it, and again of every unit when all have
+    ended: meanwhile a graph that still asked for it may have died.
     """
 
     def __init__(self, gatherer: Gatherer, complete: Callable[[int], None]) -> None:
@@ -68,6 +69,7 @@ class Lockstep:
         self._back = threading.Semaphore(0)
         self._running: _Walker | None = None
         self._held: int | None = None
+        self._passed: dict[int, None] = {}
         self._abandoned = False
 
     def run(self, computations: Sequence[Computation]) -> None:
@@ -81,6 +83,8 @@ class Lockstep:
                     if walker.wanted == wanted:
                         self._advance(walker)
                 self._let_go()
+            for unit in self._passed:
+                self._complete(unit)
         except BaseException:
             self._abandon()
             raise
@@ -110,6 +114,7 @@ class Lockstep:
         if walker is not None and walker.unit == unit and self._held is None:
             self._gatherer.hold(unit)
             self._held = unit
+            self._passed[unit] = None
 
     def _advance(self, walker: _Walker) -> None:
         """Let one computation run until it needs another unit or ends. Raises its error."""

@@ -273,7 +273,8 @@ class GatherScheduler:
         self._gradients.release()
         self._gatherer.recheck()
         self._gatherer.count_leaks()
-        for unit in tuple(self._touched) if self._early else ():
+        # In lockstep a unit is still held for others here, beside which an update that is waited for may find no room.
+        for unit in tuple(self._touched) if self._early and self.lockstep is None else ():
             self.announce(unit)
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
