@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 
 import fio
 import torch
@@ -15,6 +16,7 @@ from common import resident_bytes
 from workloads import measure, read_job
 
 LOAD = fio.Load("mixed", "io_uring", 1 << 20, depth=8, seconds=2.0, nbytes=4 << 30, lay_out=True)
+QUICK = replace(LOAD, seconds=0.2, nbytes=64 << 20)
 
 
 def main() -> None:
@@ -24,15 +26,16 @@ def main() -> None:
     if program is None:
         sys.exit("fio is not installed (Debian: apt install fio)")
     path = job.directory / "fio"
+    load = QUICK if job.workload == "quick" else LOAD
     rates = []
 
     def step(_: torch.Tensor) -> float:
-        rate, _cores = fio.run(program, path, LOAD)
+        rate, _cores = fio.run(program, path, load)
         rates.append(rate)
         return 0.0
 
     baseline = resident_bytes()
-    measure(job, step, parameters=0, baseline=baseline, details=lambda: {"rates": rates, "load": str(LOAD)})
+    measure(job, step, parameters=0, baseline=baseline, details=lambda: {"rates": rates, "load": str(load)})
 
 
 if __name__ == "__main__":

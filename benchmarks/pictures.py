@@ -54,13 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn += 1
         draw(json.loads(result.read_text(encoding="utf-8")), options.pictures / "bench.png")
         print(f"bench.png from {result.name}")
-    for result in sorted(options.results.glob("train_step_side_by_side_*.json")):
-        if importlib.util.find_spec("matplotlib") is None:
-            print(f"{result.name}: skipped, matplotlib is not installed (the extra `plots`)")
-            continue
+    beside = sorted(options.results.glob("train_step_side_by_side_*.json"))
+    if beside and importlib.util.find_spec("matplotlib") is None:
+        print("side_by_side.png: skipped, matplotlib is not installed (the extra `plots`)")
+    elif beside:
         drawn += 1
-        side_by_side(json.loads(result.read_text(encoding="utf-8"))["runs"], options.pictures / "side_by_side.png")
-        print(f"side_by_side.png from {result.name}")
+        runs = [run for result in beside for run in json.loads(result.read_text(encoding="utf-8"))["runs"]]
+        side_by_side(runs, options.pictures / "side_by_side.png")
+        print(f"side_by_side.png from {', '.join(result.name for result in beside)}")
     if importlib.util.find_spec("matplotlib") is not None:
         drawn += 1
         plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tiermem.planner.footprint import UnitSize, _state_tile
+from tiermem.planner.footprint import UnitSize, state_tile_nbytes
 from tiermem.runtime.moments import state_size, unit_state
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, plan_layout
 from tiermem.zero3.shards import Shard
@@ -44,4 +44,4 @@ def test_the_budget_never_takes_a_tile_for_smaller_than_it_is(
     for rank in range(ranks):
         state = unit_state(Shard(layout, rank), quantized)
         for tile in range(state.tiles):
-            assert state.state_nbytes(tile) <= _state_tile(size, state.tile_numel)
+            assert state.state_nbytes(tile) <= state_tile_nbytes(size, state.tile_numel)
