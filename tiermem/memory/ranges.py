@@ -8,7 +8,7 @@ ranges of a placement to the system before it touches the placed one. Pure bookk
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,12 +43,11 @@ def _down(address: int, multiple: int) -> int:
 class RangeSet:
     """A set of addresses kept as sorted, disjoint ranges that never touch: neighbours are merged."""
 
-    __slots__ = ("_by_length", "_ends", "_starts", "_total")
+    __slots__ = ("_ends", "_starts", "_total")
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._by_length: list[tuple[int, int]] = []  # (length, start) of every range, in order
         self._total = 0
 
     def __iter__(self) -> Iterator[Range]:
@@ -114,14 +113,8 @@ class RangeSet:
 
     def _replace(self, first: int, last: int, starts: list[int], ends: list[int]) -> None:
         """Put these ranges in the place of those from `first` up to, not including, `last`."""
-        lengths = self._by_length
-        for index in range(first, last):
-            start = self._starts[index]
-            del lengths[bisect_left(lengths, (self._ends[index] - start, start))]
         self._starts[first:last] = starts
         self._ends[first:last] = ends
-        for start, end in zip(starts, ends, strict=True):
-            insort(lengths, (end - start, start))
 
 
 @dataclass(frozen=True, slots=True)
