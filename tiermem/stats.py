@@ -131,10 +131,25 @@ def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Bytes fetched ahead of the computation into host memory at most: now, as planned at first, why it is so."""
+
+    nbytes: int
+    planned: int
+    reason: str
+
+    def describe(self) -> str:
+        """Return it in a line."""
+        before = "" if self.nbytes == self.planned else f", planned {format_bytes(self.planned)}"
+        return f"{format_bytes(self.nbytes)}{before} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
-    `last` is None before the first step closed. `total` includes what happened between steps.
+    `last` is None before the first step closed. `total` includes what happened between steps. `look_ahead`: None where
+    nobody said.
     """
 
     last: StepStatistics | None = None
@@ -142,6 +157,7 @@ class Statistics:
     steps: int = 0
     tiers: tuple[TierStatistics, ...] = ()
     drives: tuple[DriveStatistics, ...] = ()
+    look_ahead: LookAhead | None = None
 
     def wear(self, endurance: Endurance = UNKNOWN) -> Wear:
         """Return what the writing so far, going on at the pace of the last step, means for the drives."""
@@ -188,7 +204,10 @@ class Statistics:
             ]
             for drive in self.drives
         )
-        return "\n\n".join(_align(table) for table in (rows, tiers, drives) if len(table) > 1)
+        parts = [_align(table) for table in (rows, tiers, drives) if len(table) > 1]
+        if self.look_ahead is not None:
+            parts.append(f"look-ahead: {self.look_ahead.describe()}")
+        return "\n\n".join(parts)
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:

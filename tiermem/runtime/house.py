@@ -36,6 +36,8 @@ from tiermem.runtime.continuing import fill_pages, take_over
 from tiermem.runtime.devices import open_device
 from tiermem.runtime.exchanges import open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
+from tiermem.runtime.look_ahead import choose_look_ahead
+from tiermem.runtime.plans import StepPlans
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
@@ -191,7 +193,9 @@ def _furnish(
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
     ledger.connect(scheduler)
-    steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, schedule=schedule)
+    look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
+    plans = StepPlans(pager, storage.counters, blueprint.plan, schedule, look_ahead)
+    steps = Steps(coordinator, ledger, queue, plans)
     buffers = BufferWatch(blueprint.divided.model)
     if weights is not None:
         weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
