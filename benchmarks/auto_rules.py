@@ -1,12 +1,12 @@
 """Whether the rules behind "auto" choose as well as a search by simulation would: update schedule and look-ahead.
 
-Owns the grids of steps, drives and budgets and the tables. Does not measure: all of it is simulated, and counts the same
-on every machine. Guarantees that the rules are those that `offload` follows (the same functions answer), and that what
-they choose is among what they are compared with.
+Owns the grids of steps, drives and budgets and the tables. Does not measure: all of it is simulated, and counts the
+same on every machine. Guarantees that the rules are those that `offload` follows (the same functions answer), and that
+what they choose is among what they are compared with.
 
-The look-ahead is also refined as a run refines it: from what such a run would observe of itself (its computation and its
-kernels as slow as they were beside each other), coarsely simulated. What comes of it is then simulated whole, on the
-machine itself. That measured steps may take a choice back is not in it.
+The look-ahead is also refined as a run refines it: from what such a run would observe of itself (its computation and
+its kernels as slow as they were beside each other), coarsely simulated. What comes of it is then simulated whole, on
+the machine itself. That measured steps may take a choice back is not in it.
 """
 
 from __future__ import annotations
@@ -223,10 +223,13 @@ def refined_table(rows: Sequence[dict[str, Any]]) -> str:
     after = [longer(row, row["chosen"]) for row in rows]
     tried = [row for row in rows if row["chosen"] != row["planned"]]
     worse = sum(longer(row, row["chosen"]) > longer(row, row["planned"]) for row in tried)
-    lines = [
+    summary = (
         f"The look-ahead refined, in {len(rows)} cases, against the shortest step among the candidates: by the rule "
         f"{words(before)}; refined {words(after)}. Another one than the rule's is tried in {len(tried)} cases, and is "
-        f"longer than the rule's in {worse} of them.",
+        f"longer than the rule's in {worse} of them."
+    )
+    lines = [
+        summary,
         "",
         "| parameters, M | tokens | drive, GB/s | budget, share of the state | rule s | best | tried | its step |",
         "|---" * 8 + "|",

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
+from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError
 from tiermem.memory.sizes import format_bytes
 from tiermem.wear import UNKNOWN, Endurance, Wear, measure_wear
@@ -131,25 +132,10 @@ def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class LookAhead:
-    """Bytes fetched ahead of the computation into host memory at most: now, as planned at first, why it is so."""
-
-    nbytes: int
-    planned: int
-    reason: str
-
-    def describe(self) -> str:
-        """Return it in a line."""
-        before = "" if self.nbytes == self.planned else f", planned {format_bytes(self.planned)}"
-        return f"{format_bytes(self.nbytes)}{before} ({self.reason})"
-
-
-@dataclass(frozen=True, slots=True)
 class Statistics:
     """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
-    `last` is None before the first step closed. `total` includes what happened between steps. `look_ahead`: None where
-    nobody said.
+    `last` is None before the first step closed. `total` includes what happened between steps.
     """
 
     last: StepStatistics | None = None
@@ -173,8 +159,7 @@ class Statistics:
         """Return tables as plain text: what happened (last step, all steps), what tiers hold, what drives moved."""
         spans = [span for span in (self.last, self.total) if span is not None]
         titles = ["last step", f"total of {self.steps} steps"][-len(spans) :]
-        rows = [["", *titles]]
-        rows.append(["seconds", *(f"{span.seconds:.3f}" for span in spans)])
+        rows = [["", *titles], ["seconds", *(f"{span.seconds:.3f}" for span in spans)]]
         rows.append(["stall seconds", *(f"{span.stall_seconds:.3f}" for span in spans)])
         if any(span.rank_seconds for span in spans):
             rows.append(["of them for ranks", *(f"{span.rank_seconds:.3f}" for span in spans)])
@@ -204,10 +189,7 @@ class Statistics:
             ]
             for drive in self.drives
         )
-        parts = [_align(table) for table in (rows, tiers, drives) if len(table) > 1]
-        if self.look_ahead is not None:
-            parts.append(f"look-ahead: {self.look_ahead.describe()}")
-        return "\n\n".join(parts)
+        return "\n\n".join(_align(table) for table in (rows, tiers, drives) if len(table) > 1)
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:

@@ -13,6 +13,7 @@ from doubles_scenarios import loop, tokens_batch
 from doubles_training import check, config_for, offloaded, plain, within_budgets
 
 import tiermem
+from tiermem.ahead import LookAhead
 from tiermem.planner.observed import Observed
 from tiermem.planner.refining import COUNTED, SETTLING, LookAheadControl
 from tiermem.runtime import look_ahead as module
@@ -115,7 +116,7 @@ def test_a_number_that_was_given_stays(tmp_path: Path, monkeypatch: pytest.Monke
     drive = SlowDrive()
     drive.patch(monkeypatch)
     found = train(drive, tmp_path, look_ahead="256KiB").look_ahead
-    assert found == tiermem.stats.LookAhead(256 << 10, 256 << 10, "as configured")
+    assert found == LookAhead(256 << 10, 256 << 10, "as configured")
     assert drive.used == []
 
 
@@ -132,7 +133,7 @@ def test_beside_a_device_it_says_that_it_is_not(tmp_path: Path) -> None:
         found = runtime.statistics().look_ahead
         assert found is not None
         assert "not refined beside a device" in found.reason
-        assert "look-ahead: " in runtime.statistics().table()
+        assert "not refined beside a device" in found.describe()
 
 
 class Restless(LookAheadControl):

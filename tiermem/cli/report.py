@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from tiermem.ahead import LookAhead
 from tiermem.memory.sizes import format_bytes
 from tiermem.overlap import OverlapReport
-from tiermem.stats import EdgeStatistics, LookAhead, TierStatistics
+from tiermem.stats import EdgeStatistics, TierStatistics
 from tiermem.wear import Wear
 
 # AdamW with everything in memory, per parameter: fp32 weight, gradient and two moments; or, in mixed precision,

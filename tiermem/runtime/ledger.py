@@ -12,12 +12,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
+from tiermem.ahead import LookAhead
 from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
 from tiermem.process import HomeProcess
 from tiermem.runtime.plans import StepPlans
-from tiermem.stats import LookAhead
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler

@@ -11,13 +11,13 @@ import time
 from collections.abc import Generator, Mapping
 from typing import Protocol
 
+from tiermem.ahead import LookAhead
 from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.planner.design import PlanSettings
 from tiermem.planner.observed import observe, observed_design
 from tiermem.planner.refining import COUNTED, LookAheadControl, Stage, foreseeing
 from tiermem.runtime.blueprint import Blueprint
-from tiermem.stats import LookAhead
 from tiermem.timeline import Timeline
 from tiermem.zero3.order import StepOrder
 

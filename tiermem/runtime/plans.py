@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tiermem.ahead import LookAhead
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import Schedule
 from tiermem.runtime.look_ahead import LookAheadChoice
-from tiermem.stats import Counters, LookAhead
+from tiermem.stats import Counters
 from tiermem.zero3.order import Access, StepOrder
 
 Touches = Sequence[tuple[int, PageKey]]
