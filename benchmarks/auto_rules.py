@@ -1,8 +1,12 @@
 """Whether the rules behind "auto" choose as well as a search by simulation would: update schedule and look-ahead.
 
-Owns the grid of steps, drives and budgets and the table. Does not measure: all of it is simulated, and counts the same
-on every machine. Guarantees that the rules are those that `offload` follows (the same functions answer), and that what
-they choose is among what they are compared with.
+Owns the grids of steps, drives and budgets and the tables. Does not measure: all of it is simulated, and counts the
+same on every machine. Guarantees that the rules are those that `offload` follows (the same functions answer), and that
+what they choose is among what they are compared with.
+
+The look-ahead is also refined as a run refines it: from what such a run would observe of itself (its computation and
+its kernels as slow as they were beside each other), coarsely simulated. What comes of it is then simulated whole, on
+the machine itself. That measured steps may take a choice back is not in it.
 """
 
 from __future__ import annotations
@@ -19,9 +23,14 @@ from common import RESULTS, report
 
 from tiermem.errors import CapacityError
 from tiermem.optim.schedules import make_schedule
+from tiermem.planner.clock import carried_out
 from tiermem.planner.design import Design, PlanSettings, make_design, swap_nbytes
+from tiermem.planner.footprint import UnitSize
 from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.planner.observed import Observed, observed_design
 from tiermem.planner.predict import seconds_of_step
+from tiermem.planner.refining import COUNTED, SETTLING, LookAheadControl, foreseeing
+from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.workload import Workload, transformer
 
 THEME = "auto_rules"
@@ -33,6 +42,14 @@ DRIVES = (1e9, 6e9)
 SHARES = (0.1, 0.25, 0.5, 1.4)
 # Look-ahead of these times what the rule gives.
 FACTORS = (0.25, 0.5, 2.0, 4.0)
+# Parameters, tokens, drives, shares of the state: where a look-ahead is refined.
+REFINED = (
+    ((50_000_000,), (128, 512, 2048), (1e9, 3e9, 6e9), (0.1, 0.25, 0.5, 0.75)),
+    ((200_000_000,), (128, 2048), (1e9, 6e9), (0.1, 0.25, 0.5)),
+)
+TYPES = ("bfloat16", "float32")
+# A step that is longer than the shortest by more than this share counts as lost.
+LOST = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
     grid = itertools.product(PARAMETERS, TOKENS, DRIVES, SHARES)
+    cases = [case for part in REFINED for case in itertools.product(*part)]
     if options.quick:
         grid = itertools.product(PARAMETERS[:1], TOKENS[:1], DRIVES[:1], SHARES[::2])
+        cases = cases[1:2]
     rows = [found for case in grid if (found := compare(*case)) is not None]
-    body = table(rows)
-    report(THEME, PACKAGES, body, {"rows": rows}, options.results or (None if options.quick else RESULTS))
+    refined = [refine(*case) for case in cases]
+    body = f"{table(rows)}\n\n{refined_table(refined)}"
+    raw = {"rows": rows, "refined": refined}
+    report(THEME, PACKAGES, body, raw, options.results or (None if options.quick else RESULTS))
     return 0
 
 
@@ -74,6 +95,52 @@ def compare(parameters: int, tokens: int, rate: float, share: float) -> dict[str
             str(factor): seconds(work, machine, replace(by_rule, look_ahead=int(ahead * factor))) for factor in FACTORS
         },
     }
+
+
+def refine(parameters: int, tokens: int, rate: float, share: float) -> dict[str, Any]:
+    """One line: seconds of a whole step with each look-ahead that a run would consider, and which one it would try."""
+    work = transformer(parameters, batch=1, seq=tokens)
+    budget = int(work.parameters * (2 + work.state_itemsize) * share) // 4096 * 4096
+    design = make_design(work, machine_with(rate), PlanSettings(host_memory=budget, update="backward"))
+    planned = design.footprint.look_ahead
+    control = LookAheadControl(planned, highest=budget // 2)
+    whole = {nbytes: simulate(with_look_ahead(design, nbytes)) for nbytes in control.candidates()}
+    for _ in range(SETTLING + COUNTED):
+        control.measured(whole[planned].seconds)
+    seen = observed_by_a_run(design, whole[planned])
+    control.foreseen(carried_out(foreseeing(seen, control.candidates())))
+    return {
+        "parameters": parameters,
+        "tokens": tokens,
+        "drive": rate,
+        "share": share,
+        "planned": planned,
+        "chosen": control.in_use,
+        "reason": control.reason,
+        "seconds": {str(nbytes): simulation.seconds for nbytes, simulation in whole.items()},
+    }
+
+
+def with_look_ahead(design: Design, nbytes: int) -> Design:
+    """The design with another look-ahead."""
+    return replace(design, footprint=replace(design.footprint, look_ahead=nbytes))
+
+
+def observed_by_a_run(design: Design, simulation: Simulation) -> Design:
+    """The design that a run would make of its own steps, were they as simulated."""
+    work, drive = design.workload, design.drive
+    slower = simulation.computing / sum(times.forward + times.backward + times.gradient for times in design.times)
+    observed = Observed(
+        forward={unit: times.forward * slower for unit, times in enumerate(design.times)},
+        backward={unit: (times.backward + times.gradient) * slower for unit, times in enumerate(design.times)},
+        elsewhere=0.0,
+        updating=simulation.updating,
+        read=drive.read,
+        write=drive.write,
+        mixed=drive.mixed,
+    )
+    sizes = [UnitSize(unit.name, unit.numel * 2, unit.trainable, 2, work.state_itemsize) for unit in work.units]
+    return observed_design(observed, work.step_order, sizes, design.settings, design.footprint, types=TYPES)
 
 
 def rule(design: Design) -> str:
@@ -138,6 +205,42 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['parameters'] / 1e6:.0f} | {row['tokens']} | {row['drive'] / 1e9:.0f} | {row['share']:.0%} "
             f"| {row['rule']} | {row['seconds']:.3g} | {shares} |"
+        )
+    return "\n".join(lines)
+
+
+def refined_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What refining the look-ahead brings, as Markdown."""
+
+    def longer(row: dict[str, Any], nbytes: int) -> float:
+        return float(row["seconds"][str(nbytes)] / min(row["seconds"].values()) - 1)
+
+    def words(found: Sequence[float]) -> str:
+        lost = sum(each > LOST for each in found)
+        return f"{lost} lose more than {LOST:.0%} (mean {sum(found) / len(found):.1%}, at most {max(found):.1%})"
+
+    before = [longer(row, row["planned"]) for row in rows]
+    after = [longer(row, row["chosen"]) for row in rows]
+    tried = [row for row in rows if row["chosen"] != row["planned"]]
+    worse = sum(longer(row, row["chosen"]) > longer(row, row["planned"]) for row in tried)
+    summary = (
+        f"The look-ahead refined, in {len(rows)} cases, against the shortest step among the candidates: by the rule "
+        f"{words(before)}; refined {words(after)}. Another one than the rule's is tried in {len(tried)} cases, and is "
+        f"longer than the rule's in {worse} of them."
+    )
+    lines = [
+        summary,
+        "",
+        "| parameters, M | tokens | drive, GB/s | budget, share of the state | rule s | best | tried | its step |",
+        "|---" * 8 + "|",
+    ]
+    for row in rows:
+        seconds, planned, chosen = row["seconds"], row["planned"], row["chosen"]
+        best = min(seconds.values()) / seconds[str(planned)]
+        lines.append(
+            f"| {row['parameters'] / 1e6:.0f} | {row['tokens']} | {row['drive'] / 1e9:.0f} | {row['share']:.0%} "
+            f"| {seconds[str(planned)]:.3g} | {best:.2f} | {f'x {chosen / planned:.2g}' if row in tried else 'none'} "
+            f"| {seconds[str(chosen)] / seconds[str(planned)]:.2f} |"
         )
     return "\n".join(lines)
 

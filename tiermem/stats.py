@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
+from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError
 from tiermem.memory.sizes import format_bytes
 from tiermem.wear import UNKNOWN, Endurance, Wear, measure_wear
@@ -142,6 +143,7 @@ class Statistics:
     steps: int = 0
     tiers: tuple[TierStatistics, ...] = ()
     drives: tuple[DriveStatistics, ...] = ()
+    look_ahead: LookAhead | None = None
 
     def wear(self, endurance: Endurance = UNKNOWN) -> Wear:
         """Return what the writing so far, going on at the pace of the last step, means for the drives."""
@@ -157,8 +159,7 @@ class Statistics:
         """Return tables as plain text: what happened (last step, all steps), what tiers hold, what drives moved."""
         spans = [span for span in (self.last, self.total) if span is not None]
         titles = ["last step", f"total of {self.steps} steps"][-len(spans) :]
-        rows = [["", *titles]]
-        rows.append(["seconds", *(f"{span.seconds:.3f}" for span in spans)])
+        rows = [["", *titles], ["seconds", *(f"{span.seconds:.3f}" for span in spans)]]
         rows.append(["stall seconds", *(f"{span.stall_seconds:.3f}" for span in spans)])
         if any(span.rank_seconds for span in spans):
             rows.append(["of them for ranks", *(f"{span.rank_seconds:.3f}" for span in spans)])

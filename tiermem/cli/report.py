@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from tiermem.ahead import LookAhead
 from tiermem.memory.sizes import format_bytes
 from tiermem.overlap import OverlapReport
 from tiermem.stats import EdgeStatistics, TierStatistics
@@ -55,6 +56,7 @@ class TrainReport:
     wear: Wear | None = None
     tiers: tuple[TierStatistics, ...] = ()
     overlap: OverlapReport | None = None
+    look_ahead: LookAhead | None = None
 
     def to_json(self) -> str:
         """Return the run as one JSON object; a loss that is not finite, which JSON cannot hold, is null."""
@@ -89,6 +91,8 @@ class TrainReport:
         table.add_row("waiting for the disk", f"{100 * stalled / seconds:.0f} % of the time")
         table.add_row("read from swap", f"{format_bytes(read)}, {read / seconds / 1e9:.2f} GB/s")
         table.add_row("written to swap", f"{format_bytes(written)}, {written / seconds / 1e9:.2f} GB/s")
+        if self.look_ahead is not None:
+            table.add_row("look-ahead", self.look_ahead.describe())
         if self.wear is not None:
             table.add_row("wear of the drives", describe_wear(self.wear))
         first, last = self.loss_span()

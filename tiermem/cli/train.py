@@ -231,6 +231,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         wear=wear_of(steps, found.total.bytes_written, endurance),
         tiers=found.tiers,
         overlap=overlap,
+        look_ahead=found.look_ahead,
     )
 
 

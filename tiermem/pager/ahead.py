@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swap.requests import Priority
 from tiermem.memory.tiers import Tier
@@ -59,22 +59,25 @@ class Ahead:
         self._uses = 0
         self._version = -1
 
-    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int]) -> Plan:
+    def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int], look_ahead: int | None = None) -> Plan:
         """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
 
+        `look_ahead`: bytes fetched ahead into HOST; None: as many as now. `follow` has to be told of it, too.
         With a device above it, what stays there is foreseen first; what leaves that is decided from use to use.
         """
         tier, chain = Tier.HOST, self._residency.chain
         appetite, capacity = self._appetite[tier], chain.capacity(tier) - self._appetite[tier].reserve
-        ahead = min(appetite.look_ahead, capacity)
+        ahead = min(appetite.look_ahead if look_ahead is None else look_ahead, capacity)
         limits = Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve)
         if chain.top is tier:
             return make_plan(schedule, rooms, limits)
         device = Limits(chain.capacity(chain.top) - self._appetite[chain.top].reserve)
         return make_plan_below(schedule, rooms, limits, device, chain.settled)
 
-    def follow(self, schedule: Schedule | None, plan: Plan | None) -> None:
-        """Go by another schedule, and keep what the plan for it keeps."""
+    def follow(self, schedule: Schedule | None, plan: Plan | None, look_ahead: int | None = None) -> None:
+        """Go by another schedule, and keep what the plan for it keeps; `look_ahead` as for `make_plan`."""
+        if look_ahead is not None:
+            self._appetite = {**self._appetite, Tier.HOST: replace(self._appetite[Tier.HOST], look_ahead=look_ahead)}
         stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
         self._residency.forecast.set_schedule(schedule, stays, reaches)
         self._residency.reclassify()

@@ -95,11 +95,14 @@ class Pager:
         """Whether the page has contents. Waits for the loop unless called on it."""
         return self._loop.call(lambda: self._core.is_written(key))
 
-    def set_schedule(self, schedule: Schedule | None) -> None:
-        """Plan by this schedule from now on; None: without one. Waits for the loop, which goes on meanwhile."""
+    def set_schedule(self, schedule: Schedule | None, *, look_ahead: int | None = None) -> None:
+        """Plan by this schedule from now on; None: without one. Waits for the loop, which goes on meanwhile.
+
+        `look_ahead`: bytes fetched ahead into HOST from now on; None: as many as before.
+        """
         ahead = self._core.service.ahead
-        plan = None if schedule is None else ahead.make_plan(schedule, self._loop.call(ahead.rooms))
-        self._loop.call(lambda: ahead.follow(schedule, plan))
+        plan = None if schedule is None else ahead.make_plan(schedule, self._loop.call(ahead.rooms), look_ahead)
+        self._loop.call(lambda: ahead.follow(schedule, plan, look_ahead))
 
     def begin_step(self) -> None:
         """The computation is at the beginning of a step again. Does not wait."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 # Work that is less than this many seconds from its end is done: below the resolution of sums of floats.
 EPSILON = 1e-12
+
+T = TypeVar("T")
 
 
 class Signal:
@@ -77,6 +79,10 @@ class Clock:
 
     def run_until(self, signal: Signal) -> bool:
         """Let time pass until the signal has fired; False: it cannot come."""
+        return carried_out(self.running_until(signal))
+
+    def running_until(self, signal: Signal) -> Generator[None, None, bool]:
+        """As `run_until`, with a pause before each stretch of time that passes: for whoever has little time at once."""
         while not signal.fired:
             self._run_ready()
             self._settle()
@@ -87,6 +93,7 @@ class Clock:
                 if not self._stuck():
                     return False
                 continue
+            yield
             self._passing(seconds)
             self.now += seconds
             for resource in self._resources:
@@ -100,6 +107,16 @@ class Clock:
                 if not signal.fired:
                     signal.waiting.append(process)
                     break
+
+
+def carried_out(course: Generator[None, None, T]) -> T:
+    """What a course with pauses comes to, without pausing."""
+    while True:
+        try:
+            next(course)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class Gate:

@@ -166,11 +166,16 @@ def seconds_of_step(
 
     Raises CapacityError where it does not fit.
     """
-    exact = make_design(workload, machine, settings)
+    coarse, share = coarsened(make_design(workload, machine, settings))
+    return simulated(coarse).seconds / share
+
+
+def coarsened(exact: Design) -> tuple[Design, float]:
+    """A step that is simulated quickly, with few units and tiles, and the share of the whole step that it is."""
     short = thinned(exact, _SHORTER)
     factor = _enlargement(short, _COARSE_TILES)
     share = short.workload.parameters / exact.workload.parameters
-    return simulated(short if factor == 1 else retiled(short, factor)).seconds / share
+    return (short if factor == 1 else retiled(short, factor)), share
 
 
 def _relief(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tiermem.errors import CapacityError
 from tiermem.planner.actors import ComputeActor, UpdateActor
-from tiermem.planner.clock import Signal
+from tiermem.planner.clock import Signal, carried_out
 from tiermem.planner.design import Design
 from tiermem.planner.world import Action, World
 from tiermem.stats import StepStatistics, TierStatistics
@@ -98,18 +98,24 @@ def simulate(design: Design, *, with_plan: bool = False) -> Simulation:
 
     Raises CapacityError where a lease never gets its room.
     """
+    return carried_out(simulating(design, with_plan=with_plan))
+
+
+def simulating(design: Design, *, with_plan: bool = False) -> Generator[None, None, Simulation]:
+    """As `simulate`, in small portions with pauses between them; it returns the simulation."""
+    yield
     world = World(design)
     compute = ComputeActor(world, UpdateActor(world))
     steps: list[StepStatistics] = []
     totals = [_totals(world, compute)]
     while len(steps) < _MOST_STEPS and not _is_steady(steps):
-        _run_step(world, compute)
+        yield from _run_step(world, compute)
         steps.append(world.counters.step())
         totals.append(_totals(world, compute))
     actions: list[Action] = []
     if with_plan:
         world.listen(actions.append)
-        _run_step(world, compute)
+        yield from _run_step(world, compute)
     world.residency.check_invariants()
     before, after = totals[-1 - _COUNTED], totals[-1]
     steady = steps[-_COUNTED:]
@@ -144,7 +150,7 @@ def _is_steady(steps: list[StepStatistics]) -> bool:
     return as_much and max(seconds) - min(seconds) <= _AS_LONG * max(seconds)
 
 
-def _run_step(world: World, compute: ComputeActor) -> None:
+def _run_step(world: World, compute: ComputeActor) -> Generator[None, None, None]:
     ended = Signal()
 
     def process() -> Generator[Signal, None, None]:
@@ -152,7 +158,7 @@ def _run_step(world: World, compute: ComputeActor) -> None:
         world.clock.fire(ended)
 
     world.clock.start(process())
-    if not world.clock.run_until(ended):
+    if not (yield from world.clock.running_until(ended)):
         waiting = [page.key for request in world.service.waiting for page in request.lacking]
         raise CapacityError(f"the simulated step stands still; waited for: {', '.join(map(str, waiting[:8]))}")
 

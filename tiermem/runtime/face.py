@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ class Runtime(Closing):
         return self._house.divided.model
 
     def statistics(self) -> Statistics:
-        """What happened in the last step and in total, what each tier holds, and what each drive moved."""
-        storage = self._house.storage
-        return storage.counters.snapshot(storage.tiers(), storage.drives())
+        """What happened in the last step and in total, what tiers hold, what drives moved; the look-ahead in use."""
+        storage, look_ahead = self._house.storage, self._house.steps.look_ahead
+        return replace(storage.counters.snapshot(storage.tiers(), storage.drives()), look_ahead=look_ahead)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> OverlapReport:
         """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.

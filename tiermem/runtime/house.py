@@ -22,6 +22,7 @@ from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
+from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
@@ -36,6 +37,8 @@ from tiermem.runtime.continuing import fill_pages, take_over
 from tiermem.runtime.devices import open_device
 from tiermem.runtime.exchanges import open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
+from tiermem.runtime.look_ahead import choose_look_ahead
+from tiermem.runtime.plans import StepPlans
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
@@ -191,7 +194,7 @@ def _furnish(
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
     ledger.connect(scheduler)
-    steps = Steps(coordinator, ledger, queue, pager, storage.counters, plan=blueprint.plan, schedule=schedule)
+    steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
     buffers = BufferWatch(blueprint.divided.model)
     if weights is not None:
         weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
@@ -220,6 +223,13 @@ def _furnish(
         company,
         conductor,
     )
+
+
+def _plans(
+    blueprint: Blueprint, config: Config, storage: Storage, company: Company, schedule: UpdateSchedule
+) -> StepPlans:
+    look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
+    return StepPlans(storage.pager, storage.counters, blueprint.plan, schedule, look_ahead)
 
 
 def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:

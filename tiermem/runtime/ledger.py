@@ -8,21 +8,18 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
+from tiermem.ahead import LookAhead
 from tiermem.errors import TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
-from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
-from tiermem.pager.page import PageKey
-from tiermem.pager.pager import Pager
-from tiermem.pager.schedule import Schedule
 from tiermem.process import HomeProcess
-from tiermem.stats import Counters
+from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.gather import Gatherer
-from tiermem.zero3.order import Access, Phase, StepOrder
+from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
 
 
@@ -137,24 +134,21 @@ class Steps:
         coordinator: UpdateCoordinator,
         ledger: GradientLedger,
         queue: UpdateQueue,
-        pager: Pager,
-        counters: Counters,
-        *,
-        plan: Callable[[Sequence[Access], Sequence[tuple[int, PageKey]], str], Schedule],
-        schedule: UpdateSchedule,
+        plans: StepPlans,
     ) -> None:
         self._coordinator = coordinator
         self._ledger = ledger
         self._queue = queue
-        self._pager = pager
-        self._counters = counters
-        self._plan = plan
-        self._schedule = schedule
-        self._planned: tuple[tuple[Access, ...], tuple[tuple[int, PageKey], ...], str] = ((), (), "")
+        self._plans = plans
         self._resumed: dict[int, int] = {}
         self._closed = False
         self._home = HomeProcess()
         self.number = 0  # steps done
+
+    @property
+    def look_ahead(self) -> LookAhead:
+        """The look-ahead in use."""
+        return self._plans.look_ahead
 
     def resume(self, number: int, counts: Mapping[int, int]) -> None:
         """Go on after `number` steps; optimizers made before the next one take over these update counts."""
@@ -186,13 +180,7 @@ class Steps:
             return
         order = self._ledger.scheduler.order.expected
         self._hurry_in_forward_order(order)
-        acts_as = self._schedule.acts_as
-        if order is not None and (order.accesses, order.touches, acts_as) != self._planned:
-            self._planned = order.accesses, order.touches, acts_as
-            self._pager.set_schedule(self._plan(order.accesses, order.touches, acts_as))
-        else:
-            self._pager.begin_step()
-        self._counters.step()
+        self._plans.close_step(order)
         self._resumed.clear()
         self.number += 1
 

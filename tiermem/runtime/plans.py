@@ -1,0 +1,67 @@
+"""The plan of the step that comes: made again whenever the recorded order changes, or the look-ahead.
+
+Owns what was planned for last. Does not know how an order is recorded, nor how a look-ahead is chosen. Guarantees that
+the counters close each step once, and that the pager is at the beginning of a step behind it. Used from the compute
+thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiermem.ahead import LookAhead
+from tiermem.optim.schedules import UpdateSchedule
+from tiermem.pager.page import PageKey
+from tiermem.pager.pager import Pager
+from tiermem.pager.schedule import Schedule
+from tiermem.runtime.look_ahead import LookAheadChoice
+from tiermem.stats import Counters
+from tiermem.zero3.order import Access, StepOrder
+
+Touches = Sequence[tuple[int, PageKey]]
+
+
+class StepPlans:
+    """Between the end of a step and the pager."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        counters: Counters,
+        plan: Callable[[Sequence[Access], Touches, str], Schedule],
+        schedule: UpdateSchedule,
+        choice: LookAheadChoice,
+    ) -> None:
+        """`plan(accesses, touches, update)`: the pager's schedule of such a step."""
+        self._pager = pager
+        self._counters = counters
+        self._plan = plan
+        self._schedule = schedule
+        self._choice = choice
+        self._planned: tuple[Sequence[Access], Touches, str] = ((), (), "")
+        self._followed: tuple[Schedule | None, int] = (None, choice.look_ahead.nbytes)
+
+    @property
+    def look_ahead(self) -> LookAhead:
+        """The look-ahead in use."""
+        return self._choice.look_ahead
+
+    def close_step(self, order: StepOrder | None) -> None:
+        """The step is over; `order`: what is expected of the next, None: nobody knows."""
+        acts_as = self._schedule.acts_as
+        if order is not None and (order.accesses, order.touches, acts_as) != self._planned:
+            self._planned = order.accesses, order.touches, acts_as
+            self._choice.begin_anew(order, acts_as)
+            self._follow(self._plan(*self._planned))
+            self._counters.step()
+            return
+        self._pager.begin_step()
+        self._choice.step_closed(self._counters.step().seconds)
+        schedule, nbytes = self._followed
+        if schedule is not None and nbytes != self._choice.look_ahead.nbytes:
+            self._follow(schedule)
+
+    def _follow(self, schedule: Schedule) -> None:
+        nbytes = self._choice.look_ahead.nbytes
+        self._followed = schedule, nbytes
+        self._pager.set_schedule(schedule, look_ahead=nbytes)
