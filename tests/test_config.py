@@ -1,7 +1,9 @@
 """Knobs: what is accepted, what is refused and how it is said, what files give back."""
 
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,13 @@ def test_a_misspelt_knob_is_an_error_that_suggests() -> None:
         Config.from_dict({"host_memroy": "1GiB", "swap_dirs": ["run"]})
     with pytest.raises(ConfigError, match="unknown setting 'zzz': the settings are device, "):
         Config.from_dict({"zzz": 1})
+    with pytest.raises(ConfigError, match="unknown setting 'host_memroy': did you mean 'host_memory'"):
+        Config(host_memroy="1GiB", swap_dirs=["run"])  # type: ignore[call-arg]
+
+
+def test_a_config_can_be_copied_and_pickled() -> None:
+    config = Config(swap_dirs=["run"], host_memory="1GiB", stage=2)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == copy.copy(config) == config
 
 
 def test_a_config_cannot_be_changed_but_replaced() -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn, Self, get_args
 
 import torch
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, UnknownSettingError
 from tiermem.memory.links import parse_link
 from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
 
@@ -91,6 +91,11 @@ class Config:
     stall_timeout: float = 120.0
     poison: bool = False
 
+    def __new__(cls, **settings: object) -> Self:
+        """Refuse what is not a knob before the generated `__init__` does, to suggest the closest."""
+        _refuse_unknown(settings)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, normalize in _NORMALIZERS.items():
             object.__setattr__(self, name, normalize(name, getattr(self, name)))
@@ -133,12 +138,7 @@ class Config:
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
         """Make a Config from a mapping of knobs. Raises ConfigError for an unknown one and suggests the closest."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in settings:
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                advice = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
-                raise ConfigError(f"unknown setting {key!r}: {advice}")
+        _refuse_unknown(settings)
         values: dict[str, Any] = dict(settings)
         return cls(**values)
 
@@ -207,6 +207,15 @@ def resolve_device(config: Config) -> torch.device:
             f"device: expected {config.device!r} to exist, found {found} CUDA devices; use 'auto' or 'cpu'"
         )
     return device
+
+
+def _refuse_unknown(settings: Mapping[str, object]) -> None:
+    known = [field.name for field in dataclasses.fields(Config)]
+    for key in settings:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            advice = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
+            raise UnknownSettingError(f"unknown setting {key!r}: {advice}")
 
 
 def _size(value: int | str) -> int | None:

@@ -29,3 +29,7 @@ class InvariantError(TiermemError):
 
 class BudgetError(CapacityError, ConfigError):
     """A configured budget in which this model cannot train at all; the message names the least that works."""
+
+
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting that does not exist; also the TypeError that Python gives for a keyword nobody expects."""

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from doubles_python import WarmPython
 
+import tiermem
+from tiermem.cli.presets import find_model
+from tiermem.cli.train import Training, TrainOptions, learning_rate_factor, open_text
+
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -136,3 +140,24 @@ def test_a_training_is_resumed_where_it_was_committed(
     assert verified.returncode == 0
     report = json.loads(verified.stdout)
     assert (report["step"], report["verified"], report["damaged"]) == (steps, True, [])
+
+
+def test_a_resumed_training_goes_on_at_the_rate_of_its_own_schedule(tmp_path: Path) -> None:
+    """With more --steps than at first the committed rate is not the one of the step that comes next."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "text.txt").write_text("All work and no play. " * 50)
+    config = tiermem.Config(swap_dirs=[tmp_path / "run"], host_memory="4MiB", param_dtype="float32")
+    rates = []
+    for steps, resume in ((2, False), (20, True), (20, True)):
+        options = TrainOptions("llama-tiny", steps, 1, 16, texts=(tmp_path / "text.txt",), keep=True, resume=resume)
+        source = open_text(options)
+        model_config = find_model(options.model, vocabulary=source.vocabulary)
+        training = Training(options, config, model_config=model_config, source=source)
+        for number in range(0 if resume else 2):
+            training.step(number)
+        rates.append(training.optimizer.param_groups[0]["lr"])
+        training.commit()
+        training.close()
+    peak = options.lr
+    assert rates == [peak * learning_rate_factor(2, steps) for steps in (2, 20, 20)]
+    assert rates[0] < rates[1]

@@ -149,6 +149,19 @@ def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "/no/such/place does not exist" in capsys.readouterr().err
 
 
+def test_a_number_of_parameters_may_stand_where_the_model_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rest = ("--machine", "laptop", "--host-memory", "8GiB")
+    named = answer(capsys, "--parameters", "2B", *rest)
+    for count in ("2B", "2000000000"):
+        found = answer(capsys, count, *rest)
+        assert (found["parameters"], found["swap_bytes"]) == (named["parameters"], named["swap_bytes"])
+    (tmp_path / "2B").mkdir()  # a folder of that name is meant, if there is one
+    assert main.run(["plan", "2B", *rest, "--json"]) == 1
+    assert "2B" in capsys.readouterr().err
+
+
 def test_counts_of_parameters_as_people_write_them() -> None:
     assert [parse_count(text) for text in ("125M", "7.5b", "1T", "1000")] == [125 * 10**6, 75 * 10**8, 10**12, 1000]
     with pytest.raises(ConfigError, match="expected a number of parameters"):

@@ -214,8 +214,11 @@ def test_a_directory_without_write_permission(tmp_path):
 def test_misspelt_setting():
     with pytest.raises(tiermem.ConfigError, match="did you mean 'host_memory'"):
         tiermem.Config.from_dict({"host_memroy": "1GiB"})
-    with pytest.raises(TypeError, match="host_memroy"):
+    with pytest.raises(
+        tiermem.ConfigError, match="unknown setting 'host_memroy': did you mean 'host_memory'"
+    ) as caught:
         tiermem.Config(host_memroy="1GiB")
+    assert isinstance(caught.value, TypeError)  # what Python raises for any other function
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,27 @@ def test_a_config_of_another_kind():
         tiermem.offload(Stack(), {"host_memory": "1GiB"})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"model": "llama"}, r"torch\.nn\.Module, found str"),
+        ({"weights": 5}, "weights: .*int"),
+        ({"init": 5}, "init: .*int"),
+    ],
+)
+def test_arguments_of_another_kind(wrong, match, tmp_path):
+    config = config_for(tmp_path, 32 * MIB, "step")
+    arguments = {"model": Stack()} | wrong
+    with refused(tiermem.ConfigError, match, None, tmp_path):
+        tiermem.offload(arguments.pop("model"), config, **arguments)
+
+
+def test_a_name_where_a_parameter_is_expected(tmp_path):
+    model = Stack()
+    with offload(model, tmp_path) as runtime, pytest.raises(tiermem.ConfigError, match=r"expected a parameter.*str"):
+        runtime.parameter("shift")
+
+
 def test_an_optimizer_on_foreign_parameters(tmp_path):
     model = Stack()
     with pytest.raises(tiermem.ConfigError, match="does not belong to an offloaded model"):
@@ -271,8 +295,8 @@ def test_an_optimizer_on_foreign_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
-def test_torchs_optimizer_by_mistake_changes_nothing(update, tmp_path):
-    """It finds no gradient anywhere, hence does not touch the placeholders; ours goes on afterwards."""
+def test_torchs_optimizer_by_mistake_is_refused_and_changes_nothing(update, tmp_path):
+    """It would find no gradient anywhere and train nothing in silence; ours goes on afterwards."""
     model, weights = Stack(), {}
     with offload(model, tmp_path, update) as runtime:
         for name, parameter in model.named_parameters():
@@ -280,7 +304,8 @@ def test_torchs_optimizer_by_mistake_changes_nothing(update, tmp_path):
         wrong = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             tokens_batch(model).backward()
-            wrong.step()
+            with pytest.raises(tiermem.ConfigError, match=r"make a tiermem\.AdamW"):
+                wrong.step()
             wrong.zero_grad()
         assert not wrong.state
         for name, parameter in model.named_parameters():
@@ -290,6 +315,26 @@ def test_torchs_optimizer_by_mistake_changes_nothing(update, tmp_path):
         tokens_batch(model).backward()
         right.step()
         assert not torch.equal(runtime.parameter(model.shift), weights["shift"])
+
+
+def test_torchs_optimizers_elsewhere_are_left_alone(tmp_path):
+    """Other models, frozen parameters, parameters that ours has, and everything once the runtime is closed."""
+    model, other = Stack(), nn.Linear(2, 2)
+    model.shift.requires_grad_(False)
+    with offload(model, tmp_path):
+        frozen = torch.optim.SGD([*other.parameters(), model.shift], lr=0.1)
+        other(torch.ones(2)).sum().backward()
+        before = other.weight.detach().clone()
+        frozen.step()
+        assert not torch.equal(other.weight, before)
+        both = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)
+        with pytest.raises(tiermem.ConfigError, match=r"SGD has an offloaded parameter"):
+            both.step()
+        ours = tiermem.AdamW(model.parameters())
+        both.step()
+        tokens_batch(model).backward()
+        ours.step()
+    both.step()
 
 
 def test_a_clip_call_that_comes_as_a_surprise_is_refused_and_the_next_is_not(tmp_path):

@@ -113,6 +113,19 @@ def test_state_dict_is_refused_unless_gathered(tmp_path):
     assert same_state(model.state_dict(), plain)
 
 
+def test_state_dict_after_close_is_refused_until_there_are_values_again(tmp_path):
+    """`torch.save(model.state_dict())` below the with block is easily written, and would save NaN."""
+    model = Stack()
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with offload(model, tmp_path):
+        pass
+    for part in (model, model.layers[0].up):
+        with pytest.raises(tiermem.TiermemError, match="after its runtime was closed would be full of NaN"):
+            part.state_dict()
+    model.load_state_dict(plain, assign=True)
+    assert same_state(model.state_dict(), plain)
+
+
 @pytest.mark.parametrize("module_by_module", [False, True])
 def test_load_state_dict_is_refused_unless_gathered_for_writing(module_by_module, tmp_path):
     torch.manual_seed(1)

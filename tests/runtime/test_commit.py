@@ -52,3 +52,24 @@ def test_committing_every_step_changes_no_bit(tmp_path: Path, update: str) -> No
     check_equal(training.state(), state)
     training.close()
     assert training.runtime.committed["step"] == 5
+
+
+def test_a_run_in_a_relative_directory_outlives_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a run, naïve ✓").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = make_config(Path("a run, naïve ✓"))
+    training = Training(config)
+    assert training.runtime.config.swap_dirs == ("a run, naïve ✓",)
+    monkeypatch.chdir("/")
+    training.step()
+    training.commit().wait()
+    state = training.state()
+    training.close()
+    monkeypatch.chdir(tmp_path)
+    resumed = Training(config, resume=True)
+    monkeypatch.chdir("/")
+    check_equal(resumed.state(), state)
+    resumed.close()
+    assert list((tmp_path / "a run, naïve ✓").glob("*.manifest"))

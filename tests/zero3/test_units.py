@@ -61,6 +61,20 @@ def test_wishes():
             find_units(model, wrong)
 
 
+def test_wishes_in_every_form():
+    model = Tied()
+    assert names(model, model.layers) == names(model, list(model.layers)) == names(model)
+    assert names(model, nn.Sequential) == names(model, "Sequential") == names(model, [nn.Sequential]) == names(model)
+    assert names(model, model.layers[1]) == names(model, [model.layers[1]]) == names(model, {model.layers[1]})
+    assert "layers.0" not in names(model, model.layers[1])
+
+
+@pytest.mark.parametrize("wanted", [5, [5], [int], int, object(), [None]])
+def test_what_is_no_wish_is_refused(wanted):
+    with pytest.raises(ConfigError, match="expects modules, classes or their names, or a predicate, found"):
+        find_units(Tied(), wanted)
+
+
 def test_composites_of_torch_are_atomic():
     model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
     assert names(model) == ["0", "1", "2"]

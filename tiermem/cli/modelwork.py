@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,11 @@ from tiermem.zero3.units import ModelUnits
 _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ANY_BUDGET = 1 << 60
+
+
+def is_count(text: str) -> bool:
+    """Whether `parse_count` takes it, and no file has that name."""
+    return _COUNT.fullmatch(text) is not None and not Path(text).exists()
 
 
 def parse_count(text: str) -> int:

@@ -92,7 +92,10 @@ Report = Annotated[
     bool, typer.Option("--report", help="Say what the computation waited for, and what would have prevented it.")
 ]
 PlanModel = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="A preset, or a Hugging Face config.json (or its folder).")
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]", help="A preset, a Hugging Face config.json (or its folder), or a number of parameters: 70B."
+    ),
 ]
 ConfigJson = Annotated[str | None, typer.Option("--config-json", help="The same as MODEL, for a config.json.")]
 Parameters = Annotated[

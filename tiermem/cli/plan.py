@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiermem.cli.machines import load_profile, this_machine
-from tiermem.cli.modelwork import model_workload, parse_count
+from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
@@ -64,9 +64,10 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
     if (options.model is None) == (options.parameters is None):
         raise ConfigError("expected a model or --parameters, one of the two; such as llama-8b, or --parameters 70B")
     dtype = str(config.param_dtype)
-    if options.parameters is not None:
+    count = options.model if options.model is not None and is_count(options.model) else options.parameters
+    if count is not None:
         return transformer(
-            parse_count(options.parameters),
+            parse_count(count),
             batch=options.batch,
             seq=options.seq,
             batches=options.accumulate,

@@ -110,6 +110,10 @@ class Training:
             self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
             self.scheduler.load_state_dict(committed["scheduler"])
             self.done = int(committed["step"])
+            # With another --steps the schedule has another rate for this step than the one that was committed.
+            factor = learning_rate_factor(self.done, options.steps)
+            for group, peak in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+                group["lr"] = peak * factor
 
     def step(self, number: int) -> StepReport:
         """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""

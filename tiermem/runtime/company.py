@@ -106,10 +106,14 @@ def find_company(config: Config, mesh: Any = None) -> Company:
 
 
 def own_directories(config: Config, company: Company) -> Config:
-    """`config` with this rank's subdirectory of each swap directory, which is made; one process has none."""
+    """`config` with this rank's subdirectory of each swap directory, which is made; one process has none.
+
+    The paths are absolute: the run goes on where it began, whatever directory the process changes to.
+    """
+    paths = [path.absolute() for path in config.swap_paths]
     if company.size == 1:
-        return config
-    paths = [path / f"{RANK_PREFIX}{company.rank:05d}" for path in config.swap_paths]
+        return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])
+    paths = [path / f"{RANK_PREFIX}{company.rank:05d}" for path in paths]
     for path in paths:
         _make(path)
     return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])

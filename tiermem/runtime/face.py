@@ -32,6 +32,7 @@ from tiermem.runtime.house import House
 from tiermem.runtime.places import Places
 from tiermem.runtime.record import optimizer_state, plain
 from tiermem.runtime.snapshots import PendingSnapshot
+from tiermem.runtime.strangers import watch_optimizers
 from tiermem.runtime.vertical import forward_backward
 from tiermem.stats import Statistics
 from tiermem.zero3.activations import ActivationStore
@@ -49,7 +50,7 @@ class Runtime(Closing):
         self._closed = False
         self._home = HomeProcess()
         self._activations: ActivationStore | None = None
-        self._guards = ModelGuards(house.divided, house.gatherer)
+        self._guards = ModelGuards(house.divided, house.gatherer, watch_optimizers())
         self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
         self._writing = 0  # how many `gathered(write=True)` are open
         self._places = Places(house)

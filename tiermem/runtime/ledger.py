@@ -165,6 +165,10 @@ class Steps:
         self._coordinator.attach_optimizer(source, parameters)
         return {number: self._resumed[number] for number in parameters if number in self._resumed}
 
+    def has_optimizer(self, parameter: int) -> bool:
+        """Whether some optimizer has been made for a parameter."""
+        return parameter in self._coordinator.owned
+
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()

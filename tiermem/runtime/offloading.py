@@ -66,8 +66,7 @@ def offload(
         ResumeError: there is nothing to continue, it is of another model, or a commit would be replaced.
         swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
     """
-    if not isinstance(config, Config):
-        raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    _check_kinds(model, config, weights, init)
     for name, parameter in model.named_parameters():
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
@@ -83,6 +82,18 @@ def offload(
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")
         raise
+
+
+def _check_kinds(model: object, config: object, weights: object, init: object) -> None:
+    """Refuse what is not of the kind that `offload` asks for, before anything is opened."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"offload expects a torch.nn.Module, found {type(model).__name__}")
+    if not isinstance(config, Config):
+        raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    if not (weights is None or isinstance(weights, (str, os.PathLike))):
+        raise ConfigError(f"weights: expected the path of a file or a folder, found {type(weights).__name__}")
+    if not (init is None or callable(init)):
+        raise ConfigError(f"init: expected a function of a module, found {type(init).__name__}")
 
 
 def _find_source(

@@ -22,6 +22,8 @@ class Places:
 
     def find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
         """The unit and the slot of a parameter. Raises ConfigError for one of another model."""
+        if not isinstance(parameter, nn.Parameter):
+            raise ConfigError(f"expected a parameter of the model, found {type(parameter).__name__}")
         number = self._number_of.get(id(parameter))
         if number is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")

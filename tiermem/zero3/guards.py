@@ -1,9 +1,9 @@
 """What is refused on an offloaded model because it would give or lose values in silence.
 
-Owns the hooks on `state_dict` and `load_state_dict`, and the one that is left behind when the runtime is closed. Does
+Owns the hooks on `state_dict` and `load_state_dict`, and those that are left behind when the runtime is closed. Does
 not know how values come or go. Guarantees that `state_dict()` never hands out placeholders, that `load_state_dict`
 never writes into them or puts other parameters in their place, and that a model whose runtime is closed says so
-instead of computing with NaN.
+instead of computing with NaN, or being saved as NaN.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from tiermem.zero3.units import ModelUnits
 class ModelGuards:
     """The guards of one model, from construction to `close`."""
 
-    def __init__(self, divided: ModelUnits, gatherer: Gatherer) -> None:
+    def __init__(self, divided: ModelUnits, gatherer: Gatherer, *others: RemovableHandle) -> None:
+        """`others`: guards of other rooms, which end with these."""
         self._modules = [module for module in divided.model.modules() if _own(module)]
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = [*others]
         there = all_gathered(divided, gatherer)
         for module in self._modules:
             self._handles.append(module.register_state_dict_pre_hook(_Reading(there)))  # type: ignore[no-untyped-call]
@@ -34,13 +35,14 @@ class ModelGuards:
             self._handles.append(module.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """The runtime ends: allow what was refused, but refuse to compute with what is left of the parameters."""
+        """The runtime ends: allow what was refused, but refuse to compute with, or save, placeholders that stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for module in self._modules:
             if any(map(is_placeholder, _own(module))):
                 module.register_forward_pre_hook(_refuse_closed)
+                module.register_state_dict_pre_hook(_refuse_saving_closed)  # type: ignore[no-untyped-call]
 
 
 def all_gathered(divided: ModelUnits, gatherer: Gatherer) -> Callable[[], bool]:
@@ -92,6 +94,15 @@ def _refuse_closed(module: nn.Module, _: Any) -> None:
         raise TiermemError(
             f"{type(module).__name__} was called after its runtime was closed: its parameters are gone; use "
             "close(restore_model=True) to keep them, or tiermem.offload(..., resume=True) to go on from a commit"
+        )
+
+
+def _refuse_saving_closed(module: nn.Module, *_: Any) -> None:
+    """Left on a module for good, too: `torch.save(model.state_dict())` after close would write a file of NaN."""
+    if any(map(is_placeholder, _own(module))):
+        raise TiermemError(
+            f"state_dict() of {type(module).__name__} after its runtime was closed would be full of NaN: its "
+            "parameters are gone; to keep them use close(restore_model=True), or save with the runtime before closing"
         )
 
 

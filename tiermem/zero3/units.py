@@ -22,7 +22,8 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 
-Wanted = Callable[[nn.Module], bool] | Iterable[nn.Module | str] | None
+Wish = nn.Module | type[nn.Module] | str
+Wanted = Callable[[nn.Module], bool] | Iterable[Wish] | Wish | None
 
 # Torch's own modules that hold others and do call them as modules, so that their parts can be units.
 _ORCHESTRATORS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -99,10 +100,11 @@ class ModelUnits:
 def find_units(model: nn.Module, wanted: Wanted = None) -> ModelUnits:
     """Divide `model`.
 
-    `wanted`: modules, class names, or a predicate. By default Hugging Face's `_no_split_modules` hint, else the
-    children of the outermost ModuleLists. What is left becomes one unit for every module that directly owns
-    parameters. Parameters registered at several places belong to the first unit that meets them.
-    Raises ConfigError for a model without parameters and for a wish that matches nothing.
+    `wanted`: modules, classes or their names (one, or several), or a predicate. By default Hugging Face's
+    `_no_split_modules` hint, else the children of the outermost ModuleLists. What is left becomes one unit for every
+    module that directly owns parameters. Parameters registered at several places belong to the first unit that meets
+    them.
+    Raises ConfigError for a model without parameters and for a wish that is none or matches nothing.
     """
     modules = list(model.named_modules())
     inside_atomic = _inside_atomic(modules)
@@ -163,12 +165,13 @@ def _roots(
 
 
 def _wished(modules: Sequence[tuple[str, nn.Module]], wanted: Wanted) -> set[int]:
-    if callable(wanted):
+    # Modules and classes can be called, too, but are no predicates.
+    if callable(wanted) and not isinstance(wanted, (nn.Module, type)):
         chosen = {id(module) for _, module in modules if wanted(module)}
     else:
-        wishes = [wanted] if isinstance(wanted, str) else list(wanted or ())
-        classes = {wish for wish in wishes if isinstance(wish, str)}
-        given = {id(wish) for wish in wishes if not isinstance(wish, str)}
+        wishes = _wishes(wanted)
+        classes = {wish if isinstance(wish, str) else wish.__name__ for wish in wishes if isinstance(wish, (str, type))}
+        given = {id(wish) for wish in wishes if isinstance(wish, nn.Module)}
         foreign = given - {id(module) for _, module in modules}
         if foreign:
             raise ConfigError(f"units= names {len(foreign)} module(s) that are not part of the model")
@@ -179,6 +182,16 @@ def _wished(modules: Sequence[tuple[str, nn.Module]], wanted: Wanted) -> set[int
     if not chosen:
         raise ConfigError("units= matches no module of the model")
     return chosen
+
+
+def _wishes(wanted: object) -> list[Wish]:
+    one = isinstance(wanted, (str, nn.Module)) and not isinstance(wanted, nn.ModuleList)
+    wishes: list[Wish] = []
+    for wish in wanted if isinstance(wanted, Iterable) and not one else [wanted]:
+        if not isinstance(wish, (nn.Module, str)) and not (isinstance(wish, type) and issubclass(wish, nn.Module)):
+            raise ConfigError(f"units= expects modules, classes or their names, or a predicate, found {wish!r}")
+        wishes.append(wish)
+    return wishes
 
 
 def _hinted(modules: Sequence[tuple[str, nn.Module]]) -> set[int]:
