@@ -278,6 +278,14 @@ def _dtype(name: str, value: object) -> object:
     return _one_of(*_DTYPES)(name, text)
 
 
+def parse_dtype(name: str, value: object) -> torch.dtype:
+    """The torch dtype meant by a value of the argument `name`. Raises ConfigError for one that is not computed in."""
+    text = str(value).removeprefix("torch.")
+    if not isinstance(value, (str, torch.dtype)) or text not in _DTYPES:
+        _refuse(name, "one of " + ", ".join(map(repr, _DTYPES)), value, "leave it out for param_dtype")
+    return _DTYPES[text]
+
+
 def _directories(name: str, value: object) -> object:
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
