@@ -55,6 +55,15 @@ def reshard(directory: Path, rank: int, size: int) -> Any:
     return {"masters": masters, "dtypes": dtypes}
 
 
+def refused(directory: Path, rank: int, size: int) -> Any:
+    """Whole pages are completed on the device."""
+    config = scenarios.config_for(directory, stage=2, device="simulated", device_memory="8MiB")
+    model = scenarios.Odd()
+    with pytest.raises(tiermem.ConfigError) as caught:
+        tiermem.offload(model, config, keep=SMALL)
+    return str(caught.value), bool(model.scale.isfinite().all()), list(directory.glob(f"rank_{rank:05d}/*"))
+
+
 SMALL = "1KiB"
 SCENARIOS: dict[str, Scenario] = {
     "kept_small": keeping(keep=SMALL),
@@ -64,4 +73,5 @@ SCENARIOS: dict[str, Scenario] = {
     "kept_stage_1": keeping(keep=SMALL, stage=1),
     "kept_on_a_device": keeping(keep=SMALL, device="simulated", device_memory="8MiB"),
     "kept_reshard": reshard,
+    "kept_whole_on_a_device": refused,
 }

@@ -18,7 +18,10 @@ NAMES = ["kept_small", "kept_all", "kept_backward", "kept_stage_2", "kept_stage_
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return run_jobs(tmp_path_factory.mktemp("kept"), [(2, [*NAMES, "kept_reshard"]), (1, ["kept_reshard"])])
+    return run_jobs(
+        tmp_path_factory.mktemp("kept"),
+        [(2, [*NAMES, "kept_reshard", "kept_whole_on_a_device"]), (1, ["kept_reshard"])],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,10 @@ def test_from_two_ranks_with_norms_in_float32_to_one(reports):
         assert all(torch.equal(each["masters"][name], one["masters"][name]) for name in one["masters"])
     norms = {name for name, dtype in one["dtypes"].items() if dtype == torch.float32}
     assert norms == {f"layers.{number}.3.{which}" for number in range(3) for which in ("weight", "bias")}
+
+
+def test_whole_pages_that_are_completed_on_a_device_are_refused(reports):
+    for said, untouched, left in values(reports[2, "kept_whole_on_a_device"]):
+        assert "keep= with 2 ranks that compute on devices needs stage=3, found stage=2" in said
+        assert untouched
+        assert left == []

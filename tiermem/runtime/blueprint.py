@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from tiermem.config import Config, resolve_host_memory
+from tiermem.errors import ConfigError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.tiles import UnitState
@@ -126,6 +127,11 @@ def draw(
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), quantized)
     beginning = beginning or Beginning()
     footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
+    if whole and device is not None and any(size.kept for size in sizes):
+        raise ConfigError(
+            f"keep= with {ranks} ranks that compute on devices needs stage=3, found stage={config.stage}: there what "
+            "other ranks have updated is brought together on the device, and the page would not stay in host memory"
+        )
     layouts = lay_out(tile_numel=footprint.tile_numel)
     if beginning.record is not None:
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
