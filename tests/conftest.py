@@ -3,9 +3,12 @@
 What needs a GPU is in tests/cuda and run by tools/gpu_suite.py, which sets TIERMEM_GPU_SUITE.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import pytest
+from doubles_python import WarmPython
 
 if "TIERMEM_GPU_SUITE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; for child processes too
@@ -14,3 +17,10 @@ if "TIERMEM_GPU_SUITE" not in os.environ:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long ones, so that no worker is left with one while the others have nothing to do."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """A Python to start in place of `sys.executable`, which has imported everything already."""
+    with contextlib.closing(WarmPython()) as found:
+        yield found

@@ -46,6 +46,22 @@ class MemoryLease:
         self.release()
 
 
+class PromptLease:
+    """What was asked for is there at once; what nobody takes, and was to be written anew, has no contents."""
+
+    def __init__(self, pager: MemoryPager, keys: tuple[PageKey, ...], intent: Intent) -> None:
+        self._lease = pager.lease(keys, intent)
+
+    def wait(self) -> MemoryLease:
+        return self._lease
+
+    def give_up(self) -> None:
+        if not self._lease.released:
+            self._lease.release()
+            if self._lease.intent is Intent.FRESH:
+                self._lease.pager.start_discard(self._lease.keys)
+
+
 class MemoryPager:
     """Pages live in `home`; a lease copies them into a fresh frame, which is poisoned when the last lease goes."""
 
@@ -58,6 +74,7 @@ class MemoryPager:
         self.graveyard: list[MemoryFrame] = []
         self.grants: Counter[tuple[Kind, Intent]] = Counter()
         self.most_units = 0
+        self.asked_ahead: list[tuple[PageKey, ...]] = []
 
     def add_page(self, key: PageKey, nbytes: int) -> None:
         if key in self.sizes:
@@ -89,6 +106,10 @@ class MemoryPager:
                 self.home[key] = self.frames[key].tensor[: self.sizes[key]]
         self.most_units = max(self.most_units, len(self.leased(Kind.PARAM)))
         return lease
+
+    def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PromptLease:
+        self.asked_ahead.append(tuple(keys))
+        return PromptLease(self, tuple(keys), intent)
 
     def give_back(self, lease: MemoryLease) -> None:
         for key in lease.keys:

@@ -1,4 +1,4 @@
-"""Real processes as ranks: one interpreter imports everything once and forks the ranks of each world.
+"""Real processes as ranks: one process imports everything once and forks the ranks of each world.
 
 Run as a program it forks, for every job it is given, that many processes; each initialises torch.distributed with gloo
 and carries out the job's scenarios one after the other. What a scenario returns, or raises, is saved per rank. Nothing
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from doubles_python import WarmPython
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 120.0  # seconds for all jobs of a call together
 STALL = 20.0  # seconds the ranks wait for each other
@@ -46,11 +48,12 @@ class Report:
 Reports = dict[tuple[int, str], list[Report | None]]
 
 
-def run_jobs(directory: Path, jobs: list[tuple[int, list[str]]], *, limit: float = LIMIT) -> Reports:
+def run_jobs(
+    python: WarmPython, directory: Path, jobs: list[tuple[int, list[str]]], *, limit: float = LIMIT
+) -> Reports:
     """Carry out jobs of (ranks, scenarios); reports by (ranks, scenario), in rank order; None: the rank died."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
-    arguments = [sys.executable, __file__, str(directory), json.dumps(jobs), str(limit)]
-    program = subprocess.Popen(arguments, env=environment, start_new_session=True)
+    arguments = [python.path, __file__, str(directory), json.dumps(jobs), str(limit)]
+    program = subprocess.Popen(arguments, start_new_session=True)
     try:
         code = program.wait(limit + 30)
     finally:

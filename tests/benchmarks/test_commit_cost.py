@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_both_runs_train_alike_and_the_result_says_what_was_measured(tmp_path: Path) -> None:
+def test_both_runs_train_alike_and_the_result_says_what_was_measured(warm_python: WarmPython, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"  # a round measured before, which counts too
     moved = {"drive_bytes_read": [1] * 5, "drive_bytes_written": [1] * 5}
     before = [
@@ -18,9 +18,8 @@ def test_both_runs_train_alike_and_the_result_says_what_was_measured(tmp_path: P
         for name, seconds in (("without commits", 4.0), ("a commit every step", 4.1))
     ]
     earlier.write_text(json.dumps({"runs": before}))
-    command = [sys.executable, str(ROOT / "benchmarks" / "commit_cost.py"), "--quick", "--add", str(earlier)]
-    command += ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [str(ROOT / "benchmarks" / "commit_cost.py"), "--quick", "--add", str(earlier)]
+    done = warm_python.run(*command, "--directory", str(tmp_path), "--results", str(tmp_path / "results"))
     assert done.returncode == 0, done.stderr + done.stdout
     (markdown,) = (tmp_path / "results").glob("commit_cost_*.md")
     for word in ("cores", "torch", "date: 20", "--quick", "| without commits |", "| a commit every step |"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,18 +25,20 @@ def load(folder: str, name: str) -> ModuleType:
     return module
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The suite in this process, which has torch already; what it starts are processes of their own."""
+@pytest.fixture
+def run(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The suite in this process; what it starts are processes of their own."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return load("tools", "gpu_suite").main(arguments)
+    monkeypatch.setattr(sys, "executable", warm_python.path)
+    # What transformers imports has a plug-in for pytest, too.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-W ignore::pytest.PytestAssertRewriteWarning")
+    return lambda *arguments: int(load("tools", "gpu_suite").main(arguments))
 
 
 def test_the_suite_runs_on_a_simulated_device_and_writes_one_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = run(
-        monkeypatch,
         *("--simulated", "--tests", "states_on_disk", "--contenders", "everything on swap"),
         *("--directory", str(tmp_path), "--results", str(tmp_path / "results")),
     )
@@ -50,10 +54,10 @@ def test_the_suite_runs_on_a_simulated_device_and_writes_one_result(
 
 
 def test_a_suite_without_time_says_what_it_did_not_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     places = ("--directory", str(tmp_path), "--results", str(tmp_path / "results"))
-    assert run(monkeypatch, "--simulated", "--seconds", "0.1", *places) == 1
+    assert run("--simulated", "--seconds", "0.1", *places) == 1
     said = capfd.readouterr().out
     assert "FAILED  tests" in said
     assert "FAILED  benchmark" in said

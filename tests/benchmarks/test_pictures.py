@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
+Draw = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "pictures.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+@pytest.fixture
+def draw(warm_python: WarmPython) -> Draw:
+    return partial(warm_python.run, str(ROOT / "benchmarks" / "pictures.py"))
 
 
-def test_the_committed_live_view_is_the_one_that_is_drawn(tmp_path: Path) -> None:
+def test_the_committed_live_view_is_the_one_that_is_drawn(draw: Draw, tmp_path: Path) -> None:
     done = draw("--pictures", str(tmp_path))
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "live_view.svg").read_text()
@@ -37,7 +38,7 @@ def test_the_committed_live_view_is_the_one_that_is_drawn(tmp_path: Path) -> Non
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_becomes_a_picture_or_the_extra_is_named(tmp_path: Path) -> None:
+def test_a_sweep_becomes_a_picture_or_the_extra_is_named(draw: Draw, tmp_path: Path) -> None:
     one = {
         "backend": "threads", "block_size": 1 << 20, "queue_depth": 8, "direct": True,
         "gigabytes_per_second": 1.0, "latency_ms": {"p99": 2.0},
@@ -52,7 +53,7 @@ def test_a_sweep_becomes_a_picture_or_the_extra_is_named(tmp_path: Path) -> None
     assert (tmp_path / "pictures" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_contenders_beside_each_other_become_a_picture(tmp_path: Path) -> None:
+def test_contenders_beside_each_other_become_a_picture(draw: Draw, tmp_path: Path) -> None:
     one = {"workload": "io-bound", "error": None, "baseline_rss_bytes": 1 << 20, "peak_rss_bytes": 9 << 20}
     runs = [{**one, "contender": name, "seconds": [1.0, 2.0, 4.0]} for name in ("plain", "tiermem x=1", "fio")]
     runs.append({"workload": "io-bound", "contender": "deepspeed nvme", "error": "it died"})

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,11 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("planning", ("64 GPUs", "| processor s |"), 6),
     ],
 )
-def test_quick(script: str, words: tuple[str, ...], rows: int, tmp_path: Path) -> None:
+def test_quick(script: str, words: tuple[str, ...], rows: int, warm_python: WarmPython, tmp_path: Path) -> None:
     program = str(ROOT / "benchmarks" / f"{script}.py")
-    command = [sys.executable, program, "--quick", "--results", str(tmp_path / "results")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    done = warm_python.run(program, "--quick", "--results", str(tmp_path / "results"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (markdown,) = (tmp_path / "results").glob(f"{script}_*.md")
     for word in (*words, "cores", "torch", "date: 20"):

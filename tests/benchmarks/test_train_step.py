@@ -7,20 +7,24 @@ import math
 import shutil
 import statistics
 import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
+Benchmark = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), "--quick", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run_benchmark(warm_python: WarmPython) -> Benchmark:
+    """The contenders are processes of their own too, started in the same way."""
+    return partial(warm_python.run, str(ROOT / "benchmarks" / "train_step.py"), "--quick")
 
 
-def test_the_result_names_machine_versions_date_and_command(tmp_path: Path) -> None:
+def test_the_result_names_machine_versions_date_and_command(run_benchmark: Benchmark, tmp_path: Path) -> None:
     done = run_benchmark("--no-tiermem", "--directory", str(tmp_path), "--results", str(tmp_path / "results"))
     assert done.returncode == 0, done.stderr
     (markdown,) = (tmp_path / "results").glob("train_step_*.md")
@@ -32,7 +36,7 @@ def test_the_result_names_machine_versions_date_and_command(tmp_path: Path) -> N
     assert run["peak_rss_bytes"] > run["baseline_rss_bytes"] > 0
 
 
-def test_tiermem_runs_beside_plain_and_its_schedules_agree(tmp_path: Path) -> None:
+def test_tiermem_runs_beside_plain_and_its_schedules_agree(run_benchmark: Benchmark, tmp_path: Path) -> None:
     """Weights are drawn in another order than plain PyTorch draws them, so losses are compared among schedules only."""
     results = tmp_path / "results"
     settings = ["--tiermem", "host_memory=8MiB,update=backward", "--tiermem", "host_memory=8MiB,update=forward"]
@@ -47,7 +51,7 @@ def test_tiermem_runs_beside_plain_and_its_schedules_agree(tmp_path: Path) -> No
     assert len(backward["details"]["bytes_read"]) == 7
 
 
-def test_micro_batches_in_a_loop_and_together_have_the_same_losses(tmp_path: Path) -> None:
+def test_micro_batches_in_a_loop_and_together_have_the_same_losses(run_benchmark: Benchmark, tmp_path: Path) -> None:
     results, settings = tmp_path / "results", "host_memory=8MiB,update=forward,moments=int8,accumulate=3"
     contenders = ["--no-plain", "--tiermem", settings, "--tiermem", f"{settings},vertical=yes"]
     done = run_benchmark(*contenders, "--directory", str(tmp_path), "--results", str(results))
@@ -58,7 +62,7 @@ def test_micro_batches_in_a_loop_and_together_have_the_same_losses(tmp_path: Pat
     assert sum(together["details"]["bytes_read"]) <= sum(loop["details"]["bytes_read"])
 
 
-def test_in_turns_there_are_five_blocks_of_two_steps(tmp_path: Path) -> None:
+def test_in_turns_there_are_five_blocks_of_two_steps(run_benchmark: Benchmark, tmp_path: Path) -> None:
     results, settings = tmp_path / "results", "host_memory=8MiB,update=forward"
     done = run_benchmark(
         "--in-turns", "--no-plain", "--tiermem", settings, "--directory", str(tmp_path), "--results", str(results)
@@ -71,7 +75,7 @@ def test_in_turns_there_are_five_blocks_of_two_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_steps_are_held_against_what_fio_reaches_in_the_same_rounds(tmp_path: Path) -> None:
+def test_steps_are_held_against_what_fio_reaches_in_the_same_rounds(run_benchmark: Benchmark, tmp_path: Path) -> None:
     contenders = ["--no-plain", "--tiermem", "host_memory=8MiB,update=forward", "--fio"]
     done = run_benchmark(*contenders, "--directory", str(tmp_path), "--results", str(tmp_path / "results"))
     assert done.returncode == 0, done.stderr
@@ -84,7 +88,7 @@ def test_steps_are_held_against_what_fio_reaches_in_the_same_rounds(tmp_path: Pa
     assert f"in the same rounds: {rate:.2f} GB/s" in done.stdout
 
 
-def test_a_contender_that_fails_is_said() -> None:
+def test_a_contender_that_fails_is_said(run_benchmark: Benchmark) -> None:
     for how in ([], ["--in-turns"]):
         done = run_benchmark(*how, "--no-plain", "--tiermem", "no_such_field=1")
         assert done.returncode == 1

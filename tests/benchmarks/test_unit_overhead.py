@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_runs_and_every_case_trains_alike(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "unit_overhead.py"), "--quick"]
-    command += ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+def test_it_runs_and_every_case_trains_alike(warm_python: WarmPython, tmp_path: Path) -> None:
+    where = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
+    done = warm_python.run(str(ROOT / "benchmarks" / "unit_overhead.py"), "--quick", *where)
     assert done.returncode == 0, done.stderr + done.stdout
     (markdown,) = (tmp_path / "results").glob("unit_overhead_*.md")
     for word in ("cores", "torch", "date: 20", "--quick", "| cached | 4 |", "| paged | 12 |", "pager CPU"):

@@ -8,14 +8,15 @@ from pathlib import Path
 import doubles_rank_scenarios as scenarios
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_ranks import Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
 from tiermem.checkpoint.reading import open_snapshot
 
 
-def test_from_two_ranks_to_three_to_one(tmp_path: Path) -> None:
-    reports = run_jobs(tmp_path, [(2, ["copied"]), (3, ["copied"]), (1, ["copied"])])
+def test_from_two_ranks_to_three_to_one(warm_python: WarmPython, tmp_path: Path) -> None:
+    reports = run_jobs(warm_python, tmp_path, [(2, ["copied"]), (3, ["copied"]), (1, ["copied"])])
     snapshots = {}
     for size in (2, 3, 1):
         found = values(reports[size, "copied"])
@@ -44,8 +45,10 @@ CHAINS = [[(1, "begun"), (2, "continued_from_1"), (3, "continued_from_2")], [(4,
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=["1 to 2 to 3", "4 to 1"])
-def test_the_same_bits_and_the_same_training_on_another_number_of_ranks(chain: list, tmp_path: Path) -> None:
-    reports: Reports = run_jobs(tmp_path, [(size, [name]) for size, name in chain])
+def test_the_same_bits_and_the_same_training_on_another_number_of_ranks(
+    chain: list, warm_python: WarmPython, tmp_path: Path
+) -> None:
+    reports: Reports = run_jobs(warm_python, tmp_path, [(size, [name]) for size, name in chain])
     torch.manual_seed(1)
     model = scenarios.Odd()
     optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=scenarios.CLIP)

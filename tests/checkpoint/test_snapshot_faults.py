@@ -8,8 +8,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 import xxhash
 from doubles_commit import Training, check_equal, make_config, undisturbed
+from doubles_python import WarmPython
 
 import swap
 import tiermem
@@ -303,6 +302,7 @@ def test_bytes_that_are_damaged_in_the_swap_file_never_become_a_snapshot(
 
 KILLED = """
 import os, signal, sys
+sys.path.append("tests")
 from pathlib import Path
 from doubles_commit import Training, make_config
 from tiermem.runtime import snapshots
@@ -316,12 +316,12 @@ training.runtime.snapshot(folder / "copy").wait()
 """
 
 
-def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
-    tests = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    arguments = [sys.executable, "-c", KILLED, str(tmp_path)]
-    assert subprocess.run(arguments, env=environment, timeout=120, check=False).returncode == -signal.SIGKILL
+    done = warm_python.run("-c", KILLED, str(tmp_path))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     run, partial = sorted(tmp_path.iterdir(), key=lambda path: path.name.startswith("."))
     assert partial.name.startswith(".copy.")
     assert partial.name.endswith(".partial")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doubles_command import Commands
 
 import tiermem
 from tiermem.config import Config
@@ -72,10 +70,3 @@ def plain_core(monkeypatch: pytest.MonkeyPatch) -> PlainCore:
     monkeypatch.setattr(tiermem, "deferred_init", contextlib.nullcontext, raising=False)
     monkeypatch.setattr(tiermem, "offload", core.offload, raising=False)
     return core
-
-
-@pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
-    """The real command, in processes of its own."""
-    with contextlib.closing(Commands()) as found:
-        yield found

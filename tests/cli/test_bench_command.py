@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from doubles_python import WarmPython
 from rich.console import Console
 
 from tiermem.cli import bench_plot, main
@@ -71,10 +70,10 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_in_the_command_removes_the_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiermem", "bench", "--dir", str(tmp_path), "--size", "16MiB", "--seconds", "600"]
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as child:
+def test_ctrl_c_in_the_command_removes_the_file(warm_python: WarmPython, tmp_path: Path) -> None:
+    words = ["bench", "--dir", str(tmp_path), "--size", "16MiB", "--seconds", "600"]
+    command = [warm_python.path, "-m", "tiermem", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None
         for line in child.stderr:
             if line.strip() == "read":

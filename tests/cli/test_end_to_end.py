@@ -1,24 +1,32 @@
-"""`tiermem train` with the real core under it, in a process of its own: forked, but for the one that is killed."""
+"""`tiermem train` with the real core under it, in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from doubles_command import Commands
+from doubles_python import WarmPython
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(warm_python: WarmPython) -> Command:
+    return partial(warm_python.run, "-m", "tiermem")
 
 
 @pytest.mark.parametrize("update", ["backward", "forward", "step"])
-def test_a_model_beyond_its_budget_learns(commands: Commands, tmp_path: Path, update: str) -> None:
-    done = commands.run(
+def test_a_model_beyond_its_budget_learns(command: Command, tmp_path: Path, update: str) -> None:
+    done = command(
         *("train", "--model", "llama-5m", "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "2e-3", "--json"),
         *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", update),
     )
@@ -33,11 +41,11 @@ def test_a_model_beyond_its_budget_learns(commands: Commands, tmp_path: Path, up
     assert list(tmp_path.iterdir()) == [], "swap files were left behind"
 
 
-def test_vertical_accumulation_has_the_same_losses_and_reads_less(commands: Commands, tmp_path: Path) -> None:
+def test_vertical_accumulation_has_the_same_losses_and_reads_less(command: Command, tmp_path: Path) -> None:
     """And 8-bit moments on top of it."""
     found = []
     for vertical in ([], ["--vertical"]):
-        done = commands.run(
+        done = command(
             *(
                 "train",
                 "--model",
@@ -61,10 +69,10 @@ def test_vertical_accumulation_has_the_same_losses_and_reads_less(commands: Comm
     assert found[1][-1]["bytes_read"] < 0.6 * found[0][-1]["bytes_read"]
 
 
-def test_offloaded_activations_give_the_same_losses(commands: Commands, tmp_path: Path) -> None:
+def test_offloaded_activations_give_the_same_losses(command: Command, tmp_path: Path) -> None:
     losses = []
     for more in ([], ["--offload-activations", "--gradient-checkpointing"]):
-        done = commands.run(
+        done = command(
             *("train", "--model", "llama-5m", "--steps", "2", "--batch", "2", "--seq", "256", "--json"),
             *("--host-memory", "16MiB", "--swap-dir", str(tmp_path), *more),
         )
@@ -73,8 +81,8 @@ def test_offloaded_activations_give_the_same_losses(commands: Commands, tmp_path
     assert losses[0] == losses[1]
 
 
-def test_an_impossible_budget_is_one_line(commands: Commands, tmp_path: Path) -> None:
-    done = commands.run(
+def test_an_impossible_budget_is_one_line(command: Command, tmp_path: Path) -> None:
+    done = command(
         "train", "--model", "llama-tiny", "--steps", "1", "--host-memory", "4KiB", "--swap-dir", str(tmp_path)
     )
     assert done.returncode == 1
@@ -85,45 +93,46 @@ def test_an_impossible_budget_is_one_line(commands: Commands, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("option", ["--update", "--param-dtype", "--host-memory"])
-def test_an_unknown_word_is_one_line(commands: Commands, tmp_path: Path, option: str) -> None:
-    done = commands.run("train", "--model", "llama-tiny", "--swap-dir", str(tmp_path), option, "nonsense")
+def test_an_unknown_word_is_one_line(command: Command, tmp_path: Path, option: str) -> None:
+    done = command("train", "--model", "llama-tiny", "--swap-dir", str(tmp_path), option, "nonsense")
     assert done.returncode == 1
     assert "nonsense" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_config_json_of_another_architecture(commands: Commands, tmp_path: Path) -> None:
+def test_a_config_json_of_another_architecture(command: Command, tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 256, "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = commands.run(
-        "train", "--model", str(tmp_path), "--steps", "2", "--seq", "32", "--host-memory", "4MiB", "--json"
-    )
+    done = command("train", "--model", str(tmp_path), "--steps", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["steps"]) == 2
 
 
-def test_a_training_is_resumed_where_it_was_committed(commands: Commands, tmp_path: Path) -> None:
+def test_a_training_is_resumed_where_it_was_committed(
+    command: Command, warm_python: WarmPython, tmp_path: Path
+) -> None:
     common = ("--model", "llama-tiny", "--batch", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
     steps = 120  # far more than are done between two looks at the directory
     for name in ("plain", "run"):
         (tmp_path / name).mkdir()
-    plain = commands.run("train", *common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
+    plain = command("train", *common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
     losses = [step["loss"] for step in json.loads(plain.stdout)["steps"]]
     run = str(tmp_path / "run")
-    command = [sys.executable, "-m", "tiermem", "train", *common, "--steps", str(steps), "--swap-dir", run]
-    with subprocess.Popen([*command, "--commit-every", "2"], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+    words = [warm_python.path, "-m", "tiermem", "train", *common, "--steps", str(steps), "--swap-dir", run]
+    with subprocess.Popen([*words, "--commit-every", "2"], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         while process.poll() is None and not list((tmp_path / "run").glob("*.manifest")):
             time.sleep(0.01)
-        process.kill()
-    resumed = commands.run("train", *common, "--steps", str(steps), "--swap-dir", run, "--resume")
+        process.terminate()  # nobody catches it: the kernel ends the process at once, as it does a killed one
+    assert process.returncode == -signal.SIGTERM
+    resumed = command("train", *common, "--steps", str(steps), "--swap-dir", run, "--resume")
     found = [step["loss"] for step in json.loads(resumed.stdout)["steps"]]
     assert 1 <= len(found) <= steps - 2
     assert found == losses[-len(found) :]
-    again = commands.run("train", *common, "--steps", str(steps), "--swap-dir", run)
+    again = command("train", *common, "--steps", str(steps), "--swap-dir", run)
     assert again.returncode == 1
     assert "committed run" in again.stderr
-    assert json.loads(commands.run("snapshot", "list", run, "--json").stdout)["step"] == steps
-    verified = commands.run("snapshot", "verify", run, "--json")
+    assert json.loads(command("snapshot", "list", run, "--json").stdout)["step"] == steps
+    verified = command("snapshot", "verify", run, "--json")
     assert verified.returncode == 0
     report = json.loads(verified.stdout)
     assert (report["step"], report["verified"], report["damaged"]) == (steps, True, [])

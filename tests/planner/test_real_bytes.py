@@ -43,7 +43,7 @@ class Case:
     look_ahead: int | str
 
 
-def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation]:
+def small_model(*, tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = LlamaConfig(
         hidden_size=128,
@@ -51,9 +51,27 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
         num_hidden_layers=5,
         num_attention_heads=4,
         vocab_size=512,
-        tie_word_embeddings=case.tied,
+        tie_word_embeddings=tied,
         use_cache=False,
     )
+    return LlamaForCausalLM(shape)
+
+
+def trained(model: LlamaForCausalLM, runtime: tiermem.Runtime) -> list[tuple[int, int]]:
+    """Bytes read and written in each of three steps, after three."""
+    optimizer, moved = tiermem.AdamW(model.parameters()), []
+    for _ in range(6):
+        tokens = torch.randint(512, (2, 16))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        last = runtime.statistics().last
+        assert last is not None
+        moved.append((last.bytes_read, last.bytes_written))
+    return moved[3:]
+
+
+def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation]:
     config = tiermem.Config(
         device="cpu",
         host_memory=case.host,
@@ -65,19 +83,10 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
         io_backend="inline",
         commits=False,
     )
-    model = LlamaForCausalLM(shape)
+    model = small_model(tied=case.tied)
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype=case.dtype)
-    moved = []
     with tiermem.offload(model, config) as runtime:
-        optimizer = tiermem.AdamW(model.parameters())
-        for _ in range(6):
-            tokens = torch.randint(512, (2, 16))
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            last = runtime.statistics().last
-            assert last is not None
-            moved.append((last.bytes_read, last.bytes_written))
+        moved = trained(model, runtime)
         order = runtime._house.scheduler.order.expected
         assert order is not None
         assert order.accesses == work.step_order, "units are used in the order that was foreseen"
@@ -90,7 +99,7 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
     )
     design = make_design(work, INSTANT, settings)
     assert design.footprint == footprint, "the budget is shared out alike"
-    return moved[3:], simulate(design)
+    return moved, simulate(design)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +134,7 @@ def test_what_fits_moves_nothing_in_either(update: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("update", "share"), [("step", 0.7), ("forward", 0.5), ("backward", 0.3)])
-def test_beside_a_device_the_bytes_to_and_from_disk_are_the_plans(
+def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_counts(
     update: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[Plan] = []
@@ -136,16 +145,7 @@ def test_beside_a_device_the_bytes_to_and_from_disk_are_the_plans(
         return plans[-1]
 
     monkeypatch.setattr(Ahead, "make_plan", noted)
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        vocab_size=512,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(shape)
+    model = small_model()
     numel = sum(parameter.numel() for parameter in model.parameters())
     config = tiermem.Config(
         device="simulated",
@@ -157,20 +157,10 @@ def test_beside_a_device_the_bytes_to_and_from_disk_are_the_plans(
         io_backend="inline",
         commits=False,
     )
-    moved = []
     with tiermem.offload(model, config) as runtime:
-        optimizer = tiermem.AdamW(model.parameters())
-        for _ in range(6):
-            tokens = torch.randint(512, (2, 16))
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            last = runtime.statistics().last
-            assert last is not None
-            moved.append((last.bytes_read, last.bytes_written))
-    found = statistics.median(read + written for read, written in moved[3:])
-    # Host memory is in one piece, and for a place in it kept pages are written, too: up to 13 % was seen. The
-    # bound notices a plan not followed at all; next uses alone move too little more to be told from it.
+        found = statistics.median(read + written for read, written in trained(model, runtime))
+    # Host memory is in one piece, and for a place in it kept pages are written, too: up to 13 % was seen. This holds
+    # the count against what happens; it does not show that the plan is why: next uses alone move a few percent more.
     assert found == pytest.approx(plans[-1].moved, rel=0.25)
 
 

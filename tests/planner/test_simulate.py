@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
+from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,51 +15,15 @@ from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
 from tiermem.planner import predict as predicting
 from tiermem.planner import world as world_module
-from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
-from tiermem.planner.clock import Signal
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.footprint import rounded
-from tiermem.planner.machine import Device, Drive, Host, Machine
+from tiermem.planner.machine import Device
 from tiermem.planner.simulate import Simulation, simulate
-from tiermem.planner.workload import UnitWork, Workload, order_of, transformer
+from tiermem.planner.workload import order_of, transformer
 from tiermem.planner.world import World
-from tiermem.stats import StepStatistics
 from tiermem.zero3.order import Phase
 
 MIB = 1 << 20
-MACHINE = Machine(
-    name="test",
-    source="described for a test",
-    host=Host(
-        flops={"bfloat16": 1e12, "float32": 5e11},
-        update_rate={"bfloat16": 1e9, "float32": 2e9},
-        compute_beside_update=0.5,
-        update_beside_compute=0.3,
-    ),
-    drive=Drive(read=2e9, write=1.5e9, mixed=1.2e9),
-)
-
-
-def workload(numels: list[int], *, tokens: int = 256, batches: int = 1, dtype: str = "bfloat16") -> Workload:
-    units = tuple(UnitWork(f"unit {n}", numel, numel, 2.0 * numel * tokens) for n, numel in enumerate(numels))
-    order = order_of([(number, number > 0) for number in range(len(numels))])
-    return Workload("test", units, order, tokens, batches, dtype)
-
-
-def run_steps(world: World, count: int) -> list[StepStatistics]:
-    """What happened in each of the next steps."""
-    compute, steps = ComputeActor(world, UpdateActor(world)), []
-    for _ in range(count):
-        ended = Signal()
-
-        def process(ended: Signal = ended) -> Steps:
-            yield from compute.step()
-            world.clock.fire(ended)
-
-        world.clock.start(process())
-        assert world.clock.run_until(ended)
-        steps.append(world.counters.step())
-    return steps
 
 
 @st.composite
@@ -85,7 +50,6 @@ def designs(draw: st.DrawFn, largest: int = 400_000) -> Design:
 @settings(max_examples=20, deadline=None)
 def test_invariants_and_budget_hold_at_every_event(design: Design) -> None:
     world = World(design)
-    compute = ComputeActor(world, UpdateActor(world))
     settle = world.clock._settle
 
     def checked() -> None:
@@ -94,15 +58,7 @@ def test_invariants_and_budget_hold_at_every_event(design: Design) -> None:
         assert world.residency.chain.arenas[Tier.HOST].reserved <= design.settings.host_memory
 
     world.clock._settle = checked
-    for _ in range(2):
-        ended = Signal()
-
-        def process(ended: Signal = ended) -> object:
-            yield from compute.step()
-            world.clock.fire(ended)
-
-        world.clock.start(process())  # type: ignore[arg-type]
-        assert world.clock.run_until(ended), "a design that was accepted does not stand still"
+    run_steps(world, 2)
 
 
 @given(design=designs(150_000))

@@ -9,37 +9,18 @@ from dataclasses import replace
 from types import FrameType
 
 import pytest
+from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
-from tiermem.planner.clock import Signal
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
-from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.predict import seconds_of_step, simulate_quickly
 from tiermem.planner.simulate import simulate
 from tiermem.planner.thin import drawn_out, repetitions, thinned
-from tiermem.planner.workload import UnitWork, Workload, order_of, transformer
+from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.world import World
 
 MIB = 1 << 20
-MACHINE = Machine(
-    name="test",
-    source="described for a test",
-    host=Host(
-        flops={"bfloat16": 1e12},
-        update_rate={"bfloat16": 1e9},
-        compute_beside_update=0.5,
-        update_beside_compute=0.3,
-    ),
-    drive=Drive(read=2e9, write=1.5e9, mixed=1.2e9),
-)
-
-
-def workload(numels: list[int], *, batches: int = 1) -> Workload:
-    units = tuple(UnitWork(f"unit {n}", numel, numel, 2.0 * numel * 256) for n, numel in enumerate(numels))
-    order = order_of([(number, number > 0) for number in range(len(numels))])
-    return Workload("test", units, order, 256, batches)
 
 
 def design(work: Workload, share: float, update: str) -> Design:
@@ -148,23 +129,10 @@ def test_the_work_of_a_prediction_hardly_grows_with_the_units() -> None:
 
 
 def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:
-    def two_steps(exact: Design) -> None:
-        world = World(exact)
-        compute = ComputeActor(world, UpdateActor(world))
-        for _ in range(2):
-            ended = Signal()
-
-            def process(ended: Signal = ended) -> Steps:
-                yield from compute.step()
-                world.clock.fire(ended)
-
-            world.clock.start(process())
-            assert world.clock.run_until(ended)
-
     totals = []
     for count in (60, 120, 240):
         exact = design(workload([300_000] * count), 0.3, "forward")
-        totals.append(sum(calls_in(lambda exact=exact: two_steps(exact)).values()))  # type: ignore[misc]
+        totals.append(sum(calls_in(lambda exact=exact: run_steps(World(exact), 2)).values()))  # type: ignore[misc]
     assert totals[2] - totals[1] <= 2 * (totals[1] - totals[0]) * 1.25, totals
     assert totals[2] <= 2.5 * totals[1], totals
 

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -48,12 +46,6 @@ def refused(error, match, model=None, directory=None):
     if directory is not None and directory.is_dir():
         assert sorted(directory.iterdir()) == before
     assert threading.active_count() <= threads
-
-
-def python(code: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HOME": "/nonexistent"}
-    command = [*prefix, sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
 # Budgets.
@@ -154,24 +146,24 @@ def test_two_runs_in_one_directory(tmp_path):
 
 
 TRY_TO_OFFLOAD = """
-    import sys, torch, swap, tiermem
-    from pathlib import Path
-    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-    before = {name: values.clone() for name, values in model.state_dict().items()}
-    if len(sys.argv) > 2:
-        import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-    try:
-        tiermem.offload(model, tiermem.Config(host_memory="8MiB", swap_dirs=[sys.argv[1]], device="cpu"))
-    except swap.SwapError as error:
-        assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
-        print(type(error).__name__, getattr(error, "errno", None), error)
-    """
+import sys, torch, swap, tiermem
+from pathlib import Path
+model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+before = {name: values.clone() for name, values in model.state_dict().items()}
+if len(sys.argv) > 2:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    tiermem.offload(model, tiermem.Config(host_memory="8MiB", swap_dirs=[sys.argv[1]], device="cpu"))
+except swap.SwapError as error:
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    print(type(error).__name__, getattr(error, "errno", None), error)
+"""
 
 
-def test_a_full_swap_directory(tmp_path):
+def test_a_full_swap_directory(warm_python, tmp_path):
     """A file size limit: the room is preallocated, so that it is missed at the start."""
-    found = python(TRY_TO_OFFLOAD, str(tmp_path), str(1 << 20))
+    found = warm_python.run("-c", TRY_TO_OFFLOAD, str(tmp_path), str(1 << 20))
     assert found.stdout.startswith(("SwapIOError", "SwapFullError")), found.stdout + found.stderr
     assert "cannot reserve" in found.stdout
     assert list(tmp_path.iterdir()) == []
@@ -192,19 +184,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file syste
 
 
 @needs_root
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(warm_python, tmp_path):
     (tmp_path / "small").mkdir()
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as directory:
-        found = python(TRY_TO_OFFLOAD, str(directory))
+        found = warm_python.run("-c", TRY_TO_OFFLOAD, str(directory))
         assert found.stdout.startswith("SwapFullError"), found.stdout + found.stderr
         assert list(directory.iterdir()) == []
 
 
 @needs_root
-def test_a_read_only_file_system(tmp_path):
+def test_a_read_only_file_system(warm_python, tmp_path):
     (tmp_path / "fixed").mkdir()
     with mounted(tmp_path / "fixed", "-t", "tmpfs", "-o", "ro,size=64m", "tmpfs") as directory:
-        found = python(TRY_TO_OFFLOAD, str(directory))
+        found = warm_python.run("-c", TRY_TO_OFFLOAD, str(directory))
         assert found.stdout.startswith(f"SwapIOError {errno.EROFS}"), found.stdout + found.stderr
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles_commit import Net, Training, check_equal, make_config, undisturbed
+from doubles_python import WarmPython
 from torch import nn
 
 import swap
@@ -379,9 +378,9 @@ def test_a_full_disk_is_found_before_anything_is_changed(tmp_path: Path, monkeyp
 
 
 @pytest.mark.long
-def test_a_killed_run_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "kill_training.py"), str(tmp_path), "--kills", "6", "--steps", "24"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+def test_a_killed_run_is_resumed_bit_for_bit(warm_python: WarmPython, tmp_path: Path) -> None:
+    program = str(ROOT / "tools" / "kill_training.py")
+    done = warm_python.run(program, str(tmp_path), "--kills", "6", "--steps", "24")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 kills" in done.stdout
     assert "nothing lost" in done.stdout

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,16 +88,10 @@ print("done", flush=True)
 )
 
 
-def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code, str(directory)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
-
-
 @pytest.mark.parametrize("code", [_INTERRUPTED, _CONTINUED], ids=["close", "go on"])
-def test_an_interrupt_in_the_middle_of_a_step(code: str, tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+def test_an_interrupt_in_the_middle_of_a_step(code: str, warm_python: WarmPython, tmp_path: Path) -> None:
+    command = [warm_python.path, "-c", code, str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for _ in range(3):
         assert child.stdout.readline() == "step\n"
@@ -109,8 +104,8 @@ def test_an_interrupt_in_the_middle_of_a_step(code: str, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path) -> None:
-    done = run(_FORKED, tmp_path)
+def test_a_forked_child_is_told_and_its_parent_goes_on(warm_python: WarmPython, tmp_path: Path) -> None:
+    done = warm_python.run("-c", _FORKED, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[True, True, True, True]", "parent 0 True"]
     assert done.stderr == ""
@@ -118,7 +113,8 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_process_that_never_closes_leaves_no_file(tmp_path: Path) -> None:
-    done = run(_NEVER_CLOSED, tmp_path)
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", _NEVER_CLOSED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "never closed" in done.stderr
     assert "Traceback" not in done.stderr

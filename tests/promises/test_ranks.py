@@ -12,6 +12,7 @@ import doubles_rank_idioms as idioms
 import doubles_rank_scenarios as scenarios
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_ranks import Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
@@ -27,11 +28,11 @@ NEAR = {"atol": 1e-6, "rtol": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
     failing = ["one_fails", "one_dies"]
     jobs = [(2, [*NUMBERS, *MORE, *WAYS, *WRONG]), (4, [*NUMBERS, "routed", "sub_group"]), (3, [*NUMBERS, *failing])]
-    return run_jobs(directory, jobs)
+    return run_jobs(warm_python, directory, jobs)
 
 
 def plain(make: Any, decay: float = 0.1, **how: Any) -> tuple[list[float], float, torch.nn.Module]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_rank_commits import EIO, PLACES, STEPS, STRUCK
 from doubles_ranks import Reports, run_jobs, values
 
@@ -16,12 +17,12 @@ WHEN = ("prepared", "published", "agreed")
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     killed = [(2, [f"{what}_{when}"]) for when in WHEN for what in ("killed", "resumed")]
     doubts = [f"{what}_{place}" for place in PLACES for what in ("doubtful", "settled")]
     jobs = [(2, ["undisturbed", "one_cannot_commit"]), *killed, (3, ["other_sizes"]), (1, ["other_sizes"])]
     jobs.append((2, ["five_steps", *doubts]))
-    return run_jobs(tmp_path_factory.mktemp("commits"), jobs)
+    return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
 @pytest.mark.parametrize(("when", "begun"), [("prepared", 1), ("published", 2), ("agreed", 2)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_rank_devices import RUNS
 from doubles_ranks import Reports, run_jobs, values
 
@@ -21,9 +22,9 @@ STREAMS = ["streams", "streams_not_handed_over"]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    return run_jobs(directory, [(2, [*TWO, "verbs", *OTHERS, *STREAMS]), (3, [*THREE, "device_one_dies"])])
+    return run_jobs(warm_python, directory, [(2, [*TWO, "verbs", *OTHERS, *STREAMS]), (3, [*THREE, "device_one_dies"])])
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_rank_devices import EARLY
 from doubles_ranks import Reports, run_jobs, values
 
@@ -19,9 +20,11 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    return run_jobs(directory, [(2, [*TWO, *GOOD, *RUNS]), (3, ["early_step", "early_backward", "early_device"])])
+    return run_jobs(
+        warm_python, directory, [(2, [*TWO, *GOOD, *RUNS]), (3, ["early_step", "early_backward", "early_device"])]
+    )
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

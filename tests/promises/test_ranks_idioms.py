@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_rank_idioms import DEPTH, WIDTH
 from doubles_ranks import Reports, run_jobs, values
 from safetensors.torch import load_file
@@ -24,12 +25,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(directory: Path) -> Reports:
+def reports(warm_python: WarmPython, directory: Path) -> Reports:
     jobs = [
         (2, [*SAVED, "activations", "scaled", "one_cannot_page_activations"]),
         *((size, ["kept"]) for size in SIZES),
     ]
-    return run_jobs(directory, jobs)
+    return run_jobs(warm_python, directory, jobs)
 
 
 @pytest.mark.parametrize("name", SAVED)

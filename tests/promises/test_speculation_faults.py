@@ -10,14 +10,13 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from doubles_commit import Training, check_equal, make_config, undisturbed
+from doubles_python import WarmPython
 
 import swap
 from swap.generations import Generations
@@ -84,12 +83,12 @@ def child(directory: str, place: str, committed: int, rarely: bool) -> None:
 @pytest.mark.parametrize(
     ("place", "rarely"), [("updated", False), ("updated", True), ("undoing", True), ("redone", True)]
 )
-def test_a_kill_while_a_step_may_be_undone(place: str, rarely: bool, tmp_path: Path) -> None:
+def test_a_kill_while_a_step_may_be_undone(place: str, rarely: bool, warm_python: WarmPython, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     code = f"import sys; sys.path[:0] = {[str(TESTS), str(TESTS.parent), str(TESTS / 'promises')]!r}\n"
     code += f"import test_speculation_faults as t; t.child({str(run)!r}, {place!r}, 2, {rarely})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = warm_python.run("-c", code)
     assert done.returncode == -signal.SIGKILL, done.stderr
     losses, state = undisturbed(tmp_path / "plain", STEPS, update="step", clip=CLIP)
     training = Training(make_config(run, **SETTINGS), resume=True, clip=CLIP)

@@ -261,75 +261,72 @@ def fragile() -> nn.Module:
     return nn.Sequential(Block(16), Fragile(16), Block(16))
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("failing", [0, 1, 3])
-def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, tmp_path):
+def beside_plain(directory, update: str, bring: Callable) -> None:
+    """Four steps; what `bring(runtime, model, optimizer, number)` returns, plain PyTorch accumulates."""
     torch.manual_seed(0)
     model, plain = fragile(), fragile()
     plain.load_state_dict(model.state_dict())
-    nbytes = budget_for(model, tmp_path, "tight", ["Block", "Fragile"])
+    nbytes = budget_for(model, directory, "tight", ["Block", "Fragile"])
     theirs = PlainAdamW(plain.parameters(), lr=1e-2)
-    with tiermem.offload(model, config_for(tmp_path, nbytes, update), units=["Block", "Fragile"]) as runtime:
+    with tiermem.offload(model, config_for(directory, nbytes, update), units=["Block", "Fragile"]) as runtime:
         ours = tiermem.AdamW(model.parameters(), lr=1e-2)
         for number in range(4):
-            batches = [torch.randn(4, 16) for _ in range(4)]
-            if number % 2:
-
-                def fails(_):
-                    raise ValueError("in backward")
-
-                def loss(item, in_forward=number == 1):
-                    index, batch = item
-                    if index != failing:
-                        return squares(model, batch)
-                    value = squares(model, batch * float("nan") if in_forward else batch)
-                    value.register_hook(fails)
-                    return value
-
-                with pytest.raises(ValueError, match="in the middle of a unit" if number == 1 else "in backward"):
-                    runtime.forward_backward(list(enumerate(batches)), loss)
-                assert not [t for t in threading.enumerate() if t.name == "tiermem-micro-batch"]
-                assert not any(leased for _, leased in runtime._house.storage.pager.residency().values())
-                ours.zero_grad()
-            runtime.forward_backward(batches, lambda batch: squares(model, batch))
-            for batch in batches:
+            for batch in bring(runtime, model, ours, number):
                 squares(plain, batch).backward()
             for optimizer in (theirs, ours):
                 optimizer.step()
                 optimizer.zero_grad()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert same(runtime.parameter(mine), other.detach())
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, tmp_path):
+    def fails(_):
+        raise ValueError("in backward")
+
+    def bring(runtime, model, optimizer, number):
+        batches = [torch.randn(4, 16) for _ in range(4)]
+
+        def loss(item):
+            index, batch = item
+            if index != failing:
+                return squares(model, batch)
+            value = squares(model, batch * float("nan") if number == 1 else batch)
+            value.register_hook(fails)
+            return value
+
+        if number % 2:
+            with pytest.raises(ValueError, match="in the middle of a unit" if number == 1 else "in backward"):
+                runtime.forward_backward(list(enumerate(batches)), loss)
+            assert not [t for t in threading.enumerate() if t.name == "tiermem-micro-batch"]
+            assert not any(leased for _, leased in runtime._house.storage.pager.residency().values())
+            optimizer.zero_grad()
+        runtime.forward_backward(batches, lambda batch: squares(model, batch))
+        return batches
+
+    beside_plain(tmp_path, update, bring)
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_graph_that_dies_during_the_pass_has_no_unit_updated_while_another_is_held(update, tmp_path):
-    torch.manual_seed(0)
-    model, plain = fragile(), fragile()
-    plain.load_state_dict(model.state_dict())
-    nbytes = budget_for(model, tmp_path, "tight", ["Block", "Fragile"])
-    theirs = PlainAdamW(plain.parameters(), lr=1e-2)
-    with tiermem.offload(model, config_for(tmp_path, nbytes, update), units=["Block", "Fragile"]) as runtime:
-        ours = tiermem.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(4):
-            batches = [torch.randn(4, 16) for _ in range(3)]
-            graphs = [squares(model, batches[0])]  # whoever holds it may still ask for the values of every unit
+    def bring(runtime, model, optimizer, number):
+        batches = [torch.randn(4, 16) for _ in range(3)]
+        graphs = [squares(model, batches[0])]  # whoever holds it may still ask for the values of every unit
 
-            def loss(item, graphs=graphs):
-                index, batch = item
-                batch = batch.clone().requires_grad_()
-                if index == 0:
-                    batch.register_hook(lambda _: graphs.clear())  # the last thing in the first backward that ends
-                return squares(model, batch)
+        def loss(item):
+            index, batch = item
+            batch = batch.clone().requires_grad_()
+            if index == 0:
+                batch.register_hook(lambda _: graphs.clear())  # the last thing in the first backward that ends
+            return squares(model, batch)
 
-            runtime.forward_backward(list(enumerate(batches)), loss)
-            assert not graphs
-            for batch in batches:
-                squares(plain, batch).backward()
-            for optimizer in (theirs, ours):
-                optimizer.step()
-                optimizer.zero_grad()
-        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert same(runtime.parameter(mine), other.detach())
+        runtime.forward_backward(list(enumerate(batches)), loss)
+        assert not graphs
+        return batches
+
+    beside_plain(tmp_path, update, bring)
 
 
 class Checkpointed(nn.Module):

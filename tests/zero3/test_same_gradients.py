@@ -177,3 +177,31 @@ def test_memory_in_backward_is_one_unit_besides_those_of_the_calls():
     assert sharded.pager.most_units == 1
     # Each unit once forward and once backward.
     assert len(sharded.scheduler.order.expected.accesses) == 5 * 3
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_room_for_a_units_gradients_is_asked_for_before_the_first_of_them(early):
+    sharded = compare(mlp(), mlp_step, steps=3, early=early)
+    assert [keys[0].unit for keys in sharded.pager.asked_ahead] == [2, 1, 0] * 2  # nobody knows in the first step
+    assert all(len(keys) == sharded.layouts[keys[0].unit].tiles for keys in sharded.pager.asked_ahead)
+
+
+def test_room_for_gradients_that_do_not_come_is_given_back():
+    class Detached(nn.Linear):
+        detached = False
+
+        def forward(self, values):
+            weight, bias = (part.detach() if self.detached else part for part in (self.weight, self.bias))
+            return nn.functional.linear(values, weight, bias)
+
+    model = nn.Sequential(*(Detached(6, 6) for _ in range(3)))
+    steps = []
+
+    def step(model):
+        model[1].detached = len(steps) // 2 == 2  # each step is run twice: plain, and sharded
+        steps.append(None)
+        return mlp_step(model)
+
+    sharded = compare(model, step, steps=4)
+    # In the third step unit 1's do not come; in the fourth they come again, which the third does not let expect.
+    assert [keys[0].unit for keys in sharded.pager.asked_ahead] == [2, 1, 0, 2, 1, 2]

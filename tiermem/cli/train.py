@@ -114,6 +114,7 @@ class Training:
     def step(self, number: int) -> StepReport:
         """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""
         options = self.options
+        stalled = self.runtime.statistics().total.stall_seconds
         started = time.perf_counter()
         numbers = range(number * options.accumulate, (number + 1) * options.accumulate)
         if options.vertical:
@@ -131,11 +132,13 @@ class Training:
         if options.commit_every and self.done % options.commit_every == 0:
             self.commit()
         seconds = time.perf_counter() - started
-        last = self.runtime.statistics().last or StepStatistics()
+        found = self.runtime.statistics()
+        last = found.last or StepStatistics()
         return StepReport(
             loss=self.launch.mean(loss_sum),
             seconds=seconds,
-            stall_seconds=last.stall_seconds,
+            # Of the same span as `seconds`: the runtime's step ends with the update, before a commit that may wait.
+            stall_seconds=found.total.stall_seconds - stalled,
             bytes_read=last.bytes_read,
             bytes_written=last.bytes_written,
             tokens=options.batch * options.seq * options.accumulate,

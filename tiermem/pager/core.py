@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from tiermem.errors import TiermemError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
-from tiermem.pager.lease import Lease, PendingLease, Release
+from tiermem.pager.lease import Lease, Parting, PendingLease, Release
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
@@ -74,7 +74,7 @@ class Core:
                 return
             frames = {page.key: page.frames[tier] for page in pages}
             fences = [fence for frame in frames.values() for fence in frame.fences]
-            release: Release = lambda lease, failure: self._post_release(lease, tier, failure)  # noqa: E731
+            release: Release = lambda lease, parting, failure: self._post_release(lease, tier, parting, failure)  # noqa: E731
             settled(Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence), None)
 
         self.service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
@@ -138,10 +138,12 @@ class Core:
         self.service.fail_all(self._refusal)
         self._notify()
 
-    def _post_release(self, lease: Lease, tier: Tier, failure: BaseException | None) -> None:
+    def _post_release(self, lease: Lease, tier: Tier, parting: Parting, failure: BaseException | None) -> None:
         fence = self.residency.chain.arenas[tier].fence()  # here: it is the releasing thread that has asked for work
 
         def release() -> None:
+            for page in lease.pages if parting is Parting.UNWRITTEN else ():
+                self.residency.discard(page)
             if failure is not None:
                 for page in lease.pages:
                     self.residency.fail(page, failure)

@@ -8,6 +8,7 @@ with leases or with an error, and that a lease nobody receives any more is given
 from __future__ import annotations
 
 import copy
+import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,15 @@ from tiermem.errors import InvariantError
 from tiermem.memory.arena import Fence, Frame
 from tiermem.pager.page import Page, PageKey
 
-Release = Callable[["Lease", BaseException | None], None]
+
+class Parting(enum.Enum):
+    """In what state a lease leaves the contents of its pages."""
+
+    KEPT = "kept"
+    UNWRITTEN = "unwritten"
+
+
+Release = Callable[["Lease", Parting, BaseException | None], None]
 
 
 class Lease:
@@ -78,16 +87,20 @@ class Lease:
 
     def release(self) -> None:
         """Give the hold back. Never waits; may be called from any thread and more than once."""
-        self._close(None)
+        self._close(Parting.KEPT, None)
+
+    def forget(self) -> None:
+        """Give the hold back and the contents up: what was taken FRESH has not been written."""
+        self._close(Parting.UNWRITTEN, None)
 
     def fail(self, error: BaseException) -> None:
         """Give the hold back and declare the contents garbage: whoever uses the pages next gets `error`."""
-        self._close(error)
+        self._close(Parting.KEPT, error)
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, parting: Parting, error: BaseException | None) -> None:
         if self._closing.acquire(blocking=False):  # never given back: a flag that only one thread can set
             self._frames = None
-            self._release(self, error)
+            self._release(self, parting, error)
 
     def __enter__(self) -> Self:
         return self
@@ -104,11 +117,15 @@ class PendingLease:
     A lock instead of a `concurrent.futures.Future`, because every use of a page waits for one of these.
     """
 
-    __slots__ = ("_abandoned", "_error", "_gate", "_lease", "_stalled", "awaited")
+    __slots__ = ("_abandoned", "_error", "_fresh", "_gate", "_lease", "_stalled", "awaited")
 
-    def __init__(self, stalled: Callable[[float, float], None]) -> None:
-        """`stalled(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`."""
+    def __init__(self, stalled: Callable[[float, float], None], *, fresh: bool = False) -> None:
+        """`stalled(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`.
+
+        `fresh`: its pages are to be written anew, so that one which nobody receives leaves nothing in them.
+        """
         self.awaited = False
+        self._fresh = fresh
         self._stalled = stalled
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -121,7 +138,7 @@ class PendingLease:
         self._lease, self._error = lease, error
         self._gate.release()
         if self._abandoned and lease is not None:
-            lease.release()
+            self._give_back(lease)
 
     def wait(self) -> Lease:
         """Wait for the lease. If the wait is interrupted (Ctrl-C), the lease is given back as soon as it is granted.
@@ -156,4 +173,10 @@ class PendingLease:
         self._abandoned = True
         lease = self._lease
         if lease is not None:
+            self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        if self._fresh:
+            lease.forget()
+        else:
             lease.release()

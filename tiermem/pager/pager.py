@@ -75,7 +75,9 @@ class Pager:
 
         The answer, errors included, is given by `PendingLease.wait`; whoever will not wait for it says `give_up`.
         """
-        pending = PendingLease(lambda started, ended: self._note_stall(started, ended, keys))
+        pending = PendingLease(
+            lambda started, ended: self._note_stall(started, ended, keys), fresh=intent is Intent.FRESH
+        )
         tier = self.chain.top if lane is Lane.COMPUTE else Tier.HOST
         if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending, tier=tier)):
             pending.settle(None, closed())

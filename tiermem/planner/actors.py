@@ -13,7 +13,7 @@ from collections.abc import Generator
 
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.planner.clock import Gate, Signal
-from tiermem.planner.world import World
+from tiermem.planner.world import Asked, World
 from tiermem.zero3.order import Access, Phase
 
 Steps = Generator[Signal, None, None]
@@ -133,7 +133,7 @@ class ComputeActor:
         self._world = world
         self._update = update
         self._backward: int | None = None  # the unit that backward holds
-        self._tiles: list[PageKey] = []  # gradient tiles held
+        self._asked: Asked | None = None  # room for the gradients that come next
         self._received: set[int] = set()
         self._started: set[int] = set()
         self._lagging: dict[int, None] = {}
@@ -148,8 +148,9 @@ class ComputeActor:
             last = batch == design.workload.batches - 1
             for position, access in enumerate(design.workload.order):
                 began = world.clock.now
-                yield from self._access(access, last=last)
-                if access.phase is Phase.BACKWARD and not self._has_gradient(position):
+                gradient = self._has_gradient(position)
+                yield from self._access(access, last=last, gradient=gradient)
+                if access.phase is Phase.BACKWARD and not gradient:
                     yield from self._compute(self._share(access.unit, 1 - _BEFORE_GRADIENT))
                 self._note("forward" if access.phase is Phase.FORWARD else "backward", began)
             self._release_backward()
@@ -163,7 +164,7 @@ class ComputeActor:
         following = order[position + 1] if position + 1 < len(order) else None
         return following is not None and following == Access(order[position].unit, Phase.GRADIENT)
 
-    def _access(self, access: Access, *, last: bool) -> Steps:
+    def _access(self, access: Access, *, last: bool, gradient: bool) -> Steps:
         world, unit = self._world, access.unit
         times = world.design.times[unit]
         param = [PageKey(unit, Kind.PARAM)]
@@ -180,18 +181,21 @@ class ComputeActor:
             world.release(param, Lane.COMPUTE)
             return
         self._backward = unit
+        if gradient and world.design.footprint.hold_tiles and world.design.tiles(unit):
+            # As `zero3.reduce.GradientStore.expect`.
+            self._asked = world.ask(self._tiles(unit), self._intent(unit), Lane.COMPUTE)
         yield from self._compute(self._share(unit, _BEFORE_GRADIENT))
 
     def _gradient(self, unit: int, *, last: bool) -> Steps:
         world, design = self._world, self._world.design
-        tiles = [PageKey(unit, Kind.GRAD, tile) for tile in range(design.tiles(unit))]
-        intent = Intent.WRITE if unit in self._received else Intent.FRESH
+        tiles, intent = self._tiles(unit), self._intent(unit)
         self._received.add(unit)
         yield from self._update.wait(unit)
         rest = self._share(unit, 1 - _BEFORE_GRADIENT) if self._backward == unit else 0.0
         cost = rest + design.times[unit].gradient
         if design.footprint.hold_tiles and tiles:
-            yield from world.lease(tiles, intent, Lane.COMPUTE)
+            asked, self._asked = self._asked or world.ask(tiles, intent, Lane.COMPUTE), None
+            yield from world.wait(asked)
             yield from self._compute(cost + design.lease_seconds)
             world.release(tiles, Lane.COMPUTE)
         else:
@@ -203,6 +207,12 @@ class ComputeActor:
             if self._backward == unit:
                 self._release_backward()
             yield from self._request_early(unit)
+
+    def _tiles(self, unit: int) -> list[PageKey]:
+        return [PageKey(unit, Kind.GRAD, tile) for tile in range(self._world.design.tiles(unit))]
+
+    def _intent(self, unit: int) -> Intent:
+        return Intent.WRITE if unit in self._received else Intent.FRESH
 
     def _request_early(self, unit: int) -> Steps:
         """As `runtime.queues.BackwardThrottle`: hold backward up while updates lag by more than memory holds."""

@@ -142,6 +142,18 @@ class RecordingResidency(Residency):
         return f"at access {use}" if use < 1 << 40 else "at no recorded access"
 
 
+class Asked:
+    """A lease that was asked for: what fires when the answer is there, and the error if that is the answer."""
+
+    __slots__ = ("awaited", "error", "request", "signal")
+
+    def __init__(self) -> None:
+        self.awaited = False
+        self.error: BaseException | None = None
+        self.request: LeaseRequest | None = None
+        self.signal = Signal()
+
+
 class World:
     """Simulated tiers under a clock, with the pager's decisions."""
 
@@ -193,24 +205,34 @@ class World:
 
     def lease(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Generator[Signal, None, None]:
         """Wait for a lease. Raises CapacityError."""
+        yield from self.wait(self.ask(keys, intent, lane))
+
+    def ask(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Asked:
+        """As `pager.Pager.start_lease`: whoever asks has to wait for it later, and to release it."""
         tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
-        signal, errors = Signal(), list[BaseException]()
+        asked = Asked()
 
         def finished(error: BaseException | None) -> None:
-            if error is not None:
-                errors.append(error)
-            self.clock.fire(signal)
+            asked.error = error
+            self.clock.fire(asked.signal)
 
-        request = LeaseRequest([self.residency.page(key) for key in keys], intent, lane, tier, finished)
-        self.service.submit(request)
+        pages = [self.residency.page(key) for key in keys]
+        asked.request = LeaseRequest(pages, intent, lane, tier, finished, asked)
+        self.service.submit(asked.request)
         self._stirred = True
-        if lane is Lane.COMPUTE:
-            self.waiting = request
-        yield signal
-        if lane is Lane.COMPUTE:
+        return asked
+
+    def wait(self, asked: Asked) -> Generator[Signal, None, None]:
+        """Wait for what was asked for. Raises CapacityError."""
+        asked.awaited = True
+        compute = asked.request is not None and asked.request.lane is Lane.COMPUTE
+        if compute and not asked.signal.fired:
+            self.waiting = asked.request
+        yield asked.signal
+        if compute:
             self.waiting = None
-        if errors:
-            raise CapacityError(f"the simulated run ends here: {errors[0]}")
+        if asked.error is not None:
+            raise CapacityError(f"the simulated run ends here: {asked.error}")
 
     def release(self, keys: list[PageKey], lane: Lane) -> None:
         """Give a lease back."""

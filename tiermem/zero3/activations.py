@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
+from tiermem.zero3 import sources
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.handles import Foreign, Handle, Kept, SavedTensorHooks, refuse_changed
 from tiermem.zero3.layout import view_bytes
@@ -42,15 +43,11 @@ class ClosingLease(Lease, AbstractContextManager["ClosingLease"], Protocol):
     """A lease that is released where its block ends."""
 
 
-class PendingLease(Protocol):
-    """The part of a lease that was asked for used here."""
+class PendingLease(sources.PendingLease, Protocol):
+    """A lease that was asked for, as it is used here."""
 
     def wait(self) -> ClosingLease:
         """The lease; waits."""
-        ...
-
-    def give_up(self) -> None:
-        """Nobody wants it any more."""
         ...
 
 

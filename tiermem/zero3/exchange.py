@@ -25,6 +25,7 @@ from tiermem.zero3.average import average
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
+from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Lease, Pager
@@ -48,8 +49,10 @@ class Bucket:
         return self.lease.tensor(self.shard.bucket_key).view(self.shard.layout.dtype)
 
 
-class RankGradients:
+class RankGradients(Gradients):
     """As `reduce.GradientStore`, for several ranks. `parameters` by global number.
+
+    A bucket is leased when it is filled, not before: another one may still be on its way.
 
     `accumulate` and the other verbs are for the compute thread; `serve` runs on the conductor's.
     """

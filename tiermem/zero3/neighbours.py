@@ -30,6 +30,10 @@ class Listener(Protocol):
 class Gradients(Protocol):
     """Where gradients go: `reduce.GradientStore`, or with several ranks `exchange.RankGradients`."""
 
+    def expect(self, unit: int | None) -> None:  # noqa: ARG002 - of use to whoever does something about it
+        """The unit's gradients are what comes next; None: something else is. By default nothing is done about it."""
+        return
+
     def accumulate(self, parameter: int) -> None:
         """Take `p.grad` of this parameter."""
         ...

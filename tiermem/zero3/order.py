@@ -81,6 +81,14 @@ class OrderRecorder:
                 return ahead[position].unit
         return None
 
+    def upcoming_gradients(self) -> int | None:
+        """The unit whose gradients are the very next access if this step goes on as expected; None if they are not."""
+        if self._expected is None or not self._on_course:
+            return None
+        ahead = self._expected.accesses
+        coming = ahead[self.position] if self.position < len(ahead) else None
+        return coming.unit if coming is not None and coming.phase is Phase.GRADIENT else None
+
     @property
     def deviations(self) -> int:
         """How many finished steps differed from the one before."""

@@ -18,7 +18,7 @@ from torch import nn
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
-from tiermem.zero3.sources import Lease, Pager
+from tiermem.zero3.sources import Lease, Pager, PendingLease
 
 
 class GradientStore:
@@ -48,6 +48,19 @@ class GradientStore:
         self._written: set[PageKey] = set()
         self._norms: dict[int, torch.Tensor] = {}
         self._held: tuple[int, Lease] | None = None
+        self._asked: tuple[int, PendingLease] | None = None
+
+    def expect(self, unit: int | None) -> None:
+        """The unit's gradients come next: room for them is made from now on. Does not wait. None: none come next.
+
+        Not while another unit's tiles are held: the budget has room for those of one.
+        """
+        if unit is None or not self._hold_tiles or self._held is not None or self._asked is not None:
+            return
+        layout = self._layouts[unit]
+        if layout.tiles:
+            keys, intent = self._wanted(layout, range(layout.tiles))
+            self._asked = (unit, self._pager.start_lease(keys, intent))
 
     def accumulate(self, parameter: int) -> None:
         """Move `p.grad` of this parameter into its pages, adding to what it had in this step; waits for the pages.
@@ -64,22 +77,23 @@ class GradientStore:
         if self._held is not None and self._held[0] != unit:
             self.release()
         if self._hold_tiles and self._held is None and layout.tiles:
-            self._held = (unit, self._lease(layout, range(layout.tiles)))
+            self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
         self._store(layout, slot, flat, add=parameter in self._norms)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
         self._norms[parameter] = torch.linalg.vector_norm(flat, dtype=norm_dtype(flat.dtype))
 
     def release(self) -> None:
-        """Give back the tiles of the unit written last."""
-        if self._held is not None:
-            lease = self._held[1]
-            self._held = None
-            lease.release()
+        """Give back the tiles of the unit written last, and the room of one whose gradients have not come."""
+        self._let_go()
+        if self._asked is not None:
+            pending = self._asked[1]
+            self._asked = None
+            pending.give_up()
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """The unit's gradients are all here: let go of its tiles and say so."""
-        self.release()
+        self._let_go()
         then(unit)
 
     def catch_up(self, unit: int) -> None:
@@ -144,14 +158,32 @@ class GradientStore:
         if pages:
             self._pager.start_discard(pages)
 
-    def _lease(self, layout: UnitLayout, tiles: Sequence[int]) -> Lease:
+    def _let_go(self) -> None:
+        if self._held is not None:
+            lease = self._held[1]
+            self._held = None
+            lease.release()
+
+    def _expected(self, unit: int) -> PendingLease | None:
+        """What was asked for the unit ahead of time; what was asked for another one is given up."""
+        asked, self._asked = self._asked, None
+        if asked is not None and asked[0] != unit:
+            asked[1].give_up()
+            return None
+        return None if asked is None else asked[1]
+
+    def _lease(self, layout: UnitLayout, tiles: Sequence[int], asked: PendingLease | None = None) -> Lease:
+        keys, intent = self._wanted(layout, tiles)
+        lease = self._pager.lease(keys, intent) if asked is None else asked.wait()
+        self._written.update(keys)
+        return lease
+
+    def _wanted(self, layout: UnitLayout, tiles: Sequence[int]) -> tuple[list[PageKey], Intent]:
         keys = [layout.gradient_key(tile) for tile in tiles]
         fresh = [key not in self._written for key in keys]
         if any(fresh) and not all(fresh):
             raise InvariantError(f"some gradient tiles of unit {layout.name} are written in this step and some are not")
-        lease = self._pager.lease(keys, Intent.FRESH if all(fresh) else Intent.WRITE)
-        self._written.update(keys)
-        return lease
+        return keys, Intent.FRESH if all(fresh) else Intent.WRITE
 
     def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool) -> None:
         """Write `flat` to the pages; with `add`, first add to `flat` what they hold, so that it is the whole."""

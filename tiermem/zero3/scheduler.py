@@ -232,6 +232,7 @@ class GatherScheduler:
             self._listener.unit_needed(unit)
             self.order.access(unit, phase)
             base = self._gatherer.gather(unit)
+            self._gradients.expect(self.order.upcoming_gradients())
             following = self.order.upcoming()
             if following is not None:
                 self._gradients.catch_up(following)
@@ -296,6 +297,7 @@ class GatherScheduler:
         if self.order.all_arrived(self._gradients.trainable(unit)):
             self.announce(unit)
             self._gradients.release()
+            self._gradients.expect(self.order.upcoming_gradients())
 
     def announce(self, unit: int) -> None:
         """Tell the listener that the unit is complete, if it is and nothing can need its present values any more.

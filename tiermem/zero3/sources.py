@@ -44,6 +44,18 @@ class Lease(Protocol):
         ...
 
 
+class PendingLease(Protocol):
+    """A hold that was asked for."""
+
+    def wait(self) -> Lease:
+        """The lease; waits."""
+        ...
+
+    def give_up(self) -> None:
+        """Nobody wants it any more."""
+        ...
+
+
 class Pager(Protocol):
     """The part of the pager used by this package."""
 
@@ -53,6 +65,10 @@ class Pager(Protocol):
 
     def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
         """Hold pages near the computation, or (update's lane) in host memory; waits."""
+        ...
+
+    def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
+        """Ask for a hold on pages near the computation; does not wait."""
         ...
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
