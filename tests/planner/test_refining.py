@@ -189,6 +189,7 @@ def test_what_was_hardly_seen_is_taken_from_the_others() -> None:
     assert bandwidths([event("m", READ_EDGE, 0, 1, bytes=100)], []) == (100.0, 100.0, 100.0)
     assert bandwidths([], [event("m", WRITE_EDGE, 0, 1, bytes=100)]) == (100.0, 100.0, 100.0)
     assert bandwidths([], []) == (0.0, 0.0, 0.0)
+    assert bandwidths([event("m", READ_EDGE, 0, 1, bytes=0)], []) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])

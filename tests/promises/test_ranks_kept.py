@@ -8,6 +8,7 @@ from __future__ import annotations
 import doubles_rank_scenarios as scenarios
 import pytest
 import torch
+from doubles_python import WarmPython
 from doubles_ranks import Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
@@ -17,8 +18,9 @@ NAMES = ["kept_small", "kept_all", "kept_backward", "kept_stage_2", "kept_stage_
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return run_jobs(
+        warm_python,
         tmp_path_factory.mktemp("kept"),
         [(2, [*NAMES, "kept_reshard", "kept_whole_on_a_device"]), (1, ["kept_reshard"])],
     )

@@ -127,7 +127,7 @@ def bandwidths(reads: Iterable[Event], writes: Iterable[Event]) -> tuple[float, 
         moved / taken if taken >= _SEEN * total else 0.0 for moved, taken in zip(nbytes, seconds, strict=True)
     )
     alone = [rate for rate in (read, write) if rate]
-    mixed = mixed or sum(alone) / len(alone)
+    mixed = mixed or sum(alone) / max(1, len(alone))
     return read or mixed, write or mixed, mixed
 
 
