@@ -228,6 +228,18 @@ def mixture(directory: Path, rank: int, size: int) -> Any:
     return trained(mixtral, directory, rank, size)
 
 
+def streamed(directory: Path, rank: int, size: int) -> Any:
+    """A mixture whose experts its folder keeps apart, straight into the shards of all ranks."""
+    torch.manual_seed(3)
+    plain = mixtral()
+    folder = directory.parent / f"theirs {rank}"
+    plain.save_pretrained(folder)
+    with tiermem.deferred_init():
+        model = mixtral()
+    with tiermem.offload(model, config_for(directory), weights=folder) as runtime:
+        return parameters_of(runtime), dict(plain.named_parameters())
+
+
 def experts_as_units(directory: Path, rank: int, size: int) -> Any:
     """Every expert a unit, and both ranks' tokens go to all experts."""
     torch.manual_seed(1)

@@ -48,7 +48,8 @@ def offload(
         units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
-            the model; buffers found there too. All must fit; with `init` some may be missing. Not read in a resume.
+            the model, renamed and merged as transformers does while it loads; buffers found there too. All must fit;
+            with `init` some may be missing. Not read in a resume. See checkpoint/README.md.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
