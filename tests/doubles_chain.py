@@ -165,9 +165,13 @@ class SteppedEdge:
 
 
 def stepped_chain(
-    host: int, device: int | None = None, arena: type[SteppedArena] = SteppedArena
+    host: int,
+    device: int | None = None,
+    arena: type[SteppedArena] = SteppedArena,
+    *,
+    kept: frozenset[int] = frozenset(),
 ) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
-    """A chain with budgets in bytes, the list of its transfers in flight, and what its swap holds."""
+    """A chain with budgets in bytes, the list of its transfers in flight, what its swap holds. `kept`: see `Chain`."""
     flying: list[SteppedTransfer] = []
     store: dict[Any, Any] = {}
     tiers = [Tier.SWAP, Tier.HOST] + ([Tier.DEVICE] if device is not None else [])
@@ -178,4 +182,4 @@ def stepped_chain(
     for low, high in itertools.pairwise(tiers):
         edges[low, high] = SteppedEdge(low, high, flying, store)
         edges[high, low] = SteppedEdge(high, low, flying, store)
-    return Chain(arenas, edges, alignment=1), flying, store  # type: ignore[arg-type]
+    return Chain(arenas, edges, kept=kept, alignment=1), flying, store  # type: ignore[arg-type]

@@ -136,16 +136,18 @@ def trained(
 ) -> dict[str, Any]:
     """Losses of this rank, and what all ranks must agree on: norm, weights, masters, sizes."""
     settings = {key: how.pop(key) for key in list(how) if key not in ("steps", "accumulate", "clip", "batch")}
-    mesh = settings.pop("mesh", None)
+    given = {name: settings.pop(name) for name in ("mesh", "keep", "keep_dtype") if name in settings}
     torch.manual_seed(seed)
     model = make()
-    with tiermem.offload(model, config_for(directory, **settings), mesh=mesh) as runtime:
+    with tiermem.offload(model, config_for(directory, **settings), **given) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         losses = train(model, optimizer, rank=rank, size=size, **how)
         weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
         masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
         statistics = runtime.statistics()
+        crossed = crossings(runtime)
     return {
+        "crossed": crossed,
         "losses": losses,
         "norm": None if optimizer.grad_norm is None else float(optimizer.grad_norm),
         "weights": weights,
@@ -154,6 +156,16 @@ def trained(
         "tiers": {tier.name: (tier.budget, tier.reserved, tier.high_water) for tier in statistics.tiers},
         "left": [path.name for path in directory.glob(f"rank_{rank:05d}*")],
     }
+
+
+def crossings(runtime: tiermem.Runtime) -> dict[bool, int]:
+    """How many pages of parameters have crossed the edge to SWAP, of units kept in memory by choice and of others."""
+    kept = {f"unit {layout.unit} param tile 0": layout.kept for layout in runtime._house.layouts}
+    crossed = {True: 0, False: 0}
+    for event in runtime._house.storage.timeline.events():
+        if event.name in kept and "swap" in event.lane:
+            crossed[kept[event.name]] += 1
+    return crossed
 
 
 def odd(directory: Path, rank: int, size: int) -> Any:

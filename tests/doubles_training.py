@@ -16,6 +16,7 @@ from torch import nn
 
 import tiermem
 from tiermem.runtime.blueprint import draw
+from tiermem.zero3.keep import Keeping
 
 Make = Callable[[], nn.Module]
 MIB = 1 << 20
@@ -83,33 +84,33 @@ def config_for(directory: Path, budget: int | str, update: str, **settings) -> t
     return tiermem.Config(host_memory=budget, swap_dirs=[directory], update=update, **(defaults | settings))
 
 
-def least_budget(model: nn.Module, directory: Path, units=None, **settings) -> int:
+def least_budget(model: nn.Module, directory: Path, units=None, keeping=None, **settings) -> int:
     """What BudgetError names when the budget is a single page."""
     try:
-        draw(model, config_for(directory, 4096, "step", **settings), units)
+        draw(model, config_for(directory, 4096, "step", **settings), units, keeping=keeping)
     except tiermem.BudgetError as error:
-        return int(re.search(r"at least (\d+) bytes", str(error)).group(1))
+        return int(re.search(r"set host_memory to (\d+) bytes", str(error)).group(1))
     raise AssertionError("a budget of one page should never do")
 
 
-def largest_unit(model: nn.Module, directory: Path, units=None, **settings) -> int:
-    layouts = draw(model, config_for(directory, 1024 * MIB, "step", **settings), units).layouts
+def largest_unit(model: nn.Module, directory: Path, units=None, keeping=None, **settings) -> int:
+    layouts = draw(model, config_for(directory, 1024 * MIB, "step", **settings), units, keeping=keeping).layouts
     return max(layout.nbytes for layout in layouts)
 
 
-def budget_for(model: nn.Module, directory: Path, budget: str, units=None, **settings) -> int:
+def budget_for(model: nn.Module, directory: Path, budget: str, units=None, keeping=None, **settings) -> int:
     """Bytes for "generous", "tight" (twice the largest unit's parameters, but what can work at all) and "least".
 
     "beside": the least with which updates run beside the computation.
     """
     if budget == "generous":
         return 64 * MIB
-    least = least_budget(model, directory, units, **settings)
+    least = least_budget(model, directory, units, keeping, **settings)
     if budget == "beside":
-        while draw(model, config_for(directory, least, "step", **settings), units).footprint.serial:
+        while draw(model, config_for(directory, least, "step", **settings), units, keeping=keeping).footprint.serial:
             least += 4096
         return least
-    return least if budget == "least" else max(least, 2 * largest_unit(model, directory, units, **settings))
+    return least if budget == "least" else max(least, 2 * largest_unit(model, directory, units, keeping, **settings))
 
 
 def within_budgets(statistics: tiermem.Statistics) -> None:
@@ -119,13 +120,13 @@ def within_budgets(statistics: tiermem.Statistics) -> None:
 
 
 def offloaded(
-    make: Make, script: Script, directory: Path, *, update: str, budget: str, units=None, **settings
+    make: Make, script: Script, directory: Path, *, update: str, budget: str, units=None, keep=None, **settings
 ) -> Outcome:
     torch.manual_seed(1)
     model = make()
-    nbytes = budget_for(model, directory, budget, units, **settings)
+    nbytes = budget_for(model, directory, budget, units, Keeping(keep), **settings)
     torch.manual_seed(2)
-    with tiermem.offload(model, config_for(directory, nbytes, update, **settings), units=units) as runtime:
+    with tiermem.offload(model, config_for(directory, nbytes, update, **settings), units=units, keep=keep) as runtime:
         torch.manual_seed(2)
         trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
         script(trainee)

@@ -211,11 +211,10 @@ def resolve_device(config: Config) -> torch.device:
 
 def _refuse_unknown(settings: Mapping[str, object]) -> None:
     known = [field.name for field in dataclasses.fields(Config)]
-    for key in settings:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            advice = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
-            raise UnknownSettingError(f"unknown setting {key!r}: {advice}")
+    for key in (key for key in settings if key not in known):
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        advice = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
+        raise UnknownSettingError(f"unknown setting {key!r}: {advice}")
 
 
 def _size(value: int | str) -> int | None:
@@ -223,10 +222,9 @@ def _size(value: int | str) -> int | None:
 
 
 def _format_of(file: Path) -> Literal["toml", "json"]:
-    if file.suffix.lower() == ".toml":
-        return "toml"
-    if file.suffix.lower() == ".json":
-        return "json"
+    suffix = file.suffix.lower()
+    if suffix in (".toml", ".json"):
+        return "toml" if suffix == ".toml" else "json"
     raise ConfigError(f"expected a settings file ending in .toml or .json, found {file}")
 
 
@@ -285,6 +283,14 @@ def _device(name: str, value: object) -> object:
 def _dtype(name: str, value: object) -> object:
     text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     return _one_of(*_DTYPES)(name, text)
+
+
+def parse_dtype(name: str, value: object) -> torch.dtype:
+    """The torch dtype meant by a value of the argument `name`. Raises ConfigError for one that is not computed in."""
+    text = str(value).removeprefix("torch.")
+    if not isinstance(value, (str, torch.dtype)) or text not in _DTYPES:
+        _refuse(name, "one of " + ", ".join(map(repr, _DTYPES)), value, "leave it out for param_dtype")
+    return _DTYPES[text]
 
 
 def _directories(name: str, value: object) -> object:

@@ -44,6 +44,7 @@ def test_a_model_on_a_described_machine(capsys: pytest.CaptureFixture[str]) -> N
     found = answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--zero-table")
     assert found["fits"] is True
     assert found["host_bytes"] == 96 << 20
+    assert found["device_bytes"] == 0
     assert found["parameters"] > 19_000_000
     assert found["swap_bytes"] > 12 * found["parameters"]
     assert 0 < found["bytes_written_per_step"] < found["swap_bytes"]

@@ -25,9 +25,16 @@ class Bench:
     """A service with `count` pages, all of them on SWAP only to begin with."""
 
     def __init__(
-        self, host: int, device: int | None = None, *, count: int = 6, look_ahead: int = 0, reserve: int = 10
+        self,
+        host: int,
+        device: int | None = None,
+        *,
+        count: int = 6,
+        look_ahead: int = 0,
+        reserve: int = 10,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
-        self.chain, self.flying, self.store = stepped_chain(host, device)
+        self.chain, self.flying, self.store = stepped_chain(host, device, kept=kept)
         self.ended: list[Any] = []
         self.forecast, self.counters = Forecast(), Counters()
         self.residency = Residency(
@@ -587,3 +594,60 @@ def test_what_the_holder_asked_of_the_device_stays_with_the_frame() -> None:
     frame = asked.frame()
     bench.service.release(asked.request.pages, DEVICE, fence)
     assert frame.fences == (fence,)
+
+
+KEPT = frozenset({0, 1})
+
+
+def test_what_is_kept_by_choice_is_not_evicted_clean_or_dirty():
+    bench = Bench(40, kept=KEPT)
+    bench.bring(0)
+    bench.bring(1, intent=WRITE)
+    bench.bring(2, 3, 4, 5, 2, 3)
+    assert [bench.pages[number].valid for number in KEPT] == [{HOST, SWAP}, {HOST}]
+    assert bench.residency.census.stuck(HOST) == 20
+    assert bench.residency.census.unsaved(HOST) == 10
+    assert bench.service.unsaved() == 10
+    bench.bring(1)
+    assert bench.moving() == []
+
+
+def test_no_room_is_said_to_be_kept_by_choice():
+    bench = Bench(40, kept=KEPT)
+    bench.bring(0, 1)
+    asked = bench.ask(2, 3, 4)
+    bench.pump()
+    bench.service.resolve_standstill()
+    with pytest.raises(CapacityError, match="20 bytes kept there by choice \\(keep fewer\\)"):
+        raise asked.error
+
+
+def test_what_is_kept_is_saved_and_stays():
+    bench = Bench(40, kept=KEPT)
+    bench.bring(1, intent=WRITE)
+    bench.service.flush(1)
+    bench.pump()
+    assert bench.moving() == [(1, SWAP)]
+    assert bench.residency.census.leaving(HOST) == 0, "its room is not about to be free"
+    bench.settle()
+    bench.service.flush(-1)
+    assert bench.pages[1].valid == {HOST, SWAP}
+    bench.bring(2, 3, 4, 5)
+    assert bench.pages[1].valid == {HOST, SWAP}
+
+
+def test_on_a_device_what_is_kept_comes_and_goes():
+    bench = Bench(40, 20, kept=KEPT)
+    bench.bring(0, 1)
+    assert all(bench.pages[number].valid == {HOST, DEVICE, SWAP} for number in KEPT)
+    bench.bring(2, 3)
+    assert all(bench.pages[number].valid == {HOST, SWAP} for number in KEPT)
+
+
+def test_read_ahead_goes_on_beside_what_is_kept():
+    """Forty bytes, twenty of them kept: of those coming one is fetched beside the reserve, not more."""
+    bench = Bench(40, look_ahead=100, reserve=10, kept=KEPT)
+    bench.bring(0, 1)
+    bench.forecast.set_schedule(schedule_of([(Lane.COMPUTE, bench.pages[number].key) for number in (2, 0, 3, 1, 4)]))
+    bench.pump()
+    assert bench.moving() == [(2, HOST)]

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
-from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.protection import Protection
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Forecast, schedule_of
@@ -29,6 +29,19 @@ INDICES = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 LOST = OSError(5, "injected")
 
 
+class Watched(Residency):
+    """A residency that notes what it is told to evict although it is kept in HOST by choice."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.wrong: list[PageKey] = []
+
+    def drop(self, page: Page, tier: Tier) -> None:
+        if page.kept and tier is Tier.HOST:
+            self.wrong.append(page.key)  # an error here would only be given to whoever asked for the room
+        super().drop(page, tier)
+
+
 class ServiceMachine(RuleBasedStateMachine):
     """Random life of six pages."""
 
@@ -37,12 +50,15 @@ class ServiceMachine(RuleBasedStateMachine):
         device=st.one_of(st.none(), st.integers(12, 30)),
         reserve=st.sampled_from([0, 12]),
         arena=st.sampled_from([SteppedArena, SteppedSlab]),
+        kept=st.sampled_from([frozenset(), frozenset({0}), frozenset({1, 5})]),
     )
-    def build(self, host: int, device: int | None, reserve: int, arena: type[SteppedArena]) -> None:
-        self.chain, self.flying, self.store = stepped_chain(host, device, arena)
+    def build(
+        self, host: int, device: int | None, reserve: int, arena: type[SteppedArena], kept: frozenset[int]
+    ) -> None:
+        self.chain, self.flying, self.store = stepped_chain(host, device, arena, kept=kept)
         self.forecast = Forecast()
         self.ended: list[Any] = []
-        self.residency = Residency(self.chain, self.forecast, Counters(), ended=lambda *what: self.ended.append(what))
+        self.residency = Watched(self.chain, self.forecast, Counters(), ended=lambda *what: self.ended.append(what))
         appetite = {tier: Appetite(look_ahead=16, reserve=reserve) for tier in self.chain.memory_tiers}
         self.service = Service(self.residency, appetite)
         self.pages = [self.residency.add(key, size) for key, size in zip(KEYS, SIZES, strict=True)]
@@ -238,6 +254,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if hasattr(self, "residency"):
             self.residency.check_invariants()
+            assert self.residency.wrong == []
             for tier, arena in self.chain.arenas.items():
                 assert 0 <= arena.reserved <= arena.capacity, tier
             assert self.residency.moves == len(self.flying)
@@ -256,6 +273,7 @@ class ServiceMachine(RuleBasedStateMachine):
                 self.service.release(request.pages, request.tier)
             self.come_to_rest()
             assert self.held or not self.waiting, self.waiting
+        assert self.residency.wrong == []
 
     def come_to_rest(self) -> None:
         for _ in range(300):

@@ -14,10 +14,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiermem
 from tiermem.cli.modelwork import workload_of
 from tiermem.pager.ahead import Ahead
+from tiermem.pager.page import Kind
 from tiermem.pager.plan import Plan
 from tiermem.planner.design import PlanSettings, make_design
+from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.simulate import Simulation, simulate
+from tiermem.planner.thin import thinned
+from tiermem.runtime.blueprint import draw
+from tiermem.zero3.keep import Keeping
 
 MIB = 1 << 20
 # As the inline backend: a transfer has ended when it was started.
@@ -157,3 +162,32 @@ def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_cou
     # Host memory is in one piece, and for a place in it kept pages are written, too: up to 13 % was seen. This holds
     # the count against what happens; it does not show that the plan is why: next uses alone move a few percent more.
     assert found == pytest.approx(plans[-1].moved, rel=0.25)
+
+
+def is_small(name: str, parameter: torch.nn.Parameter) -> bool:
+    return parameter.numel() <= 128 * 128
+
+
+@pytest.mark.parametrize("units", [5, 80])
+def test_what_is_kept_in_memory_by_choice_moves_in_neither(units: int, tmp_path: Path) -> None:
+    """The budget of a run and of its simulation are shared out alike, and the simulation moves nothing that is kept."""
+    shape = LlamaConfig(
+        hidden_size=128, intermediate_size=344, num_hidden_layers=units, num_attention_heads=4, vocab_size=512
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape)
+    work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype="bfloat16", keep=is_small)
+    kept = {number for number, unit in enumerate(work.units) if unit.kept}
+    assert len(kept) == units + 1, "a part of each layer, and the last norm"
+    host = 3 * MIB + units * 152 * 1024
+    config = tiermem.Config(device="cpu", host_memory=host, swap_dirs=[tmp_path], tile_size="64KiB")
+    design = make_design(work, INSTANT, PlanSettings(host_memory=host, tile_nbytes=config.tile_nbytes))
+    assert design.footprint == draw(model, config, None, keeping=Keeping(is_small)).footprint
+    assert design.kept_nbytes == sum(rounded(work.units[unit].numel * 2) for unit in kept)
+    thin = thinned(design, 24)
+    assert (len(thin.workload.units) < len(work.units)) == (units == 80)
+    assert thin.settings.host_memory - thin.kept_nbytes <= host - design.kept_nbytes
+    found = simulate(thin, with_plan=True)
+    moved = {action.page.unit for action in found.plan.actions if action.page.kind is Kind.PARAM}
+    assert moved, "others move"
+    assert moved.isdisjoint(thin.kept)

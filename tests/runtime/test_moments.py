@@ -30,7 +30,7 @@ def test_the_budget_never_takes_a_tile_for_smaller_than_it_is(
     ]
     quantized = {number for number, (_, coded) in enumerate(parameters) if coded}
     layout = plan_layout(0, "unit", infos, dtype=dtype, tile_numel=2048, ranks=ranks)
-    told = state_size(layout, dtype, quantized)
+    told = state_size(layout, quantized)
     size = UnitSize(
         "unit",
         param_nbytes=1,

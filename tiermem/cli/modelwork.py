@@ -21,6 +21,7 @@ from tiermem.cli.presets import build_model
 from tiermem.errors import ConfigError
 from tiermem.planner.workload import UnitWork, Workload, order_of, unit_flops
 from tiermem.runtime.blueprint import draw
+from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.units import ModelUnits
 
 _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
@@ -57,14 +58,14 @@ def model_workload(
 
 
 def workload_of(
-    model: nn.Module, name: str, *, batch: int, seq: int, batches: int, dtype: str, width: int = 0
+    model: nn.Module, name: str, *, batch: int, seq: int, batches: int, dtype: str, width: int = 0, keep: Keep = None
 ) -> Workload:
     """The step of a model (on any device) that sees `batch` sequences of `seq` tokens, `batches` times.
 
-    `width`: of its attention, for the operations that do not depend on weights.
+    `width`: of its attention, for the operations that do not depend on weights. `keep`: as `tiermem.offload` takes it.
     """
     settings = tiermem.Config(device="cpu", host_memory=_ANY_BUDGET, swap_dirs=["."], param_dtype=cast("Any", dtype))
-    blueprint = draw(model, settings, None)
+    blueprint = draw(model, settings, None, keeping=Keeping(keep))
     itemsize = settings.dtype.itemsize
     calls = list(_calls(blueprint.divided))
     tokens = batch * seq
@@ -76,16 +77,19 @@ def workload_of(
         numel = size.param_nbytes // itemsize
         attends = next(iter(unit.root.children()), None) is not None
         flops = unit_flops(numel, tokens, seq=seq, width=width if attends else 0) if used.get(unit.number) else 0.0
-        units.append(UnitWork(unit.name, numel, size.trainable_numel, flops, size.nested_nbytes))
+        nested = size.nested_nbytes - size.nested_kept
+        units.append(UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept))
     return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype)
 
 
 def _calls(divided: ModelUnits) -> Iterator[tuple[int, bool]]:
     """The units in the order their modules are called, and whether backward needs their values there."""
-    roots = {id(unit.root): unit.number for unit in divided.units}
+    roots: dict[int, list[int]] = {}
+    for unit in divided.units:  # a root may have several: see "Frozen apart" and "Kept apart" in zero3/units.py
+        roots.setdefault(id(unit.root), []).append(unit.number)
     inside = {id(inner) for unit in divided.units for inner in unit.root.modules() if inner is not unit.root}
     for point in divided.points:
         if id(point.module) in inside or point.module is divided.model:
             continue
-        for unit in [roots[id(point.module)]] if id(point.module) in roots else point.units:
-            yield unit, not isinstance(point.module, nn.Embedding)
+        for number in roots.get(id(point.module), point.units):
+            yield number, not isinstance(point.module, nn.Embedding)

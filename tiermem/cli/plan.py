@@ -123,7 +123,7 @@ def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict
     written = simulation.bytes_written if simulation else None
     found: dict[str, Any] = {
         "fits": prediction.fits,
-        "device_bytes": design.device_budget if design else settings.device_memory,
+        "device_bytes": (design.device_budget if design else settings.device_memory) or 0,
         "host_bytes": settings.host_memory,
         "swap_bytes": prediction.swap_bytes,
         "bytes_read_per_step": None if read is None else round(read),

@@ -63,16 +63,20 @@ class Ahead:
         """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
 
         `look_ahead`: bytes fetched ahead into HOST; None: as many as now. `follow` has to be told of it, too.
-        With a device above it, what stays there is foreseen first; what leaves that is decided from use to use.
+        What is kept by choice takes its bytes off the budget, and no room in the plan. With a device above it, what
+        stays there is foreseen first; what leaves that is decided from use to use.
         """
         tier, chain = Tier.HOST, self._residency.chain
-        appetite, capacity = self._appetite[tier], chain.capacity(tier) - self._appetite[tier].reserve
+        kept = {key: nbytes for key, nbytes in rooms.items() if chain.keeps(key)} if chain.kept else {}
+        appetite = self._appetite[tier]
+        capacity = chain.capacity(tier) - appetite.reserve - sum(kept.values())
+        below = {key: nbytes for key, nbytes in rooms.items() if key not in kept} if kept else rooms
         ahead = min(appetite.look_ahead if look_ahead is None else look_ahead, capacity)
         limits = Limits(capacity, ahead, appetite.lead, behind=2 * appetite.reserve)
         if chain.top is tier:
-            return make_plan(schedule, rooms, limits)
+            return make_plan(schedule, below, limits)
         device = Limits(chain.capacity(chain.top) - self._appetite[chain.top].reserve)
-        return make_plan_below(schedule, rooms, limits, device, chain.settled)
+        return make_plan_below(schedule, below, limits, device, chain.settled, above=rooms)
 
     def follow(self, schedule: Schedule | None, plan: Plan | None, look_ahead: int | None = None) -> None:
         """Go by another schedule, and keep what the plan for it keeps; `look_ahead` as for `make_plan`."""
@@ -183,7 +187,7 @@ class Ahead:
         chosen = choose_read_ahead(
             self._coming(tier, positions),
             capacity=self._residency.chain.capacity(tier),
-            held=self._residency.census.held(tier),
+            held=self._residency.census.held(tier) + self._residency.census.stuck(tier),
             reserve=appetite.reserve,
             look_ahead=appetite.look_ahead,
         )
@@ -213,7 +217,7 @@ class Ahead:
         pending.extendleft(reversed(later))
 
     def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
-        """What is accessed next on the tier, each page once; notes where, also of what is leased and so there."""
+        """What is accessed next on the tier, each page once; notes where, also of what stays there (leased, kept)."""
         pages, chain, compute = self._residency.pages, self._residency.chain, Lane.COMPUTE
         top, settled, transit = chain.top, chain.settled, Kind.TRANSIT
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
@@ -232,6 +236,6 @@ class Ahead:
                 # begins, and mostly ends, on the top tier.
                 continue
             positions[key] = position
-            if not page.leases.get(tier):
+            if not page.leases.get(tier) and not (page.kept and tier is Tier.HOST):
                 # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
                 yield Candidate(key, page.room, tier in page.frames or not written)

@@ -25,28 +25,35 @@ from tiermem.pager.sweep import Farthest, make_cyclic, sweep
 
 
 def make_plan_below(
-    schedule: Schedule, rooms: Mapping[PageKey, int], limits: Limits, device: Limits, settled: Collection[int] = ()
+    schedule: Schedule,
+    rooms: Mapping[PageKey, int],
+    limits: Limits,
+    device: Limits,
+    settled: Collection[int] = (),
+    *,
+    above: Mapping[PageKey, int] | None = None,
 ) -> Plan:
     """The plan for host memory; arguments as for `plan.make_plan`.
 
     Args:
         schedule: the accesses of a step.
-        rooms: bytes that a page takes, on either tier.
+        rooms: bytes that a page takes.
         limits: what there is room for in host memory.
         device: what there is room for on the device.
         settled: units whose pages stay on the device in any case.
+        above: bytes that a page takes on the device; None: as many.
     """
     accesses = schedule.accesses
-    above = _stays_above(accesses, rooms, device, settled)
+    there = _stays_above(accesses, rooms if above is None else above, device, settled)
     reaches = [
         access.key.unit not in settled
         and access.key.kind is not Kind.TRANSIT
-        and (access.lane is Lane.UPDATE or access.key.kind is not Kind.PARAM or position not in above)
+        and (access.lane is Lane.UPDATE or access.key.kind is not Kind.PARAM or position not in there)
         for position, access in enumerate(accesses)
     ]
     places = [position for position, reached in enumerate(reaches) if reached]
     here = [accesses[position] for position in places]
-    supplied = [position in above for position in places]
+    supplied = [position in there for position in places]
     plan = best_plan(Course(here, rooms, limits, supplied=supplied), limits)
     stays = [True] * len(accesses)
     for position, kept in zip(places, plan.stays, strict=True):

@@ -30,7 +30,7 @@ class _Ledger:
         noted: of each page which of the totals it adds to, and how many bytes.
         droppable, writable: the orders of eviction.
         unordered: pages that belong into one of the orders since they changed; whether into `writable`.
-        shared: pages that could be written down although they are leased.
+        shared: pages that could be written down although they are leased, or kept by choice.
         away: pages that have contents but neither a frame on the tier nor an error.
     """
 
@@ -94,7 +94,7 @@ class Census:
         return self._reckoned(tier).nbytes(_HELD)
 
     def stuck(self, tier: Tier) -> int:
-        """Bytes of failed pages: they stay, so that nothing is lost by making room."""
+        """Bytes that never leave: of failed pages, so that nothing is lost, and of those kept in HOST by choice."""
         return self._reckoned(tier).nbytes(_STUCK)
 
     def unsaved(self, tier: Tier) -> int:
@@ -138,7 +138,7 @@ class Census:
         return -1 if farthest is None else farthest
 
     def shared(self, tier: Tier) -> list[Page]:
-        """Pages whose lowest copy is on `tier` and could be written down now, although they are leased."""
+        """Pages whose lowest copy is on `tier`, held or kept there, and could be written down all the same."""
         return list(self._reckoned(tier).shared)
 
     def victims(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
@@ -200,7 +200,7 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
     free = move is None and not failed and not page.exclusive and tier in page.valid
     if leased:
         which = _HELD
-    elif failed:
+    elif failed or (page.kept and tier is Tier.HOST):
         which = _STUCK
     elif free and lowest:
         which = _DIRTY
@@ -209,7 +209,7 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
     else:
         which = _OTHER
     ledger.add(page, which + _UNSAVED if lowest and not failed and not page.doomed else which, frame.nbytes)
-    if free and not leased:
+    if free and not leased and which is not _STUCK:
         ledger.unordered[page] = lowest
     elif free and lowest:
         ledger.shared[page] = None

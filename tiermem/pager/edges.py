@@ -38,6 +38,7 @@ class Chain:
         arenas: one arena for each memory tier.
         edges: the edge for each (source, target) pair of neighbours.
         settled: units whose update works on the top tier, and whose pages stay there between uses if they can.
+        kept: units whose PARAM pages stay in HOST by choice.
         alignment: frames take whole multiples of this many bytes, on every tier.
         forget: called with the name of a page that is removed for good.
     """
@@ -45,6 +46,7 @@ class Chain:
     arenas: Mapping[Tier, Arena]
     edges: Mapping[tuple[Tier, Tier], Edge]
     settled: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
     alignment: int = FRAME_ALIGNMENT
     forget: Callable[[PageKey], None] = lambda _: None
 
@@ -61,6 +63,10 @@ class Chain:
     def worked_on(self, lane: Lane, unit: int) -> Tier:
         """The tier on which this lane works on a unit's pages."""
         return self.top if lane is Lane.COMPUTE or unit in self.settled else Tier.HOST
+
+    def keeps(self, key: PageKey) -> bool:
+        """Whether the page stays in HOST by choice."""
+        return key.kind is Kind.PARAM and key.unit in self.kept
 
     def tiers_of(self, key: PageKey) -> Sequence[Tier]:
         """The tiers where a page takes room; what is exchanged among ranks comes, and mostly goes, on the top one."""
@@ -181,9 +187,15 @@ class CopyEdge:
 
 
 def device_chain(
-    host: Arena, top: Arena, device: Device, extents: Extents, *, settled: frozenset[int] = frozenset()
+    host: Arena,
+    top: Arena,
+    device: Device,
+    extents: Extents,
+    *,
+    settled: frozenset[int] = frozenset(),
+    kept: frozenset[int] = frozenset(),
 ) -> Chain:
-    """The chain of a machine with an accelerator: DEVICE over HOST over SWAP. `settled`: see `Chain`."""
+    """The chain of a machine with an accelerator: DEVICE over HOST over SWAP. `settled`, `kept`: see `Chain`."""
     below = host_chain(host, extents)
     return Chain(
         arenas={**below.arenas, Tier.DEVICE: top},
@@ -193,14 +205,16 @@ def device_chain(
             (Tier.DEVICE, Tier.HOST): CopyEdge(device, Tier.DEVICE, Tier.HOST),
         },
         settled=settled,
+        kept=kept,
         forget=below.forget,
     )
 
 
-def host_chain(arena: Arena, extents: Extents) -> Chain:
-    """The chain of a machine without an accelerator: HOST over SWAP."""
+def host_chain(arena: Arena, extents: Extents, *, kept: frozenset[int] = frozenset()) -> Chain:
+    """The chain of a machine without an accelerator: HOST over SWAP. `kept`: see `Chain`."""
     return Chain(
         arenas={Tier.HOST: arena},
         edges={(Tier.SWAP, Tier.HOST): SwapReadEdge(extents), (Tier.HOST, Tier.SWAP): SwapWriteEdge(extents)},
+        kept=kept,
         forget=extents.forget,
     )

@@ -121,6 +121,7 @@ class Page:
 
     Attributes:
         room: bytes a frame for it takes: `nbytes` rounded up to whole blocks.
+        kept: whether its copy in HOST stays there by choice: it is written down, but never evicted.
         exclusive: whether its one lease was taken to write.
         doomed: whether it is to be discarded as soon as nobody holds or moves it.
         stamp: raised with every change of the facts, so that older entries in queues are known to be outdated.
@@ -129,6 +130,7 @@ class Page:
     key: PageKey
     nbytes: int
     room: int
+    kept: bool = False
     frames: dict[Tier, Frame] = field(init=False, default_factory=dict)
     valid: set[Tier] = field(init=False, default_factory=set)
     move: Move | None = field(init=False, default=None)

@@ -84,7 +84,7 @@ class Residency:
                     f"{key} needs {room} bytes on {tier.name} at once, but the budget of that tier is "
                     f"{self.chain.capacity(tier)} bytes; raise the budget or make the units smaller"
                 )
-        page = self.pages[key] = Page(key, nbytes, room)
+        page = self.pages[key] = Page(key, nbytes, room, self.chain.keeps(key))
         if saved:
             page.valid.add(Tier.SWAP)
             self.census.note(page)

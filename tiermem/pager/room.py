@@ -22,7 +22,7 @@ class Room:
         self._residency = residency
 
     def unheld(self, tier: Tier) -> int:
-        """Bytes that evicting everything evictable would leave free: all but leased and failed pages."""
+        """Bytes that evicting everything evictable would leave free: all but leased, failed and kept pages."""
         census = self._residency.census
         return self._residency.chain.capacity(tier) - census.held(tier) - census.stuck(tier)
 

@@ -287,8 +287,10 @@ class Service:
         held = {page.key: page.frames[tier].nbytes for page in residency.pages.values() if page.leases.get(tier)}
         largest = sorted(held.items(), key=lambda item: -item[1])[:8]
         holders = ", ".join(f"{key}: {nbytes}" for key, nbytes in largest)
+        kept = sum(page.room for page in residency.pages.values() if page.kept) if tier is Tier.HOST else 0
+        by_choice = f", {kept} bytes kept there by choice (keep fewer)" if kept else ""
         return CapacityError(
             f"{tier.name} has no room for {needed} bytes ({request.lacking[0].key}): budget {arena.capacity}, reserved "
-            f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}. "
+            f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}{by_choice}. "
             f"Raise the budget of {tier.name}, or make the units smaller"
         )

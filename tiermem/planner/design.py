@@ -17,6 +17,7 @@ from tiermem.planner.footprint import (
     SMALLEST_TILE,
     Footprint,
     UnitSize,
+    kept_nbytes,
     least_budget,
     plan_footprint,
     planned_tile,
@@ -128,7 +129,18 @@ class Design:
     def lag_nbytes(self, unit: int) -> int:
         """Bytes a unit keeps in memory from its gradient to the end of its update."""
         work = self.workload.units[unit]
-        return rounded(work.numel * self.workload.itemsize) + work.trainable * self.workload.itemsize
+        page = 0 if work.kept else rounded(work.numel * self.workload.itemsize)
+        return page + work.trainable * self.workload.itemsize
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The units whose parameters stay in host memory by choice."""
+        return frozenset(number for number, unit in enumerate(self.workload.units) if unit.kept)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of host memory that those take."""
+        return kept_nbytes(unit_sizes(self.workload))
 
 
 def state_nbytes(workload: Workload, numel: int) -> int:
@@ -143,8 +155,14 @@ def state_nbytes(workload: Workload, numel: int) -> int:
 
 
 def unit_sizes(workload: Workload) -> list[UnitSize]:
-    """The units as the budget sees them; of several with the same sizes the first, since only the largest count."""
-    alike = {(unit.numel, unit.trainable, unit.nested_nbytes): unit for unit in reversed(workload.units)}
+    """The units as the budget sees them; of several with the same sizes the first, since only the largest count.
+
+    But every one that is kept in memory by choice: of those the sum counts.
+    """
+    alike = {
+        (unit.numel, unit.trainable, unit.nested_nbytes, number if unit.kept else -1): unit
+        for number, unit in reversed(list(enumerate(workload.units)))
+    }
     return [
         UnitSize(
             name=unit.name,
@@ -153,6 +171,7 @@ def unit_sizes(workload: Workload) -> list[UnitSize]:
             grad_itemsize=workload.itemsize,
             state_itemsize=workload.state_itemsize,
             nested_nbytes=unit.nested_nbytes,
+            kept=unit.kept,
         )
         for unit in reversed(alike.values())
     ]

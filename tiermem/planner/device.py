@@ -17,7 +17,7 @@ Settling. A unit whose state stays on the device is updated there, and none of i
 the first one on: their gradients come last in backward, so that their update has nothing to hide behind. The first
 two are settled wherever they fit beside what computation and update lease, and a unit read ahead; more of them as long
 as the parameters of all other units could stay on the device as well, which are used twice a step. Not over several
-ranks.
+ranks, and not what is kept in host memory by choice: that is updated there.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def plan_tiers(
             f"parameters) needs at least {least} bytes on the device to be computed; "
             f"set device_memory to {least} bytes or more, or pass smaller units"
         )
-    below = [replace(unit, nested_nbytes=0, ranks=1, gathered_nbytes=0) for unit in units]
+    below = [replace(unit, nested_nbytes=0, nested_kept=0, ranks=1, gathered_nbytes=0) for unit in units]
     while True:
         footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile, gaps=True)
         needed = _needed(units, footprint.tile_numel, roomy=False)
@@ -134,7 +134,7 @@ def _settled(units: Sequence[UnitSize], device: int, tile_numel: int) -> tuple[i
     found: list[int] = []
     taken, parameters = 0, sum(rounded(unit.param_nbytes) for unit in units)
     for number, unit in enumerate(units):
-        if not unit.trainable_numel:
+        if not unit.trainable_numel or unit.kept:
             continue
         taken += settled_nbytes(unit, tile_numel)
         parameters -= rounded(unit.param_nbytes)

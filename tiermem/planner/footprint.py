@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
 
@@ -44,6 +44,8 @@ class UnitSize:
         state_itemsize: bytes of optimizer state for one element, rounded up.
         wide_numel: elements that are updated and have more state than that: float32 moments among 8-bit ones.
         wide_itemsize: how many bytes more.
+        kept: whether its parameters stay in host memory by choice.
+        nested_kept: of `nested_nbytes`, those of such units.
         nested_nbytes: parameter bytes of the units that are leased while this one is computed: those around it and
             those whose parameters it borrows, each `rounded`.
         nested_count: how many these are at most.
@@ -62,6 +64,8 @@ class UnitSize:
     gathered_nbytes: int = 0
     wide_numel: int = 0
     wide_itemsize: int = 0
+    kept: bool = False
+    nested_kept: int = 0
 
     @property
     def computed_nbytes(self) -> int:
@@ -125,7 +129,12 @@ def planned_tile(budget: int) -> int:
 
 def least_budget(units: Sequence[UnitSize]) -> int:
     """The smallest budget that works, in bytes."""
-    return _least(units, gaps=False)
+    return _least(_beside_kept(units), gaps=False) + kept_nbytes(units)
+
+
+def kept_nbytes(units: Sequence[UnitSize]) -> int:
+    """Bytes of host memory that parameters take which stay there by choice."""
+    return sum(rounded(unit.param_nbytes) for unit in units if unit.kept)
 
 
 def plan_footprint(
@@ -150,15 +159,11 @@ def plan_footprint(
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
     """
-    least = _least(units, gaps=gaps)
+    kept, units = kept_nbytes(units), _beside_kept(units)
+    least = _least(units, gaps=gaps) + kept
     if budget < least:
-        largest = max(units, key=lambda unit: unit.computed_nbytes)
-        nbytes = largest.gathered_nbytes or largest.param_nbytes
-        raise BudgetError(
-            f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {nbytes} bytes of "
-            f"parameters) needs at least {least} bytes to be computed and updated; "
-            f"set host_memory to {least} bytes or more, or pass smaller units"
-        )
+        raise _too_little(units, budget, least, kept)
+    budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
     for passing, (hold_tiles, depth, serial, beside) in itertools.product((PASSING, 0), ways):
         sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
@@ -181,7 +186,34 @@ def plan_footprint(
                     least=least,
                     passing=free,
                 )
-    raise BudgetError(f"host_memory is {budget} bytes; no tile size fits (least budget {least} bytes)")
+    raise BudgetError(f"host_memory is {budget + kept} bytes; no tile size fits (least budget {least} bytes)")
+
+
+def _beside_kept(units: Sequence[UnitSize]) -> Sequence[UnitSize]:
+    """The units as those see them who lease host memory beside what is kept there: that takes no more of it."""
+    if not any(unit.kept or unit.nested_kept for unit in units):
+        return units
+    return [
+        replace(
+            unit,
+            param_nbytes=0 if unit.kept else unit.param_nbytes,
+            nested_nbytes=unit.nested_nbytes - unit.nested_kept,
+            kept=False,
+            nested_kept=0,
+        )
+        for unit in units
+    ]
+
+
+def _too_little(units: Sequence[UnitSize], budget: int, least: int, kept: int) -> BudgetError:
+    largest = max(units, key=lambda unit: unit.computed_nbytes)
+    nbytes = largest.gathered_nbytes or largest.param_nbytes
+    taken = f" beside the {kept} bytes of parameters that keep= has stay there" if kept else ""
+    return BudgetError(
+        f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {nbytes} bytes of "
+        f"parameters) needs at least {least - kept} bytes to be computed and updated{taken}; "
+        f"set host_memory to {least} bytes or more, {'keep fewer parameters, ' if kept else ''}or pass smaller units"
+    )
 
 
 def _tile_sizes(units: Sequence[UnitSize], tile_nbytes: int, smallest: int) -> list[int]:

@@ -183,7 +183,9 @@ def observed_design(
             unseen += 0.0 if count else taken
         times.append(UnitTimes(both[0], both[1], 0.0, 0.0))
     itemsize = ITEM_BYTES[types[0]]
-    works = [UnitWork(unit.name, unit.param_nbytes // itemsize, unit.trainable_numel, 0.0) for unit in units]
+    works = [
+        UnitWork(unit.name, unit.param_nbytes // itemsize, unit.trainable_numel, 0.0, kept=unit.kept) for unit in units
+    ]
     return Design(
         workload=Workload("observed", tuple(works), order, 1, batches, types[0], types[1]),
         settings=settings,

@@ -89,7 +89,8 @@ def _repeated(forward: Sequence[int], begin: int, block: int, alike: Alike) -> R
 
 
 def _alike(one: UnitWork, other: UnitWork) -> bool:
-    return abs(one.numel - other.numel) <= 1 and abs(one.trainable - other.trainable) <= 1
+    sizes = abs(one.numel - other.numel) <= 1 and abs(one.trainable - other.trainable) <= 1
+    return sizes and one.kept == other.kept
 
 
 def thinned(design: Design, most: int) -> Design:
@@ -129,7 +130,10 @@ def _without(design: Design, gone: set[int], times: Sequence[UnitTimes]) -> Desi
     order = tuple(replace(each, unit=numbers[each.unit]) for each in workload.order if each.unit in numbers)
     fewer = replace(workload, units=tuple(workload.units[unit] for unit in kept), order=order)
     thin = replace(design, workload=fewer, times=tuple(times[unit] for unit in kept))
-    host = _less(design.settings.host_memory, _in_use(design), design.nbytes(*_HOST), thin.nbytes(*_HOST))
+    # What is kept by choice takes its bytes, whatever the rest of the budget does.
+    stays, left = design.kept_nbytes, thin.kept_nbytes
+    shared = design.settings.host_memory - stays
+    host = left + _less(shared, _in_use(design), design.nbytes(*_HOST) - stays, thin.nbytes(*_HOST) - left)
     device = design.device_budget
     if device is not None:
         device = _less(device, min(device, _on_device(design)), design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE))
@@ -154,8 +158,9 @@ def _in_use(design: Design) -> int:
     """Bytes of host memory that computation, update and read-ahead have in hand at one time."""
     footprint, share = design.footprint, design.workload
     tile = footprint.tile_numel * (share.itemsize + share.state_itemsize)
-    held = design.settings.host_memory - footprint.passing + rounded(tile) * (footprint.depth - 1)
-    return min(design.settings.host_memory, held + footprint.look_ahead + footprint.lag + 2 * footprint.reserve)
+    shared = design.settings.host_memory - design.kept_nbytes
+    held = shared - footprint.passing + rounded(tile) * (footprint.depth - 1)
+    return min(shared, held + footprint.look_ahead + footprint.lag + 2 * footprint.reserve)
 
 
 def _on_device(design: Design) -> int:

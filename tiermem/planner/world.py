@@ -176,7 +176,9 @@ class World:
         self.waiting: LeaseRequest | str | None = None  # what the computation waits for
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
-            self.residency.add(key, nbytes, saved=key.kind.value != "grad")
+            page = self.residency.add(key, nbytes, saved=key.kind.value != "grad")
+            if page.kept:
+                self.residency.begin_with(page, Tier.HOST)
         ahead, schedule = self.service.ahead, design.schedule
         plan = ahead.make_plan(schedule, ahead.rooms())
         ahead.follow(schedule, plan)
@@ -198,7 +200,7 @@ class World:
         first = {access.key: position for position, access in reversed(list(enumerate(schedule.accesses)))}
         for key, position in first.items():
             page = self.residency.page(key)
-            if plan.stays[position] and page.is_written:
+            if plan.stays[position] and page.is_written and not page.kept:
                 self.residency.begin_with(page, Tier.HOST)
 
     def lease(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Generator[Signal, None, None]:
@@ -293,7 +295,7 @@ class World:
             edges[Tier.DEVICE, Tier.HOST] = _Edge(
                 lambda nbytes, priority, done: down.start(nbytes, priority=priority, done=done)
             )
-        return Chain(arenas=arenas, edges=edges, alignment=rounded(1))
+        return Chain(arenas=arenas, edges=edges, kept=self.design.kept, alignment=rounded(1))
 
     def _appetite(self) -> dict[Tier, Appetite]:
         footprint = self.design.footprint

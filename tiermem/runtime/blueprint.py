@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from tiermem.config import Config, resolve_host_memory
+from tiermem.errors import ConfigError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.tiles import UnitState
@@ -28,6 +30,7 @@ from tiermem.runtime.company import Company, find_company
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state
 from tiermem.runtime.record import check_layout, layout_record
 from tiermem.runtime.shares import share_out
+from tiermem.zero3.keep import Keeping
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import plan_layouts
 from tiermem.zero3.order import Access
@@ -48,6 +51,11 @@ class Blueprint:
     sizes: tuple[UnitSize, ...]
     stage: int = 3
     device: DeviceFootprint | None = None
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The units whose parameters stay in host memory by choice."""
+        return frozenset(layout.unit for layout in self.layouts if layout.kept)
 
     @property
     def beside(self) -> bool:
@@ -96,25 +104,35 @@ def draw(
     units: Wanted,
     beginning: Beginning | None = None,
     company: Company | None = None,
+    keeping: Keeping | None = None,
 ) -> Blueprint:
     """Divide the model and share the budget out; opens nothing. With a `company` of several all ranks draw the same.
+
+    `keeping`: what stays in host memory by choice.
 
     Raises:
         ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
         ConfigError: the model or a setting cannot be served.
         BudgetError: the host budget is too small; names the largest unit and the least that works.
     """
-    divided = find_units(model, units)
+    keeping = keeping or Keeping()
+    divided = find_units(model, units, keeping.find(model, config.dtype))
     company = company or find_company(config)
     ranks, whole = company.size, config.stage < 3 and company.size > 1
-    sketch = plan_layouts(divided, dtype=config.dtype, tile_numel=SMALLEST_TILE, ranks=ranks)
+    lay_out = partial(plan_layouts, divided, dtype=config.dtype, ranks=ranks, kept_dtype=keeping.dtype)
+    sketch = lay_out(tile_numel=SMALLEST_TILE)
     available = available_host_memory() // company.neighbours
     host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     quantized = quantized_parameters(divided, config.moments)
-    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), config.dtype, quantized)
+    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), quantized)
     beginning = beginning or Beginning()
     footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
-    layouts = plan_layouts(divided, dtype=config.dtype, tile_numel=footprint.tile_numel, ranks=ranks)
+    if whole and device is not None and any(size.kept for size in sizes):
+        raise ConfigError(
+            f"keep= with {ranks} ranks that compute on devices needs stage=3, found stage={config.stage}: there what "
+            "other ranks have updated is brought together on the device, and the page would not stay in host memory"
+        )
+    layouts = lay_out(tile_numel=footprint.tile_numel)
     if beginning.record is not None:
         check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
     shards = shards_of(layouts, company.rank, whole=whole)
@@ -122,39 +140,56 @@ def draw(
     return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device)
 
 
-def _sizes(
-    divided: ModelUnits, shards: Sequence[Shard], dtype: torch.dtype, quantized: Container[int]
-) -> list[UnitSize]:
-    nested = _nested(divided, [shard.layout for shard in shards])
-    states = [state_size(shard.layout, dtype, quantized) for shard in shards]
+def _sizes(divided: ModelUnits, shards: Sequence[Shard], quantized: Container[int]) -> list[UnitSize]:
+    nested = _nested(divided, shards)
+    states = [state_size(shard.layout, quantized) for shard in shards]
     return [
         UnitSize(
             name=shard.layout.name,
             param_nbytes=shard.nbytes,
             trainable_numel=shard.layout.part_numel,
-            grad_itemsize=dtype.itemsize,
+            grad_itemsize=shard.layout.dtype.itemsize,
             state_itemsize=state.itemsize,
-            nested_nbytes=nested[shard.unit][0],
-            nested_count=nested[shard.unit][1],
+            nested_nbytes=nested[shard.unit].nbytes,
+            nested_count=nested[shard.unit].units,
             ranks=shard.layout.ranks,
             gathered_nbytes=shard.gathered_nbytes,
             wide_numel=state.wide_numel,
             wide_itemsize=state.wide_itemsize,
+            kept=shard.layout.kept,
+            nested_kept=nested[shard.unit].nbytes - nested[shard.unit].moving,
         )
         for shard, state in zip(shards, states, strict=True)
     ]
 
 
-def _nested(divided: ModelUnits, layouts: Sequence[UnitLayout]) -> dict[int, tuple[int, int]]:
+class _Nested(NamedTuple):
+    """The most bytes leased beside a unit, of those the most in pages not kept by choice, and the most units."""
+
+    nbytes: int = 0
+    moving: int = 0
+    units: int = 0
+
+
+def _nested(divided: ModelUnits, shards: Sequence[Shard]) -> dict[int, _Nested]:
     """For each unit the most bytes, and the largest number, of others that a module call needing it holds meanwhile."""
     named = {id(module): name for name, module in divided.model.named_modules()}
     points = {named[id(point.module)]: point.units for point in divided.points}
-    most = {layout.unit: (0, 0) for layout in layouts}
+    layouts = [shard.layout for shard in shards]
+    most = {layout.unit: _Nested() for layout in layouts}
     for name, units in points.items():
         parts = name.split(".") if name else []
         around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
         held = {unit for outer in around for unit in points.get(outer, ())} | set(units)
         for unit in units:
             beside = sum(rounded(layouts[other].nbytes) for other in held if other != unit)
-            most[unit] = max(most[unit][0], beside), max(most[unit][1], len(held) - 1)
+            stays = sum(
+                rounded(layouts[other].nbytes)
+                for other in held
+                if other != unit and layouts[other].kept and not shards[other].gathered_nbytes
+            )
+            before = most[unit]
+            most[unit] = _Nested(
+                max(before.nbytes, beside), max(before.moving, beside - stays), max(before.units, len(held) - 1)
+            )
     return most

@@ -139,7 +139,7 @@ class Runtime(Closing):
     def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_size: int | str = MAX_SHARD) -> None:
         """Write the model as sharded safetensors with index, as transformers reads them; waits until it is durable.
 
-        Parameters in `param_dtype` after all updates, tied ones once, persistent buffers, and config.json and
+        Parameters in their dtypes after all updates, tied ones once, persistent buffers, and config.json and
         generation_config.json of a model that has them. A unit is in memory at a time. `path`: a free name or an empty
         folder; it is there whole or not at all. Collective: the first rank writes, into a folder that only it need see,
         with its own buffers; what fails on it is an error on all.

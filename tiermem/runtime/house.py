@@ -150,7 +150,7 @@ def build(
     `device`: instead of the one `config` names; the house closes it.
     """
     swap_nbytes = blueprint.swap_nbytes(wanted_copies(config, _update(config, company)))
-    budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device)
+    budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device, blueprint.kept)
     storage = company.together(
         "open its swap files",
         lambda: open_storage(config, beginning, budgets, device=device or open_device(config)),
@@ -189,7 +189,7 @@ def _furnish(
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
-    states_in_order, patient = list(blueprint.states.values()), pager.chain.settled
+    states_in_order, patient = list(blueprint.states.values()), pager.chain.settled | pager.chain.kept
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
@@ -258,7 +258,8 @@ def _update(config: Config, company: Company) -> str:
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
     sizes = {
-        shard.unit: rounded(shard.nbytes) + shard.trainable_numel * shard.layout.dtype.itemsize
+        shard.unit: (0 if shard.layout.kept else rounded(shard.nbytes))
+        + shard.trainable_numel * shard.layout.dtype.itemsize
         for shard in blueprint.shards
     }
     return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag)

@@ -15,6 +15,7 @@ from tiermem.ahead import LookAhead
 from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.planner.design import PlanSettings
+from tiermem.planner.footprint import kept_nbytes
 from tiermem.planner.observed import observe, observed_design
 from tiermem.planner.refining import COUNTED, LookAheadControl, Stage, foreseeing
 from tiermem.runtime.blueprint import Blueprint
@@ -129,5 +130,6 @@ def choose_look_ahead(config: Config, blueprint: Blueprint, timeline: Timeline, 
         return FixedLookAhead(planned, "planned; not refined over ranks, whose seconds depend on each other's choices")
     if blueprint.device is not None:
         return FixedLookAhead(planned, "planned; not refined beside a device, whose seconds by unit are not measured")
-    control = LookAheadControl(planned, highest=blueprint.host_nbytes // 2)
+    highest = (blueprint.host_nbytes - kept_nbytes(blueprint.sizes)) // 2
+    control = LookAheadControl(planned, highest=highest)
     return RefinedLookAhead(control, timeline, blueprint, config)

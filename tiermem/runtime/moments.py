@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT, Segment, UnitState, state_itemsize
@@ -63,15 +62,15 @@ def unit_state(shard: Shard, quantized: Container[int]) -> UnitState:
     )
 
 
-def state_size(layout: UnitLayout, dtype: torch.dtype, quantized: Container[int]) -> StateSize:
+def state_size(layout: UnitLayout, quantized: Container[int]) -> StateSize:
     """What the budget has to know of a unit's optimizer state; at least one byte, that of a unit without any."""
     coded = [slot.parameter in quantized for slot in layout.trainable]
     if not coded:
         return StateSize(1, 0, 0)
-    exact = state_itemsize(dtype, quantized=False)
+    exact = state_itemsize(layout.dtype, quantized=False)
     if not any(coded):
         return StateSize(exact, 0, 0)
-    narrow = state_itemsize(dtype, quantized=True)
+    narrow = state_itemsize(layout.dtype, quantized=True)
     pairs = zip(layout.trainable, coded, strict=True)
     # Each piece takes whole segments in its plane: of many short parameters that is most of it.
     wide = sum(-(-slot.numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for slot, is_coded in pairs if not is_coded)

@@ -10,11 +10,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tiermem.checkpoint.restoring import SnapshotSource
 from tiermem.checkpoint.weights import open_weights
-from tiermem.config import Config
+from tiermem.config import Config, parse_dtype
 from tiermem.errors import ConfigError
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
@@ -24,6 +25,7 @@ from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
 from tiermem.zero3.guards import refuse_placeholders
 from tiermem.zero3.initialise import Initializer
+from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.materialize import WeightSource
 from tiermem.zero3.units import Wanted
 
@@ -33,6 +35,8 @@ def offload(
     config: Config,
     *,
     units: Wanted = None,
+    keep: Keep = None,
+    keep_dtype: str | torch.dtype | None = None,
     weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
     resume: bool | str | os.PathLike[str] = False,
@@ -42,11 +46,14 @@ def offload(
 
     Args:
         model: any module on the CPU, on the meta device, or built under `deferred_init`. Names, shapes and dtypes of
-            its parameters stay truthful (floating-point ones become `config.param_dtype`); their values are leased
-            from the pager while a module that reads them runs.
+            its parameters stay truthful (floating-point ones become `config.param_dtype`, kept ones `keep_dtype`);
+            their values are leased from the pager while a module that reads them runs.
         config: budgets, swap directories and how to update.
         units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
+        keep: parameters that stay in host memory, off whose budget their bytes come: a function of (name, parameter),
+            a size ("100KiB": all not larger), or modules and class names. See zero3/README.md, "Resident by choice".
+        keep_dtype: what their floating-point ones become instead of `config.param_dtype`, such as "float32".
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
             the model, renamed and merged as transformers does while it loads; buffers found there too. All must fit;
             with `init` some may be missing. Not read in a resume. See checkpoint/README.md.
@@ -68,9 +75,8 @@ def offload(
         swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
     """
     _check_kinds(model, config, weights, init)
-    for name, parameter in model.named_parameters():
-        if registry.find(parameter) is not None:
-            raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
+    _refuse_offloaded(model)
+    keeping = Keeping(keep, None if keep_dtype is None else parse_dtype("keep_dtype", keep_dtype))
     company = find_company(config, mesh)
     try:
         own = own_directories(config, company)
@@ -78,7 +84,7 @@ def offload(
         beginning = replace(beginning, rank=company.rank)
         beginning = agree_on_commit(beginning, own, company)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
-        blueprint = draw(model, own, units, beginning, company)
+        blueprint = draw(model, own, units, beginning, company, keeping)
         return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")
@@ -95,6 +101,12 @@ def _check_kinds(model: object, config: object, weights: object, init: object) -
         raise ConfigError(f"weights: expected the path of a file or a folder, found {type(weights).__name__}")
     if not (init is None or callable(init)):
         raise ConfigError(f"init: expected a function of a module, found {type(init).__name__}")
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if registry.find(parameter) is not None:
+            raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
 
 
 def _find_source(

@@ -51,6 +51,7 @@ def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int
         "stage": config.stage if ranks > 1 else None,
         "param_dtype": str(config.param_dtype),
         "moments": config.moments,
+        "kept": [layout.name for layout in layouts if layout.kept] or None,
         "tile_numel": tile_numel,
         "units": [
             [
@@ -67,7 +68,7 @@ def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int
 
 def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
-    for name in ("world_size", "stage", "param_dtype", "moments", "tile_numel"):
+    for name in ("world_size", "stage", "param_dtype", "moments", "kept", "tile_numel"):
         if committed.get(name) != here[name]:
             raise _differs(name, committed.get(name), here[name])
     there, mine = committed["units"], here["units"]

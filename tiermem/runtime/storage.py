@@ -38,12 +38,16 @@ _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes of each tier, and how those of memory are shared out. `device`: None where there is no DEVICE tier."""
+    """Bytes of each tier, and how those of memory are shared out. `device`: None where there is no DEVICE tier.
+
+    `kept`: the units whose parameters stay in host memory by choice.
+    """
 
     swap_nbytes: int
     host_nbytes: int
     host: Footprint
     device: DeviceFootprint | None = None
+    kept: frozenset[int] = frozenset()
 
     def appetites(self) -> dict[Tier, Appetite]:
         """How far the pager looks ahead on each tier."""
@@ -177,14 +181,15 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
 
 def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents: Extents) -> Chain:
     if device is None or budgets.device is None:
-        return host_chain(HostArena(budgets.host_nbytes, poison=config.poison), extents)
+        return host_chain(HostArena(budgets.host_nbytes, poison=config.poison), extents, kept=budgets.kept)
     host = device.make_host_arena(budgets.host_nbytes, poison=config.poison)
     try:
         top = device.make_arena(budgets.device.nbytes, poison=config.poison)
     except BaseException:
         host.close()
         raise
-    return device_chain(host, top, device, extents, settled=frozenset(budgets.device.settled))
+    settled = frozenset(budgets.device.settled)
+    return device_chain(host, top, device, extents, settled=settled, kept=budgets.kept)
 
 
 def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes: int) -> SwapSpace:

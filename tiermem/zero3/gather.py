@@ -247,7 +247,8 @@ class Gatherer:
                 raise TiermemError(
                     f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), "
                     f"but its values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: "
-                    "choose Config(param_dtype=...), and convert what else there is before tiermem.offload"
+                    "choose Config(param_dtype=...), or offload's keep_dtype for what is kept, and convert what else "
+                    "there is before tiermem.offload"
                 )
 
     @staticmethod

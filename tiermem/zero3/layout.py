@@ -72,7 +72,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The flat buffer of one unit: trainable slots first, then frozen ones; `nbytes` includes the padding of parts."""
+    """The flat buffer of one unit: trainable slots first, then frozen ones; `nbytes` includes the padding of parts.
+
+    `kept`: whether the page that holds it stays in host memory by choice.
+    """
 
     unit: int
     name: str
@@ -82,6 +85,7 @@ class UnitLayout:
     nbytes: int
     tile_numel: int
     ranks: int = 1
+    kept: bool = False
 
     @property
     def part_numel(self) -> int:

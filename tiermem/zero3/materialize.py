@@ -9,7 +9,7 @@ were wherever torch permits it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -80,6 +80,7 @@ class Materializer:
         initialiser = Initialiser(divided.model, self.init)
         parameters = {member.number: member.parameter for _, member in divided.members()}
         absent = {number for number, parameter in parameters.items() if parameter.is_meta}
+        self._take_places(layouts)
         for unit in divided.units:
             self._unit(unit, layouts[unit.number], initialiser, parameters, absent)
             trim_heap()  # what initialising a unit needed lies outside the budget: it is not kept for the next one
@@ -93,13 +94,32 @@ class Materializer:
     def adopt(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
         """Leave placeholders in place of all parameters, whose pages exist already; returns them by number.
 
-        What values the model has are dropped. Raises what `run` raises for devices and buffers.
+        What values the model has are dropped; what is kept by choice is brought to memory. Raises what `run` raises for
+        devices and buffers, and what the pager raises.
         """
         _check(divided)
         initialiser = Initialiser(divided.model, self.init)
         for module in divided.model.modules():
             initialiser.run_buffers(module)
+        for layout in layouts:
+            if layout.kept:
+                self.pager.lease([layout.key], Intent.READ, lane=Lane.UPDATE).release()
         return self._stand_in(divided, layouts)
+
+    def _take_places(self, layouts: Sequence[UnitLayout]) -> None:
+        """Have what is kept by choice in memory before all else: its frames never leave.
+
+        Beside a device that memory is one piece, and what lay in its middle would divide what is left of it.
+        """
+        for layout in layouts:
+            if layout.kept:
+                self.pager.add_page(layout.key, self._shard(layout).nbytes)
+                lease = self.pager.lease([layout.key], Intent.FRESH, lane=Lane.UPDATE)
+                lease.tensor(layout.key).zero_()
+                lease.release()
+
+    def _shard(self, layout: UnitLayout) -> Shard:
+        return self.shards[layout.unit] if self.shards else Shard(layout)
 
     def _stand_in(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
         parameters: dict[int, nn.Parameter] = {}
@@ -164,9 +184,10 @@ class Materializer:
         return values
 
     def _write(self, layout: UnitLayout, parameters: dict[int, nn.Parameter], *, streamed: bool = False) -> None:
-        shard = self.shards[layout.unit] if self.shards else Shard(layout)
+        shard = self._shard(layout)
         for key, nbytes in shard.pages():
-            self.pager.add_page(key, nbytes)
+            if not (layout.kept and key == layout.key):  # that one has its place already
+                self.pager.add_page(key, nbytes)
         kept: dict[int, list[Piece]] = {}
         for piece in shard.held():
             kept.setdefault(piece.slot.parameter, []).append(piece)
@@ -197,19 +218,25 @@ class Materializer:
         lease.release()
 
 
-def plan_layouts(divided: ModelUnits, *, dtype: torch.dtype, tile_numel: int, ranks: int = 1) -> tuple[UnitLayout, ...]:
-    """Return the layouts of all units, by number, divided over `ranks`. Raises what `plan_layout` raises."""
-    return tuple(
-        plan_layout(
-            unit.number,
-            unit.name,
-            [_info(each) for each in unit.members],
-            dtype=dtype,
-            tile_numel=tile_numel,
-            ranks=ranks,
-        )
-        for unit in divided.units
-    )
+def plan_layouts(
+    divided: ModelUnits,
+    *,
+    dtype: torch.dtype,
+    tile_numel: int,
+    ranks: int = 1,
+    kept_dtype: torch.dtype | None = None,
+) -> tuple[UnitLayout, ...]:
+    """Return the layouts of all units, by number, divided over `ranks`; kept units have `kept_dtype`, if there is one.
+
+    Raises what `plan_layout` raises.
+    """
+
+    def layout_of(unit: Unit) -> UnitLayout:
+        infos, own = [_info(each) for each in unit.members], (kept_dtype if unit.kept else None) or dtype
+        planned = plan_layout(unit.number, unit.name, infos, dtype=own, tile_numel=tile_numel, ranks=ranks)
+        return replace(planned, kept=unit.kept)
+
+    return tuple(layout_of(unit) for unit in divided.units)
 
 
 def _storage_like(absent: torch.Tensor) -> torch.Tensor:

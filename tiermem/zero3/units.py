@@ -11,11 +11,13 @@ recomputes a layer calls its inner modules and not its root, and users call inne
 Frozen apart. A unit's parameters are one page, written back as a whole after an update. So where more of a root is
 frozen than trained (adapters on a frozen base), it has two units: what is trained, and what is frozen, which no update
 ever writes. Both are gathered for the same calls, and kept together in backward.
+
+Kept apart. What stays in memory by choice (`keep.py`) is, in the same way, a unit beside the rest of its root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -60,13 +62,17 @@ class Member:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Unit:
-    """Parameters gathered together: the module that stands for them, those it owns, and units it reads besides."""
+    """Parameters gathered together: the module that stands for them, those it owns, and units it reads besides.
+
+    `kept`: whether they stay in memory by choice.
+    """
 
     number: int
     name: str
     root: nn.Module
     members: tuple[Member, ...]
     borrowed: tuple[int, ...]
+    kept: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -97,13 +103,13 @@ class ModelUnits:
         return tuple(dict.fromkeys(owner[id(parameter)] for parameter in module.parameters()))
 
 
-def find_units(model: nn.Module, wanted: Wanted = None) -> ModelUnits:
+def find_units(model: nn.Module, wanted: Wanted = None, kept: Container[int] = frozenset()) -> ModelUnits:
     """Divide `model`.
 
     `wanted`: modules, classes or their names (one, or several), or a predicate. By default Hugging Face's
     `_no_split_modules` hint, else the children of the outermost ModuleLists. What is left becomes one unit for every
     module that directly owns parameters. Parameters registered at several places belong to the first unit that meets
-    them.
+    them. `kept`: parameters, by identity, that are units apart from the rest of their roots.
     Raises ConfigError for a model without parameters and for a wish that is none or matches nothing.
     """
     modules = list(model.named_modules())
@@ -120,19 +126,20 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> ModelUnits:
         root = root_of.get(id(first.module), first.module)
         owned.setdefault(id(root), []).append(Member(number, tuple(at)))
     parts = [
-        (name or type(model).__name__, module, part, frozen_apart)
+        (name or type(model).__name__, module, part, apart)
         for name, module in modules
         if id(module) in owned
-        for part, frozen_apart in _parts(owned[id(module)])
+        for part, apart in _parts(owned[id(module)], kept)
     ]
     owner = {id(member.parameter): number for number, part in enumerate(parts) for member in part[2]}
 
     points = tuple(_points(modules, roots, owner))
     needs = {id(point.module): point.units for point in points}
     units = []
-    for number, (name, module, members, frozen_apart) in enumerate(parts):
+    for number, (name, module, members, apart) in enumerate(parts):
         borrowed = tuple(unit for unit in needs.get(id(module), ()) if unit != number)
-        units.append(Unit(number, f"{name} (frozen)" if frozen_apart else name, module, members, borrowed))
+        stays = id(members[0].parameter) in kept
+        units.append(Unit(number, f"{name} ({apart})" if apart else name, module, members, borrowed, stays))
     return ModelUnits(model, tuple(units), points)
 
 
@@ -231,15 +238,21 @@ def _assign(model: nn.Module, roots: set[int]) -> dict[int, nn.Module]:
     return root_of
 
 
-def _parts(members: Sequence[Member]) -> Iterator[tuple[tuple[Member, ...], bool]]:
-    """The units of one root: all of it, or what is trained and (True) what is frozen; see "Frozen apart"."""
+def _parts(members: Sequence[Member], kept: Container[int]) -> Iterator[tuple[tuple[Member, ...], str]]:
+    """The units of one root, each with a word for what it is of it; see "Frozen apart" and "Kept apart"."""
+    yield from _trained_and_frozen([member for member in members if id(member.parameter) not in kept])
+    for part, apart in _trained_and_frozen([member for member in members if id(member.parameter) in kept]):
+        yield part, f"kept, {apart}" if apart else "kept"
+
+
+def _trained_and_frozen(members: Sequence[Member]) -> Iterator[tuple[tuple[Member, ...], str]]:
     trained = tuple(member for member in members if member.parameter.requires_grad)
     frozen = tuple(member for member in members if not member.parameter.requires_grad)
     if trained and frozen and _nbytes(frozen) > _nbytes(trained):
-        yield trained, False
-        yield frozen, True
-    else:
-        yield tuple(members), False
+        yield trained, ""
+        yield frozen, "frozen"
+    elif members:
+        yield tuple(members), ""
 
 
 def _nbytes(members: Sequence[Member]) -> int:
