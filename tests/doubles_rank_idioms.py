@@ -228,6 +228,19 @@ def mixture(directory: Path, rank: int, size: int) -> Any:
     return trained(mixtral, directory, rank, size)
 
 
+def streamed(directory: Path, rank: int, size: int) -> Any:
+    """A mixture whose experts its folder keeps apart, straight into the shards of all ranks."""
+    torch.manual_seed(3)
+    plain = mixtral()
+    folder = directory.parent / "theirs"
+    plain.save_pretrained(folder)  # the first rank does
+    torch.distributed.barrier()
+    with tiermem.deferred_init():
+        model = mixtral()
+    with tiermem.offload(model, config_for(directory), weights=folder) as runtime:
+        return parameters_of(runtime), dict(plain.named_parameters())
+
+
 def experts_as_units(directory: Path, rank: int, size: int) -> Any:
     """Every expert a unit, and both ranks' tokens go to all experts."""
     torch.manual_seed(1)
@@ -316,6 +329,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         autocast,
         lora,
         mixture,
+        streamed,
         experts_as_units,
         an_expert_without_tokens,
         two_dimensions,

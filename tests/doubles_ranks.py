@@ -33,6 +33,7 @@ IMPORTS = {
     "plain_llama": "transformers.models.llama.modeling_llama",
     "lora": "peft",
     "mixture": "transformers.models.mixtral.modeling_mixtral",
+    "streamed": "transformers.models.mixtral.modeling_mixtral",
 }
 
 

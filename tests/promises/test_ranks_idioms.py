@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, directory: Path) -> Reports:
     jobs = [
-        (2, [*SAVED, "activations", "scaled", "one_cannot_page_activations"]),
+        (2, [*SAVED, "streamed", "activations", "scaled", "one_cannot_page_activations"]),
         *((size, ["kept"]) for size in SIZES),
     ]
     return run_jobs(warm_python, directory, jobs)
@@ -63,6 +63,12 @@ def test_what_one_rank_cannot_save_is_an_error_on_all_and_leaves_nothing(name: s
     assert "rank 0: ConfigError: expected " in second["errors"]["taken"]
     assert second["errors"]["senseless"].startswith("ConfigError: max_shard_size")
     assert "rank 1: ConfigError: max_shard_size" in first["errors"]["senseless"]
+
+
+def test_experts_kept_apart_in_files_are_streamed_into_the_shards_of_all_ranks(reports: Reports) -> None:
+    for found, plain in values(reports[2, "streamed"]):
+        assert found.keys() == plain.keys()
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed"])

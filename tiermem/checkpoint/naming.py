@@ -1,19 +1,21 @@
 """Which tensor of a file belongs to which parameter of a model.
 
 Owns the rules of Hugging Face's files: a prefix that a head has and its base model has not, tied weights saved once,
-names that a model says may be missing or left over. Does not read bytes. Guarantees that everything that does not fit
-is named in one error: missing, surplus, wrongly shaped, of a wrong kind, and what may just have been renamed.
+names that a model says may be missing or left over. Does not read bytes, nor know what is converted on the way
+(`conversion.py`, `pieces.py`). Guarantees that everything that does not fit is named in one error, by the file's names
+where it is there: missing, surplus, wrongly shaped, of a wrong kind, and what may just have been renamed.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from tiermem.checkpoint.pieces import Assembly, Origin, Piece, Shape, alone, assemble
 from tiermem.checkpoint.tensor_file import TensorInfo
 
 _SHOWN = 6  # names listed of each kind before "and 12 more"
@@ -43,51 +45,135 @@ class Rules:
 
 @dataclass(slots=True)
 class Match:
-    """`found`: the file's name for each expected first name. The rest are problems, in words."""
+    """`found`: the pieces of each expected tensor, by its first name. The rest are problems, in words.
 
-    found: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    surplus: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    renamed: list[str] = field(default_factory=list)
+    `incomplete`: pieces missing of what is there in part, which is never left to an initialisation.
+    """
+
+    found: dict[str, tuple[Piece, ...]] = field(default_factory=dict, init=False)
+    missing: list[str] = field(default_factory=list, init=False)
+    incomplete: list[str] = field(default_factory=list, init=False)
+    surplus: list[str] = field(default_factory=list, init=False)
+    shapes: list[str] = field(default_factory=list, init=False)
+    kinds: list[str] = field(default_factory=list, init=False)
+    obstacles: list[str] = field(default_factory=list, init=False)
+    renamed: list[str] = field(default_factory=list, init=False)
 
     def problems(self, *, partial: bool = False) -> str:
         """All of it in one sentence, empty if everything fits; with `partial` nothing is missing."""
         kinds = {
-            "missing from the file": [] if partial else self.missing,
+            "missing from the file": [*([] if partial else self.missing), *self.incomplete],
             "not in the model": self.surplus,
             "of another shape": self.shapes,
             "of another kind": self.kinds,
+            "to be converted by an operation that cannot be streamed": self.obstacles,
             "perhaps renamed": [] if partial else self.renamed,
         }
         return "; ".join(f"{what}: {_listed(names)}" for what, names in kinds.items() if names)
 
 
-def match(expected: Sequence[Expected], tensors: Mapping[str, TensorInfo], rules: Rules) -> Match:
-    """Find each expected tensor among a file's. Raises nothing: the problems are in the result."""
+def match(
+    expected: Sequence[Expected],
+    tensors: Mapping[str, TensorInfo],
+    rules: Rules,
+    origins: Mapping[str, Origin] | None = None,
+) -> Match:
+    """Find each expected tensor among a file's. Raises nothing: the problems are in the result.
+
+    `origins`: what each of the file's tensors becomes, in natural order; by default what it is.
+    """
     result = Match()
+    origins = {name: Origin(name, name) for name in tensors} if origins is None else origins
     known = {name: wanted for wanted in expected for name in wanted.names}
-    own = _own_names(tensors, known, rules.prefix)
-    by_own = {name: there for there, name in own.items() if name is not None}
+    by_own = _by_own_name(origins, known, rules.prefix)
+    assemblies = _assemblies(result, by_own, known, tensors)
     missing, used = [], set()
     for wanted in expected:
-        names = [name for name in wanted.names if name in by_own]
+        names = [name for name in wanted.names if name in assemblies]
         used.update(names)
         if names:
-            _check(result, wanted, names[0], tensors[by_own[names[0]]])
-            result.found[wanted.names[0]] = by_own[names[0]]
+            _take(result, wanted, assemblies[names[0]])
         elif wanted.required and not _matches(wanted.names, rules.may_miss):
             missing.append(wanted)
-    left = [name for name in by_own if name not in used]
-    left = [name for name in left if not _matches([name, by_own[name]], (*rules.may_be_left_over, *_OBSOLETE))]
+    left = [
+        member
+        for own, members in by_own.items()
+        if own not in known
+        for member in members
+        if not _matches([own, member.name], (*rules.may_be_left_over, *_OBSOLETE))
+    ]
     result.missing = [wanted.names[0] for wanted in missing]
-    result.surplus = [by_own[name] for name in left]
+    result.surplus = [member.name for member in left] + result.surplus
     for wanted in missing:
-        alike = [by_own[name] for name in left if tensors[by_own[name]].shape == wanted.shape]
+        alike = [member.name for member in left if tensors[member.name].shape == wanted.shape]
         near = difflib.get_close_matches(wanted.names[0], alike, n=1, cutoff=0.4)
         result.renamed.extend(f"{name} for {wanted.names[0]}" for name in near)
     return result
+
+
+def fits(name: str, known: Collection[str], prefix: str) -> bool:
+    """Whether the model has such a name, with the prefix added or removed."""
+    start = f"{prefix}." if prefix else ""
+    return name in known or start + name in known or (name.startswith(start) and name.removeprefix(start) in known)
+
+
+def _by_own_name(origins: Mapping[str, Origin], known: Mapping[str, Expected], prefix: str) -> dict[str, list[Origin]]:
+    """The tensors of the file by what the model calls that which they become."""
+    own_names = _own_names({origin.target: None for origin in origins.values()}, known, prefix)
+    by_own: dict[str, list[Origin]] = {}
+    for origin in origins.values():
+        own = own_names[origin.target]
+        if own is not None:
+            by_own.setdefault(own, []).append(origin)
+    return by_own
+
+
+def _assemblies(
+    result: Match,
+    by_own: Mapping[str, Sequence[Origin]],
+    known: Mapping[str, Expected],
+    tensors: Mapping[str, TensorInfo],
+) -> dict[str, Assembly]:
+    """What the model's parameters are made of, by name; what is made of nothing that fits is noted and is there too."""
+    found: dict[str, Assembly] = {}
+    for own, members in by_own.items():
+        # What has the parameter's own name comes first, then what is renamed, then what pieces are made of.
+        chosen = min(members, key=lambda member: (member.recipe is not None, member.name != own))
+        recipe = chosen.recipe
+        taken = [chosen] if recipe is None else [member for member in members if member.recipe == recipe]
+        targets = _targets(own, taken[0])
+        if not any(name in known for name in targets):
+            continue
+        if recipe is None:
+            found[own] = alone(tensors[chosen.name], known[own].shape)
+        elif recipe.obstacle:
+            found.update((name, Assembly()) for name in targets)
+            result.obstacles.extend(f"{member.name} ({recipe.obstacle}, for {own})" for member in taken)
+        else:
+            shapes: dict[str, Shape] = {name: known[name].shape for name in targets if name in known}
+            found.update(zip(targets, assemble(taken, tensors, shapes), strict=False))
+        names = {member.name for member in taken}
+        result.surplus.extend(member.name for member in members if member.name not in names)
+    return found
+
+
+def _targets(own: str, origin: Origin) -> list[str]:
+    """The names of all that is made of a tensor, the first of which is `own`."""
+    if origin.recipe is None or len(origin.recipe.targets) == 1:
+        return [own]
+    begin, _, end = own.partition(origin.recipe.targets[0])
+    return [begin + target + end for target in origin.recipe.targets]
+
+
+def _take(result: Match, wanted: Expected, assembly: Assembly) -> None:
+    """Note what one expected tensor is made of, and what keeps it from that."""
+    result.found[wanted.names[0]] = assembly.pieces
+    result.incomplete.extend(assembly.missing)
+    result.surplus.extend(assembly.surplus)
+    result.shapes.extend(assembly.shapes)
+    for info in (piece.info for piece in assembly.pieces):
+        if info.dtype != wanted.dtype and not (info.dtype in _FLOATING and wanted.dtype in _FLOATING):
+            result.kinds.append(f"{info.name} (expected {wanted.dtype}, found {info.dtype})")
 
 
 def _own_names(tensors: Iterable[str], known: Mapping[str, Expected], prefix: str) -> dict[str, str | None]:
@@ -101,13 +187,6 @@ def _own_names(tensors: Iterable[str], known: Mapping[str, Expected], prefix: st
         name: name if name in known else name.removeprefix(start) if name.startswith(start) else None for name in plain
     }
     return max((plain, added, removed), key=lambda names: sum(name in known for name in names.values()))
-
-
-def _check(result: Match, wanted: Expected, name: str, info: TensorInfo) -> None:
-    if info.shape != wanted.shape:
-        result.shapes.append(f"{name} (expected {list(wanted.shape)}, found {list(info.shape)})")
-    elif info.dtype != wanted.dtype and not (info.dtype in _FLOATING and wanted.dtype in _FLOATING):
-        result.kinds.append(f"{name} (expected {wanted.dtype}, found {info.dtype})")
 
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:

@@ -2,15 +2,17 @@
 
 Owns the finding of the files (one, or a Hugging Face folder with an index) and the conversion of dtypes on the way.
 Does not know pages: it fills the tensor it is given. Guarantees that all of it fits the model before the first byte is
-read, that nothing in it is ever executed, and that beside the tensor to be filled no more than a few MiB are held (one
-tensor more where a parameter is not row-major in memory).
+read, that nothing in it is ever executed, and that beside the tensor to be filled no more than a few MiB are held, also
+where it is put together from many.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch
 from torch import nn
 
 from swap import FormatError
-from tiermem.checkpoint.naming import Expected, Rules, match
+from tiermem.checkpoint.conversion import find_origins
+from tiermem.checkpoint.naming import Expected, Rules, fits, match
+from tiermem.checkpoint.pieces import Piece
 from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
     TensorFile,
@@ -28,7 +32,7 @@ from tiermem.checkpoint.tensor_file import (
     open_tensors,
     read_text,
 )
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, InvariantError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -38,8 +42,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class PretrainedWeights:
     """Tensors of one or several files, by the names of one model. A `WeightSource`; made by `open_weights`."""
 
-    def __init__(self, places: Mapping[str, tuple[TensorFile, TensorInfo]]) -> None:
-        """`places`: for the first name of each parameter or buffer, where it is."""
+    def __init__(self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]]) -> None:
+        """`places`: for the first name of each parameter or buffer, where its pieces are."""
         self._places = places
 
     def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
@@ -51,12 +55,17 @@ class PretrainedWeights:
 
         Raises SwapIOError or FormatError if the file cannot be read to its end.
         """
-        place = self._places.get(names[0])
-        if place is None:
+        pieces = self._places.get(names[0])
+        if pieces is None:
             return False
-        file, info = place
-        with file.reading() as reader, torch.no_grad():
-            _read(reader, info, values.detach())
+        if sum(piece.info.numel for _, piece in pieces) != values.numel():  # it would be read without an error
+            raise InvariantError(f"{names[0]}: its {len(pieces)} pieces are not {list(values.shape)} together")
+        in_order = sorted(pieces, key=lambda each: (each[0].path, each[1].info.offset))
+        for _, group in groupby(in_order, key=lambda each: each[0].path):
+            of_file = list(group)
+            with of_file[0][0].reading() as reader, torch.no_grad():
+                for _, piece in of_file:
+                    _read(reader, piece.info, piece.place(values.detach()))
         return True
 
     def fill_buffers(self, model: nn.Module) -> None:
@@ -80,12 +89,19 @@ def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: boo
         swap.SwapIOError: a file cannot be read.
     """
     tensors = find_tensors(Path(os.path.expanduser(os.fspath(path))))
-    result = match(expected_of(model), {name: info for name, (_, info) in tensors.items()}, rules_of(model))
+    expected, rules = expected_of(model), rules_of(model)
+    known = {name for wanted in expected for name in wanted.names}
+    origins = find_origins(model, tensors, lambda name: fits(name, known, rules.prefix))
+    result = match(expected, {name: info for name, (_, info) in tensors.items()}, rules, origins)
     problems = result.problems(partial=partial)
     if problems:
         advice = "; pass init= to have what is missing initialised" if result.missing and not partial else ""
+        if result.obstacles:
+            advice += "; build the model with its from_pretrained and offload it without weights= to have it converted"
         raise ConfigError(f"weights={os.fspath(path)!r} does not fit {type(model).__name__}: {problems}{advice}")
-    return PretrainedWeights({own: tensors[there] for own, there in result.found.items()})
+    return PretrainedWeights(
+        {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()}
+    )
 
 
 def expected_of(model: nn.Module) -> list[Expected]:
@@ -186,21 +202,19 @@ def _shard(folder: Path, name: str) -> TensorFile:
 
 
 def _read(reader: TensorReader, info: TensorInfo, values: torch.Tensor) -> None:
+    """Read a tensor into one of its shape, converted; a few MiB at a time if it cannot be read straight into it."""
     if values.dtype == info.dtype and values.is_contiguous():
         reader.read(bytes_of(values), info.offset)
-    elif values.is_contiguous():
-        flat = values.view(-1)
-        count = BLOCK_NBYTES // info.dtype.itemsize
-        block = torch.empty(min(count, info.numel), dtype=info.dtype)
-        for begin in _steps(info.numel, count):
-            part = block[: min(count, info.numel - begin)]
-            reader.read(bytes_of(part), info.offset + begin * info.dtype.itemsize)
-            flat[begin : begin + len(part)].copy_(part)
-    else:
-        whole = torch.empty(info.shape, dtype=info.dtype)
-        reader.read(bytes_of(whole), info.offset)
-        values.copy_(whole)
-
-
-def _steps(numel: int, count: int) -> Iterable[int]:
-    return range(0, numel, count)
+        return
+    rows = values.view(-1) if values.is_contiguous() else values
+    row_nbytes = info.nbytes // max(len(rows), 1)
+    if row_nbytes > BLOCK_NBYTES and rows.dim() > 1:
+        for number, row in enumerate(rows):
+            _read(reader, replace(info, shape=info.shape[1:], offset=info.offset + number * row_nbytes), row)
+        return
+    count = max(1, BLOCK_NBYTES // max(row_nbytes, 1))
+    block = torch.empty((min(count, len(rows)), *rows.shape[1:]), dtype=info.dtype)
+    for begin in range(0, len(rows), count):
+        part = block[: min(count, len(rows) - begin)]
+        reader.read(bytes_of(part), info.offset + begin * row_nbytes)
+        rows[begin : begin + len(part)].copy_(part)
