@@ -281,17 +281,22 @@ WIDTH, DEPTH = 512, 12
 
 
 def kept(directory: Path, rank: int, size: int) -> Any:
+    return kept_of(directory, rank, size)
+
+
+def kept_of(directory: Path, rank: int, size: int, mesh: Any = None) -> Any:
     """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
-    _kept(directory / "small", rank, size, width=64)  # what is imported on first use, on every rank, is not counted
-    return _kept(directory / "large", rank, size, width=WIDTH)
+    # What is imported on first use, on every rank, is not counted.
+    _kept(directory / "small", rank, size, width=64, mesh=mesh)
+    return _kept(directory / "large", rank, size, width=WIDTH, mesh=mesh)
 
 
-def _kept(directory: Path, rank: int, size: int, *, width: int) -> Any:
+def _kept(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None) -> Any:
     directory.mkdir(parents=True, exist_ok=True)
     with tiermem.deferred_init():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
     before, most = memory(), 0
-    with tiermem.offload(model, config_for(directory, host_memory="256MiB")) as runtime:
+    with tiermem.offload(model, config_for(directory, host_memory="256MiB"), mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))

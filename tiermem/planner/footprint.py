@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
+from tiermem.zero3.shards import arriving_nbytes
 
 # As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
 _PAGE = max(4096, mmap.PAGESIZE)
@@ -51,6 +52,7 @@ class UnitSize:
         nested_count: how many these are at most.
         ranks: how many ranks share the unit; `param_nbytes` and `trainable_numel` are those of one part.
         gathered_nbytes: bytes of the transient page in which the unit is while it is computed; 0: its own page.
+        copies: how many copies of the model the ranks of a run keep.
     """
 
     name: str
@@ -66,6 +68,7 @@ class UnitSize:
     wide_itemsize: int = 0
     kept: bool = False
     nested_kept: int = 0
+    copies: int = 1
 
     @property
     def computed_nbytes(self) -> int:
@@ -277,7 +280,8 @@ def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) 
 
 def received_nbytes(unit: UnitSize, tile_numel: int) -> int:
     """Bytes that arrive from all ranks in the largest exchange of gradients."""
-    return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize * unit.ranks)
+    numel = min(tile_numel, unit.trainable_numel)
+    return rounded(arriving_nbytes(numel, unit.grad_itemsize, unit.ranks, unit.copies))
 
 
 def _gradient_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:

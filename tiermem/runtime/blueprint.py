@@ -118,13 +118,14 @@ def draw(
     keeping = keeping or Keeping()
     divided = find_units(model, units, keeping.find(model, config.dtype))
     company = company or find_company(config)
-    ranks, whole = company.size, config.stage < 3 and company.size > 1
+    grid = company.grid
+    ranks, copies, whole = grid.shards.size, grid.copies.size, config.stage < 3 and company.size > 1
     lay_out = partial(plan_layouts, divided, dtype=config.dtype, ranks=ranks, kept_dtype=keeping.dtype)
     sketch = lay_out(tile_numel=SMALLEST_TILE)
     available = available_host_memory() // company.neighbours
     host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     quantized = quantized_parameters(divided, config.moments)
-    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), quantized)
+    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
     beginning = beginning or Beginning()
     footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
     if whole and device is not None and any(size.kept for size in sizes):
@@ -134,8 +135,8 @@ def draw(
         )
     layouts = lay_out(tile_numel=footprint.tile_numel)
     if beginning.record is not None:
-        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
-    shards = shards_of(layouts, company.rank, whole=whole)
+        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel, copies=copies))
+    shards = shards_of(layouts, grid.shards.rank, whole=whole, copies=copies)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
     return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device)
 
@@ -153,6 +154,7 @@ def _sizes(divided: ModelUnits, shards: Sequence[Shard], quantized: Container[in
             nested_nbytes=nested[shard.unit].nbytes,
             nested_count=nested[shard.unit].units,
             ranks=shard.layout.ranks,
+            copies=shard.copies,
             gathered_nbytes=shard.gathered_nbytes,
             wide_numel=state.wide_numel,
             wide_itemsize=state.wide_itemsize,

@@ -84,7 +84,8 @@ class House:
     @cached_property
     def layout_record(self) -> dict[str, Any]:
         """What every commit says about the meaning of the pages' bytes."""
-        return layout_record(self.layouts, self.config, self.footprint.tile_numel)
+        copies = self.company.grid.copies.size
+        return layout_record(self.layouts, self.config, self.footprint.tile_numel, copies=copies)
 
     @cached_property
     def other_names(self) -> dict[str, str | None]:
@@ -110,7 +111,7 @@ class House:
         """Have `read` fill this rank's elements of `whole` in, and complete it from the other ranks."""
 
         def complete(_: None) -> None:
-            join(self.company.computing, self.shards[unit], slot, whole)
+            join(self.company.grid.shards, self.shards[unit], slot, whole)
 
         if self.company.size == 1:
             read()
@@ -247,7 +248,7 @@ def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Cond
             storage.device.work_beside()
 
     counters = storage.counters if company.size > 1 else None
-    return Conductor(company.computing, names, storage.timeline, begin, counters)
+    return Conductor(company.grid, names, storage.timeline, begin, counters)
 
 
 def _update(config: Config, company: Company) -> str:

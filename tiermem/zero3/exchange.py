@@ -20,8 +20,8 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
+from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, PageKey
-from tiermem.zero3.average import average
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
@@ -29,6 +29,7 @@ from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Lease, Pager
+from tiermem.zero3.sums import mean_over_ranks
 
 
 class Bucket:
@@ -182,7 +183,7 @@ class RankGradients(Gradients):
                     _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
 
         self._conductor.run(
-            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.collectives, shard, slot, whole))
+            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.grid.shards, shard, slot, whole))
         )
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
@@ -221,9 +222,11 @@ class RankGradients(Gradients):
                 self._pager.start_discard([shard.bucket_key])
                 bucket.lease.release()
         told = self._conductor.collectives.tell_floats(squares)
+        own = self._conductor.grid.of_own_copy(told)
+        _require_same(self._conductor.grid.of_copies(told), shard.layout.name)
         for index, number in enumerate(self.trainable(unit)):
             if present[index]:
-                total = math.sqrt(sum(each[index] for each in told))
+                total = math.sqrt(sum(each[index] for each in own))
                 self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype))
 
     def _bucket(self, shard: Shard) -> Bucket:
@@ -257,25 +260,16 @@ class RankGradients(Gradients):
         self, shard: Shard, bucket: Bucket | None, senders: Sequence[bool], present: Sequence[bool]
     ) -> torch.Tensor:
         """Add up, store, and return this rank's share of each parameter's squared norm, in float64."""
-        layout, ranks = shard.layout, self._conductor.collectives.size
         received = self._pager.lease([shard.received_key], Intent.FRESH)
         try:
-            room = received.tensor(shard.received_key).view(layout.dtype)
+            room = received.tensor(shard.received_key)
             squares = torch.zeros(len(present), dtype=torch.float64, device=room.device)
-            sent = bucket.tensor() if bucket is not None else room[:0]
-            at = 0
-            for tile in range(shard.exchanges):
-                length = shard.exchange_length(tile)
-                parts = room[: length * ranks]
-                self._conductor.collectives.exchange(parts, sent[at : at + length * ranks], senders)
-                at += length * ranks
-                if tile < shard.tiles:
-                    count = shard.tile_length(tile)
-                    mean = [
-                        part[:count] for part, sends in zip(parts.view(ranks, length), senders, strict=True) if sends
-                    ]
-                    average(mean, ranks)
-                    self._store(shard, tile, mean[0], present, squares)
+            sent = bucket.tensor() if bucket is not None else room[:0].view(shard.layout.dtype)
+
+            def store(tile: int, mean: torch.Tensor) -> None:
+                self._store(shard, tile, mean, present, squares)
+
+            mean_over_ranks(self._conductor.grid, shard, room, sent, senders, store)
         finally:
             self._pager.start_discard([shard.received_key])
             received.release()
@@ -307,6 +301,15 @@ class RankGradients(Gradients):
             lease.fail(error)
             raise
         lease.release()
+
+
+def _require_same(told: Sequence[Sequence[Sequence[float]]], name: str) -> None:
+    """Raise TiermemError unless all copies of the model have told the same of a gradient; NaN is like NaN."""
+    if len({str(each) for each in told}) > 1:
+        raise TiermemError(
+            f"the copies of the model have different gradients of unit {name} (squared norms {told}), and would go "
+            "different ways; all of them need the same kind of processor or GPU, and the same version of torch"
+        )
 
 
 def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor) -> None:

@@ -274,7 +274,7 @@ class RankUnits:
             mine, gathered = held
             try:
                 for part, whole in sections(shard, mine.tensor(own), gathered.base):
-                    self._access.conductor.collectives.all_gather(whole, part)
+                    self._access.conductor.grid.shards.all_gather(whole, part)
             except BaseException:
                 gathered.release()
                 raise
