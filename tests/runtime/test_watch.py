@@ -29,6 +29,9 @@ class Told:
     def unit_needed(self, unit: int) -> None:
         self.calls.append(("needed", unit))
 
+    def may_update(self, unit: int) -> bool:
+        return True
+
     def gradients_complete(self, unit: int) -> bool:
         self.calls.append(("complete", unit))
         return unit == 1

@@ -152,6 +152,17 @@ class UpdateCoordinator:
         """
         return unit in self._units and self._schedule.gradients_complete(unit, _StarterFor(self, None))
 
+    def may_start_early(self, unit: int) -> bool:
+        """Whether `start_early` could, for all that one rank knows for itself: its room on disk, and its settings.
+
+        The rest of its reasons, norms and what was taken back, are those of all ranks.
+        """
+        patient = unit in self._patient and not self._for_good
+        may = not patient and self._speculation.may_begin(for_good=self._for_good)
+        if not may:
+            self._schedule.refused()
+        return may
+
     def settle_early(self) -> None:
         """Before somebody changes parameters, or who optimizes them: undo what was updated early.
 

@@ -252,9 +252,9 @@ def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Cond
 
 
 def _update(config: Config, company: Company) -> str:
-    # Ranks with whole parameters fetch what the others have updated: all at one time, which is behind backward.
-    together = company.size > 1 and config.stage < 3
-    return "forward" if together and config.update in ("backward", "auto") else config.update
+    # At stage 1 gradients are added up once a step, behind backward: there is nothing to update in it.
+    late = company.size > 1 and config.stage == 1
+    return "forward" if late and config.update in ("backward", "auto") else config.update
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
@@ -263,4 +263,6 @@ def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blu
         + shard.trainable_numel * shard.layout.dtype.itemsize
         for shard in blueprint.shards
     }
-    return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag)
+    # Ranks that have all parameters complete a unit from each other after its update: all of them, or none.
+    agreed = any(shard.whole for shard in blueprint.shards)
+    return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag, agreed=agreed)

@@ -19,6 +19,10 @@ class Listener(Protocol):
         """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
         ...
 
+    def may_update(self, unit: int) -> bool:
+        """Whether this rank would take an update of the unit up, once all ranks have said so; nothing is begun."""
+        ...
+
     def gradients_complete(self, unit: int) -> bool:
         """All gradients that this step will bring for the unit are in its pages; no lease on it is held here.
 

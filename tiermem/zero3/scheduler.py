@@ -321,5 +321,5 @@ class GatherScheduler:
                 self._touched[unit] = self._listener.gradients_complete(unit)
 
         self._backward.pop(unit, None)
-        if self._gatherer.reshard(unit):
+        if self._gatherer.reshard(unit) and self._listener.may_update(unit):
             self._gradients.complete(unit, take)
