@@ -17,7 +17,7 @@ from torch import nn
 import tiermem
 from tiermem.pager.lease import Lease
 from tiermem.runtime import house
-from tiermem.zero3 import exchange
+from tiermem.zero3 import buckets
 
 SLOW = "simulated:bandwidth=20MB/s,latency=200us"
 Scenario = Callable[[Path, int, int], Any]
@@ -141,13 +141,13 @@ def streams(*, hand_over: bool = True) -> Scenario:
                 for module in model.modules():
                     module.register_forward_pre_hook(lambda module, _: use_parameters(device, module))
                     module.register_forward_hook(lambda module, *_: use_parameters(device, module))
-                real = exchange.Bucket.tensor
+                real = buckets.Bucket.tensor
 
-                def bucket(self: exchange.Bucket) -> torch.Tensor:
+                def bucket(self: buckets.Bucket) -> torch.Tensor:
                     device.streams.use(found := real(self), "a bucket")
                     return found
 
-                patch.setattr(exchange.Bucket, "tensor", bucket)
+                patch.setattr(buckets.Bucket, "tensor", bucket)
                 optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
                 scenarios.train(model, optimizer, rank=rank, size=size, steps=2)
         return {"early": device.streams.early, "checks": device.streams.checks}

@@ -13,6 +13,7 @@ from doubles_rank_scenarios import CLIP, WORDS, Experts, Odd, config_for, llama,
 from torch import nn
 
 import tiermem
+from tiermem.zero3.buckets import Buckets
 
 
 def told(action: Callable[[], Any]) -> str:
@@ -275,6 +276,41 @@ def two_dimensions(directory: Path, rank: int, size: int) -> Any:
     return {"told": said, "untouched": same and not list(directory.iterdir())}
 
 
+def asked_ahead(directory: Path, rank: int, size: int) -> Any:
+    """In the last of three steps: the units that had a bucket, and whether it had been asked for before."""
+    directory.mkdir(exist_ok=True)
+    found = {}
+    for stage in (3, 1):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4)))
+        taken: list[tuple[int, bool]] = []
+        real = Buckets.take
+
+        def take(buckets: Buckets, shard: Any, taken: Any = taken, real: Any = real) -> Any:
+            asked = buckets._asked is not None and buckets._asked[0] == shard.unit
+            taken.append((shard.unit, asked))
+            return real(buckets, shard)
+
+        with tiermem.offload(model, config_for(directory / f"{stage}", stage=stage), units=["Linear"]) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+            Buckets.take = take
+            try:
+                for step in range(3):
+                    taken.clear()
+                    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step + 10 * rank))
+                    model(x).square().mean().backward()
+                    in_backward = list(taken)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            finally:
+                Buckets.take = real
+            torch.autograd.grad(model(x.requires_grad_()).sum(), x)  # what is expected does not come
+            left = runtime._house.scheduler.gradients._buckets._asked
+            optimizer.zero_grad()
+        found[stage] = in_backward, left
+    return found
+
+
 # What a rank keeps
 
 WIDTH, DEPTH = 512, 12
@@ -338,6 +374,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         experts_as_units,
         an_expert_without_tokens,
         two_dimensions,
+        asked_ahead,
         kept,
     )
 }

@@ -23,7 +23,7 @@ SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
 MORE = [*STAGES, "odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs"]
-WAYS = ["lora", "mixture", "autocast", "experts_as_units"]
+WAYS = ["asked_ahead", "lora", "mixture", "autocast", "experts_as_units"]
 WRONG = ["an_expert_without_tokens", "two_dimensions", "another_order", "one_fails", "one_cannot_begin"]
 
 
@@ -155,6 +155,14 @@ def test_waiting_for_the_others_is_counted(reports):
     for found in values(reports[2, "odd"]):
         for_ranks, stalled = found["waited"]
         assert 0 < for_ranks <= stalled
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_room_for_a_bucket_is_asked_for_before_its_first_gradient(reports, stage):
+    for found in values(reports[2, "asked_ahead"]):
+        taken, left = found[stage]
+        assert taken == [(unit, True) for unit in (3, 2, 1, 0)]
+        assert left is None, "what did not come was given up"
 
 
 # What goes wrong

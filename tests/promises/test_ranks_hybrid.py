@@ -18,7 +18,7 @@ from doubles_ranks import Reports, run_jobs, values
 pytestmark = pytest.mark.long
 
 RUNS = ["odd", "bfloat16", "routed", "stage_1", "device"]
-VERBS = ["hybrid_again", "hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]
+VERBS = ["hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]
 PLAIN: dict[str, dict[str, Any]] = {
     "stage_1": {"accumulate": 2},
     "bfloat16": {},
@@ -56,9 +56,8 @@ def test_the_numbers_of_four_parts_of_one_copy(reports):
             torch.testing.assert_close(weights, other["weights"][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["hybrid_again", "hybrid_device"])
-def test_a_run_repeats_bit_by_bit_also_on_devices(reports, name):
-    for one, other in zip(values(reports[4, "hybrid_odd"]), values(reports[4, name]), strict=True):
+def test_a_run_repeats_bit_by_bit_also_on_devices_and_begins_with_the_values_of_rank_0(reports):
+    for one, other in zip(values(reports[4, "hybrid_odd"]), values(reports[4, "hybrid_device"]), strict=True):
         same(one, other)
 
 

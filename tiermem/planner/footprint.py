@@ -1,9 +1,9 @@
 """How a budget of host memory is shared out: what is leased at once, how large tiles are, what runs beside what.
 
-Owns the arithmetic from unit sizes and a budget to a `Footprint`. Does not know torch, pages or files: bytes in, bytes
-out. Guarantees that the leases which the computation and the update can hold at one time fit into the budget together,
-so that neither ever waits for the other's lease while holding what the other needs; where no sharing fits, the error
-names the largest unit and the least budget that works.
+Owns the arithmetic from unit sizes and a budget to a `Footprint`. Does not know tensors, pages or files: bytes in,
+bytes out. Guarantees that the leases which the computation and the update can hold at one time fit into the budget
+together, so that neither ever waits for the other's lease while holding what the other needs; where no sharing fits,
+the error names the largest unit and the least budget that works.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def plan_footprint(
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
     """
+    staying = [unit for unit in units if unit.kept]
     kept, units = kept_nbytes(units), _beside_kept(units)
     least = _least(units, gaps=gaps) + kept
     if budget < least:
@@ -172,6 +173,8 @@ def plan_footprint(
         sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
         for tile_numel in sizes if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
+            if hold_tiles:  # gradients of what is kept come between those of the rest, and take one tile beside them
+                compute += max((_grad_tile(unit, tile_numel) for unit in staying), default=0)
             update = _update_bytes(units, tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
             free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps))

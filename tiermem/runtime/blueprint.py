@@ -7,6 +7,7 @@ touched, and that all ranks draw the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,18 @@ class Blueprint:
     def kept(self) -> frozenset[int]:
         """The units whose parameters stay in host memory by choice."""
         return frozenset(layout.unit for layout in self.layouts if layout.kept)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Of those the units whose gradients are taken beside those of the rest of their root, tile by tile.
+
+        On a device frames have fixed places, among which one more tile is not reckoned with; with ranks each bucket is
+        exchanged by itself.
+        """
+        if self.device is not None or self.shards[0].layout.ranks > 1:
+            return frozenset()
+        roots = Counter(id(unit.root) for unit in self.divided.units)
+        return frozenset(unit for unit in self.kept if roots[id(self.divided.units[unit].root)] > 1)
 
     @property
     def beside(self) -> bool:

@@ -14,7 +14,7 @@ the mean to its GRAD tile. One rounding, whatever the number of ranks; no more b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -22,38 +22,19 @@ from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, PageKey
+from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
-from tiermem.zero3.sources import Lease, Pager
+from tiermem.zero3.sources import Pager
 from tiermem.zero3.sums import mean_over_ranks
-
-
-class Bucket:
-    """One unit's gradients on their way. `present`: the parameters that have contributed.
-
-    `then`: whom to tell that no rank has more for the unit, if this one has not; `complete`: whether that is so.
-    """
-
-    def __init__(self, shard: Shard, lease: Lease, present: Iterable[int] = ()) -> None:
-        self.shard = shard
-        self.lease = lease
-        self.present = set(present)
-        self.then: Callable[[int], None] | None = None
-        self.complete = False
-
-    def tensor(self) -> torch.Tensor:
-        """The elements: 1-D, in the unit's dtype."""
-        return self.lease.tensor(self.shard.bucket_key).view(self.shard.layout.dtype)
 
 
 class RankGradients(Gradients):
     """As `reduce.GradientStore`, for several ranks. `parameters` by global number.
-
-    A bucket is leased when it is filled, not before: another one may still be on its way.
 
     `accumulate` and the other verbs are for the compute thread; `serve` runs on the conductor's.
     """
@@ -64,20 +45,21 @@ class RankGradients(Gradients):
         shards: Sequence[Shard],
         parameters: Sequence[nn.Parameter],
         conductor: Conductor,
+        buckets: Buckets,
         *,
         beside: bool,
-        late: bool = False,
     ) -> None:
-        """`beside`: whether a bucket may be exchanged while the next is filled; else it is waited for.
+        """`beside`: whether a bucket may be exchanged while the next is computed; else it is waited for.
 
-        `late`: whether buckets are kept until all line up (ZeRO's stage 1): several backwards cost one exchange.
+        `buckets`: if they are `late` they are kept until all line up (ZeRO's stage 1), so that several backwards cost
+        one exchange.
         """
         self._pager = pager
         self._shards = tuple(shards)
         self._parameters = tuple(parameters)
         self._conductor = conductor
         self._beside = beside
-        self._kept: dict[int, Bucket] | None = {} if late else None
+        self._buckets = buckets
         self._places: dict[int, tuple[Shard, Slot]] = {
             slot.parameter: (shard, slot) for shard in shards for slot in shard.layout.trainable
         }
@@ -96,7 +78,12 @@ class RankGradients(Gradients):
             return
         shard, slot = self._places[parameter]
         flat = memory_order(plain(gradient), slot)
-        bucket = self._bucket(shard)
+        if self._open is not None and self._open.shard is not shard:
+            self.release(self._open.shard.unit)
+        if self._open is None:
+            self._wait()
+            self._open = self._buckets.take(shard)
+        bucket = self._open
         whole = bucket.tensor()
         for cut in bucket_ranges(shard, slot):
             place = whole[cut.start : cut.start + cut.length]
@@ -107,20 +94,37 @@ class RankGradients(Gradients):
                 place.copy_(fresh)
         bucket.present.add(parameter)
 
-    def release(self) -> None:
-        """Let go of the unit written last: start adding it up, unless it is kept until all line up."""
-        bucket, self._open = self._open, None
-        if bucket is not None and self._kept is not None:
-            self._kept[bucket.shard.unit] = bucket
-            bucket.lease.release()
-        elif bucket is not None:
-            self._add_up(bucket)
+    def release(self, unit: int | None = None) -> None:
+        """Let go of the unit written last: start adding it up, unless it is kept until all line up; see `Gradients`.
+
+        Without `unit` also of the room for one whose gradients have not come.
+        """
+        bucket = self._open
+        if bucket is not None and unit in (None, bucket.shard.unit):
+            self._open = None
+            if self._buckets.late:
+                self._buckets.keep(bucket)
+            else:
+                self._add_up(bucket)
+        if unit is None:
+            self._buckets.give_up()
+
+    def expect(self, unit: int | None) -> None:
+        """The unit's gradients come next: room for its bucket is made from now on. Does not wait. None: none come next.
+
+        Not while another one is filled, nor while one is exchanged, where there is no room for two.
+        """
+        if unit is None or self._open is not None:
+            return
+        exchanged = self._under_way is None or self._under_way[1].done()
+        if exchanged or (self._buckets.two and self._under_way is not None and self._under_way[0].shard.unit != unit):
+            self._buckets.ask(self._shards[unit])
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """Say to the others, with the bucket, that it is this rank's last one of the unit; see `Gradients`."""
         if self._open is not None and self._open.shard.unit == unit:
             self._open.then = then
-        self.release()
+        self.release(unit)
 
     def catch_up(self, unit: int) -> None:
         """Where the unit's last bucket is under way, wait for it: all ranks go on from the same values."""
@@ -148,10 +152,8 @@ class RankGradients(Gradients):
         """
         self.release()
         self._wait()
-        for unit in sorted(self._kept or ()):
-            bucket = (self._kept or {}).pop(unit)
-            bucket.lease = self._pager.lease([bucket.shard.bucket_key], Intent.WRITE)
-            self._add_up(bucket)
+        for shard in self._buckets.kept():
+            self._add_up(self._buckets.take(shard))
             self._wait()
         if self._conductor.announced != self._lined_up:
             self._conductor.run(Operation(Act.SETTLE))
@@ -228,16 +230,6 @@ class RankGradients(Gradients):
             if present[index]:
                 total = math.sqrt(sum(each[index] for each in own))
                 self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype))
-
-    def _bucket(self, shard: Shard) -> Bucket:
-        if self._open is not None and self._open.shard is not shard:
-            self.release()
-        if self._open is None:
-            self._wait()
-            kept = self._kept.pop(shard.unit, None) if self._kept is not None else None
-            lease = self._pager.lease([shard.bucket_key], Intent.FRESH if kept is None else Intent.WRITE)
-            self._open = Bucket(shard, lease, kept.present if kept is not None else ())
-        return self._open
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None
