@@ -20,6 +20,7 @@ from tiermem.errors import CapacityError
 from tiermem.memory.arena import Arena, Fence, Frame
 from tiermem.memory.copies import Copy, CopyLine, Done, Flight
 from tiermem.memory.devices import copy_whole
+from tiermem.memory.numa import node_to_prefer, pci_address
 from tiermem.memory.pagelock import HostRegistry, HostSlab, failed
 from tiermem.memory.sizes import format_bytes
 from tiermem.memory.slab import SlabArena, own_storage
@@ -52,6 +53,8 @@ class CudaFence:
 
 class CudaSlab:
     """Device memory: one allocation of torch's, see `Slab`. Raises CapacityError if the device has no room for it."""
+
+    node: int | None = None
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -104,12 +107,24 @@ class CudaRegistry:
         """Unlock the range that begins there."""
         return self._forget(self._runtime.cudaHostUnregister(address))
 
+    def cudaGetErrorString(self, answer: object) -> str:  # noqa: N802 - the runtime's name
+        """What an answer means."""
+        return self._runtime.cudaGetErrorString(answer)
+
     def _forget(self, answer: object) -> object:
         """The runtime keeps the last error until somebody asks, and the next kernel launch would be taken to task."""
         if failed(answer):
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
         return answer
+
+
+def bus_address(device: torch.device | int) -> str | None:
+    """Where the device is on the bus, as the kernel names it; None where torch does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # of torch 2.11 and later; no stub names them
+    found = [getattr(properties, name, None) for name in names]
+    return None if None in found else pci_address(*found)  # type: ignore[arg-type]
 
 
 class _CudaFlight:
@@ -142,9 +157,10 @@ class CudaDevice:
         return SlabArena(CudaSlab(nbytes, self.torch_device), Tier.DEVICE, poison=poison)
 
     def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
-        """The arena of the HOST tier: page-locked as far as the system allows."""
-        registry = CudaRegistry(self.torch_device)
-        return SlabArena(HostSlab(nbytes, registry, measure=self._measure), Tier.HOST, poison=poison)
+        """The arena of the HOST tier: page-locked as far as the system allows, on the device's own NUMA node."""
+        registry, address = CudaRegistry(self.torch_device), bus_address(self.torch_device)
+        node = None if address is None else node_to_prefer(address)
+        return SlabArena(HostSlab(nbytes, registry, measure=self._measure, node=node), Tier.HOST, poison=poison)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""
