@@ -52,7 +52,13 @@ class CudaFence:
 
 
 class CudaSlab:
-    """Device memory: one allocation of torch's, see `Slab`. Raises CapacityError if the device has no room for it."""
+    """Device memory: one allocation of torch's, see `Slab`. Raises CapacityError if the device has no room for it.
+
+    At its begin and at its end the device is waited for. torch's allocator orders what it hands out, and gets back, on
+    the stream that asked for it only; frames are used on several. So before the first copy into a frame, whatever used
+    those bytes before is through (a kernel of the user's, or torch's filling of fresh memory in deterministic mode),
+    and before torch gets them back, so is whatever used them here.
+    """
 
     node: int | None = None
 
@@ -68,6 +74,7 @@ class CudaSlab:
                 f"device_memory is {format_bytes(nbytes)}, but {device} has {format_bytes(free)} free; lower it, and "
                 "leave room for activations"
             ) from error
+        torch.cuda.synchronize(device)
 
     def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
         """See `Slab`. Raises CapacityError after `close`."""
@@ -88,12 +95,21 @@ class CudaSlab:
         return CudaFence(self._device)
 
     def close(self) -> None:
-        """Forget the allocation; torch keeps it until the last frame somebody looks at is gone."""
-        self._tensor = None
+        """Forget the allocation; torch keeps it until the last frame somebody looks at is gone. Idempotent.
+
+        Raises the device's error, if it has failed; the allocation is forgotten all the same.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:
+            torch.cuda.synchronize(self._device)
 
 
 class CudaRegistry:
-    """The CUDA runtime's page-locking (see `HostRegistry`), as torch binds it."""
+    """The CUDA runtime's page-locking (see `HostRegistry`), as torch binds it.
+
+    With the device made the current one: the runtime would else make a context on the first device of the machine for
+    it, several hundred megabytes there for each rank of the others.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,11 +117,13 @@ class CudaRegistry:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802 - the runtime's name
         """Lock a range. A refusal leaves nothing behind for others to stumble over."""
-        return self._forget(self._runtime.cudaHostRegister(address, nbytes, flags))
+        with torch.cuda.device(self._device):
+            return self._forget(self._runtime.cudaHostRegister(address, nbytes, flags))
 
     def cudaHostUnregister(self, address: int) -> object:  # noqa: N802 - the runtime's name
         """Unlock the range that begins there."""
-        return self._forget(self._runtime.cudaHostUnregister(address))
+        with torch.cuda.device(self._device):
+            return self._forget(self._runtime.cudaHostUnregister(address))
 
     def cudaGetErrorString(self, answer: object) -> str:  # noqa: N802 - the runtime's name
         """What an answer means."""
@@ -191,10 +209,11 @@ class CudaDevice:
         part = host[:_MEASURED_NBYTES].zero_()
         target = torch.empty_like(part, device=self.torch_device)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        target.copy_(part, non_blocking=True)  # once before: the first one sets things up
-        begun.record()
-        target.copy_(part, non_blocking=True)
-        ended.record()
-        ended.synchronize()
+        with torch.cuda.device(self.torch_device):  # events are recorded on the current device's stream
+            target.copy_(part, non_blocking=True)  # once before: the first one sets things up
+            begun.record()
+            target.copy_(part, non_blocking=True)
+            ended.record()
+            ended.synchronize()
         seconds = float(begun.elapsed_time(ended)) / 1e3
         return part.numel() / max(seconds, 1e-9)
