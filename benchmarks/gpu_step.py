@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -27,6 +28,8 @@ THEME = "gpu_step"
 WARM_UP, STEPS = 2, 5
 PEER = "FSDP2, CPUOffloadPolicy"
 GIB = 1 << 30
+# What a contender is given at least, while there is that much, and from when on the large model is worth beginning.
+_LEAST_SECONDS, _LARGE_SECONDS = 45.0, 1200.0
 # What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
 _PARAMETER, _GRADIENT, _STATE = 2, 2, 10
 # FSDP2 holds fp32 parameters, gradients and two moments in host memory.
@@ -35,35 +38,45 @@ _PEER_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is: bytes of host memory free, bytes of the device; zero without one."""
+    """What there is: bytes of host memory free, bytes of the device (zero without one), bytes free for swap files."""
 
     host: int
     device: int
+    disk: int = 1 << 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says; print the table, write the result; return the exit code."""
     options = parse(arguments)
     ends = time.monotonic() + options.seconds
-    machine = Machine(0, 0) if options.simulated else look()
+    machine = Machine(0, 0) if options.simulated else look(options.directory)
     if not machine.device and not options.simulated:
         print("no CUDA device; --simulated shows whether this script runs", file=sys.stderr)
         return 2
-    workload = "quick" if options.simulated else choose_workload(machine)
+    workload = "quick" if options.simulated else choose_workload(machine, options.seconds)
     parameters = count_parameters(workload)
-    runs = []
-    for contender in contenders(parameters, machine):
-        if options.only not in contender.name:
-            continue
+    runs: list[dict[str, Any]] = []
+    wanted = [each for each in contenders(parameters, machine) if options.only in each.name]
+    for number, contender in enumerate(wanted):
         print(f"{workload}: {contender.name}", file=sys.stderr)
         left = ends - time.monotonic()
-        plan = Plan((workload,), (contender,), 1, WARM_UP, STEPS, options.directory, timeout=left)
+        # One that takes long leaves something to those behind it.
+        share = min(left, max(_LEAST_SECONDS, 2 * left / (len(wanted) - number)))
+        plan = Plan((workload,), (contender,), 1, WARM_UP, STEPS, options.directory, timeout=share)
         run = run_one(plan, workload, contender) if left > 0 else {"error": "not run: the time was up"}
         runs.append({"contender": contender.name, "settings": contender.settings, **run})
-    body = f"Model: {parameters:,} parameters, {tokens_of(workload)} tokens a step, bf16.\n\n{table(runs, workload)}"
+        if options.json is not None:  # as each ends: whoever started this may end it
+            report(options, *summed_up(workload, parameters, runs))
+    body, raw = summed_up(workload, parameters, runs)
     print(body)
-    report(options, body, {"workload": workload, "parameters": parameters, "runs": runs})
+    report(options, body, raw)
     return 0 if all(run["error"] is None for run in runs) else 1
+
+
+def summed_up(workload: str, parameters: int, runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return what was measured as text and as numbers."""
+    body = f"Model: {parameters:,} parameters, {tokens_of(workload)} tokens a step, bf16.\n\n{table(runs, workload)}"
+    return body, {"workload": workload, "parameters": parameters, "runs": runs}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,16 +102,24 @@ def report(options: argparse.Namespace, body: str, raw: dict[str, Any]) -> None:
         print(f"written: {write_result(THEME, surroundings, body, raw, options.results)}")
 
 
-def look() -> Machine:
-    """Return what this machine has."""
+def look(directory: Path) -> Machine:
+    """Return what this machine has, with swap files in `directory`."""
     device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    return Machine(psutil.virtual_memory().available, device)
+    return Machine(psutil.virtual_memory().available, device, shutil.disk_usage(directory).free)
 
 
-def choose_workload(machine: Machine) -> str:
-    """Return the largest model whose states the peer can hold in host memory, so that both can be compared."""
-    fitting = [name for name in ("gpu-large", "gpu") if count_parameters(name) * _PEER_BYTES * 1.4 < machine.host]
-    return fitting[0] if fitting else "io-bound"
+def choose_workload(machine: Machine, seconds: float) -> str:
+    """Return the largest model whose states the peer can hold in host memory and tiermem on disk, to compare both.
+
+    In a few minutes no large one: only to fill its weights takes each contender one of them.
+    """
+    names = ("gpu-large", "gpu") if seconds >= _LARGE_SECONDS else ("gpu",)
+    state = _PARAMETER + _GRADIENT + _STATE
+    for name in names:
+        numel = count_parameters(name)
+        if numel * _PEER_BYTES * 1.4 < machine.host and numel * state * 1.1 < machine.disk:
+            return name
+    return "io-bound"
 
 
 def count_parameters(workload: str) -> int:

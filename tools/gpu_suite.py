@@ -1,8 +1,9 @@
 """Everything that only a machine with a GPU can show, by one command, in under eight minutes, into one result file.
 
 Owns the order: the CUDA tests, the same under compute-sanitizer where that is installed, then the benchmark. Does not
-test or measure anything itself. Guarantees that the file is written whatever fails on the way, that it says what was
-not run and why, and that the exit code is 0 only if tests and benchmark were run whole and passed.
+test or measure anything itself. Guarantees that the file is there from the first part on and written anew as each
+ends, whatever fails on the way, that it says what was not run and why, and holds the ends of what failing parts said,
+that no part outlives its own limit, and that the exit code is 0 only if tests and benchmark were run whole and passed.
 
     python tools/gpu_suite.py                 on a machine with a GPU
     python tools/gpu_suite.py --simulated     anywhere: the same on a simulated device and a tiny model
@@ -11,15 +12,18 @@ not run and why, and that the exit code is 0 only if tests and benchmark were ru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 470.0
 # Of that, at most: tests rather stop than leave nothing to the benchmark.
 _TEST_SECONDS, _SANITIZER_SECONDS, _BENCH_SECONDS = 150.0, 60.0, 330.0
+_LAST = 10.0  # of the tests' time: when it begins no further test does, and there is a report of those that were run
+_ONE_TEST = 60  # seconds: a test that hangs is ended, and its stack shown
+_KEPT = 4000  # characters of what a failing test, or part, said
 _SANITIZED = "copy or frames or bytes"  # the tests of the copies alone: everything runs many times slower there
 
 
@@ -39,6 +46,17 @@ class Part:
     passed: bool
     seconds: float
     summary: str
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a command: seconds, what went wrong (None: nothing), whether it was ended, the end of its words."""
+
+    seconds: float
+    problem: str | None
+    ended: bool
+    output: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,16 +64,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     ends = time.monotonic() + options.seconds
     raw: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="tiermem-gpu-suite-", dir=options.directory) as scratch:
-        parts = [run_tests(Path(scratch), options, min(_TEST_SECONDS, options.seconds))]
-        if not options.simulated:
-            parts.append(run_sanitizer(min(_SANITIZER_SECONDS, ends - time.monotonic())))
-        parts.append(run_benchmark(Path(scratch), options, min(_BENCH_SECONDS, ends - time.monotonic()), raw))
-    path = write(options, parts, raw)
-    for part in parts:
-        print(f"{'passed' if part.passed else 'FAILED'}  {part.name} ({part.seconds:.0f} s): {part.summary}")
+    parts: list[Part] = []
+    with tempfile.TemporaryDirectory(prefix="tiermem-gpu-suite-", dir=options.directory) as folder:
+        scratch = Path(folder)
+        wanted: dict[str, tuple[float, Callable[[float], Part]]] = {
+            "tests": (_TEST_SECONDS, lambda seconds: run_tests(scratch, options, seconds)),
+            "compute-sanitizer": (_SANITIZER_SECONDS, run_sanitizer),
+            "benchmark": (_BENCH_SECONDS, lambda seconds: run_benchmark(scratch, options, seconds, raw)),
+        }
+        if options.simulated:
+            del wanted["compute-sanitizer"]
+        for name, (most, carry_out) in wanted.items():
+            parts.append(attempt(name, carry_out, min(most, ends - time.monotonic())))
+            path = write(options, parts, raw)
+            part = parts[-1]
+            print(f"{'passed' if part.passed else 'FAILED'}  {part.name} ({part.seconds:.0f} s): {part.summary}")
     print(f"written: {path}")
     return 0 if all(part.passed for part in parts) else 1
+
+
+def attempt(name: str, carry_out: Callable[[float], Part], seconds: float) -> Part:
+    """Run a part; one that cannot even be run has failed, and does not keep the others from being run."""
+    started = time.monotonic()
+    try:
+        return carry_out(seconds)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it goes into the result
+        said = "".join(traceback.format_exception(error))[-_KEPT:]
+        return Part(name, False, time.monotonic() - started, f"{type(error).__name__}: {error}", said)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,17 +109,27 @@ def run_tests(scratch: Path, options: argparse.Namespace, seconds: float) -> Par
     """Run tests/cuda; on a machine with a GPU a skipped test is a failure, as it would hide that nothing was shown."""
     report = scratch / "tests.xml"
     environment = {**os.environ, "TIERMEM_GPU_SUITE": "simulated" if options.simulated else "cuda"}
+    environment["TIERMEM_GPU_SUITE_SECONDS"] = str(max(1.0, seconds - _LAST))
     command = [sys.executable, "-m", "pytest", "tests/cuda", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    # One line a test: if all of it has to be ended, the last one says where it was.
+    command += ["-vv", "-o", f"timeout={_ONE_TEST}", "-o", f"faulthandler_timeout={_ONE_TEST - 10}"]
     command += ["-k", options.tests] if options.tests else []
-    taken, done = run(command, seconds, environment)
+    done = run(command, seconds, environment)
     if not report.exists():
-        return Part("tests", False, taken, done or f"not done after {seconds:.0f} s")
+        return Part("tests", False, done.seconds, done.problem or "no report", done.output)
     suite = next(ET.parse(report).iter("testsuite"))  # noqa: S314 - written by the process above
     count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
     summary = ", ".join(f"{number} {name}" for name, number in count.items())
-    failed = [f"{case.get('classname')}::{case.get('name')}" for case in suite if case.find("failure") is not None]
+    failed = {
+        f"{case.get('classname')}::{case.get('name')}": (found.text or found.get("message", ""))[-_KEPT:]
+        for case in suite
+        for found in (*case.findall("failure"), *case.findall("error"))
+    }
     good = not count["failures"] and not count["errors"] and (options.simulated or not count["skipped"])
-    return Part("tests", good and count["tests"] > count["skipped"], taken, "; ".join([summary, *failed[:20]]))
+    good = good and done.problem is None and count["tests"] > count["skipped"]
+    stopped = [] if done.problem is None or failed else [done.problem]
+    said = "\n\n".join(f"{name}\n{text}" for name, text in failed.items()) or ("" if good else done.output)
+    return Part("tests", good, done.seconds, "; ".join([summary, *stopped, *list(failed)[:20]]), said)
 
 
 def run_sanitizer(seconds: float) -> Part:
@@ -94,8 +139,11 @@ def run_sanitizer(seconds: float) -> Part:
         return Part("compute-sanitizer", True, 0.0, "not run: " + ("no time" if tool else "not installed"))
     tests = [sys.executable, "-m", "pytest", "tests/cuda/test_device.py", "-k", _SANITIZED, "-p", "no:cacheprovider"]
     environment = {**os.environ, "TIERMEM_GPU_SUITE": "cuda"}
-    taken, problem = run([tool, "--error-exitcode", "9", *tests], seconds, environment)
-    return Part("compute-sanitizer", problem is None, taken, problem or "clean")
+    done = run([tool, "--error-exitcode", "9", *tests], seconds, environment)
+    # Everything is many times slower there: not to be done in time says nothing about the code.
+    return Part(
+        "compute-sanitizer", done.problem is None or done.ended, done.seconds, done.problem or "clean", done.output
+    )
 
 
 def run_benchmark(scratch: Path, options: argparse.Namespace, seconds: float, raw: dict[str, Any]) -> Part:
@@ -103,28 +151,41 @@ def run_benchmark(scratch: Path, options: argparse.Namespace, seconds: float, ra
     answer = scratch / "benchmark.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_step.py"), "--seconds", f"{max(0.0, seconds - 5):.0f}"]
     command += ["--json", str(answer), "--directory", str(scratch), "--only", options.contenders]
-    taken, problem = run([*command, *(["--simulated"] if options.simulated else [])], seconds, dict(os.environ))
+    done = run([*command, *(["--simulated"] if options.simulated else [])], seconds, dict(os.environ))
     if answer.exists():
         raw.update(json.loads(answer.read_text(encoding="utf-8")))
     summary = f"{len(raw.get('runs', []))} contenders"
-    return Part("benchmark", problem is None, taken, summary if problem is None else f"{summary}; {problem}")
+    summary = summary if done.problem is None else f"{summary}; {done.problem}"
+    return Part("benchmark", done.problem is None, done.seconds, summary, "" if done.problem is None else done.output)
 
 
-def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> tuple[float, str | None]:
-    """Run a command in the checkout; return the seconds it took, and what went wrong: None if nothing did."""
+def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> Outcome:
+    """Run a command in the checkout, and end it and all it has started when its time is up."""
     started = time.monotonic()
     environment["PYTHONPATH"] = str(ROOT)
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=max(1.0, seconds)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as words:
+        # A session of its own: a contender that was left behind would keep the GPU's memory from those that follow.
+        running = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=words, stderr=subprocess.STDOUT, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        return time.monotonic() - started, f"not done after {seconds:.0f} s"
-    if done.returncode == 0:
-        return time.monotonic() - started, None
-    print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    return time.monotonic() - started, f"exit code {done.returncode}: {last}"
+        ended = False
+        try:
+            code = running.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            ended = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            code = running.wait()
+        words.seek(0)
+        output = words.read()[-2 * _KEPT :]
+    taken = time.monotonic() - started
+    if ended:
+        return Outcome(taken, f"not done after {seconds:.0f} s", True, output)
+    if code == 0:
+        return Outcome(taken, None, False, output)
+    print(output, file=sys.stderr)
+    return Outcome(taken, f"exit code {code}: {(output.strip() or 'no output').splitlines()[-1]}", False, output)
 
 
 def write(options: argparse.Namespace, parts: Sequence[Part], raw: dict[str, Any]) -> Path:
@@ -143,12 +204,12 @@ def write(options: argparse.Namespace, parts: Sequence[Part], raw: dict[str, Any
     lines += [
         f"| {part.name} | {'yes' if part.passed else 'no'} | {part.seconds:.0f} | {part.summary} |" for part in parts
     ]
-    body = "\n".join([*lines, "", str(raw.pop("body", "The benchmark has measured nothing."))])
+    body = "\n".join([*lines, "", str(raw.get("body", "The benchmark has measured nothing."))])
     record = {
         "surroundings": surroundings.to_markdown(),
         "device": device,
         "parts": [asdict(part) for part in parts],
-        "benchmark": raw,
+        "benchmark": {name: value for name, value in raw.items() if name != "body"},
     }
     return write_result("gpu_suite", surroundings, body, record, options.results)
 

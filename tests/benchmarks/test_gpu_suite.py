@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import psutil
 import pytest
 from doubles_python import WarmPython
 
@@ -64,6 +67,94 @@ def test_a_suite_without_time_says_what_it_did_not_do(
     assert len(list((tmp_path / "results").glob("*.md"))) == 1
 
 
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return load("tools", "gpu_suite")
+
+
+def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[list[str]] = []
+    write = suite.write
+
+    def noted(options: Any, parts: Any, raw: Any) -> Path:
+        written.append([part.name for part in parts])
+        return write(options, parts, raw)
+
+    def broken(*arguments: Any) -> None:
+        raise ValueError("no such report")
+
+    measured = suite.Part("benchmark", True, 1.0, "1 contenders")
+    monkeypatch.setattr(suite, "write", noted)
+    monkeypatch.setattr(suite, "run_tests", broken)
+    monkeypatch.setattr(suite, "run_benchmark", lambda *arguments: measured)
+    monkeypatch.setattr(suite, "run_sanitizer", lambda seconds: suite.Part("compute-sanitizer", True, 0.0, "not run"))
+    places = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
+    assert suite.main(places) == 1
+    assert written == [
+        ["tests"],
+        ["tests", "compute-sanitizer"],
+        ["tests", "compute-sanitizer", "benchmark"],
+    ]
+    (raw,) = (tmp_path / "results").glob("*.json")
+    first, _, last = json.loads(raw.read_text())["parts"]
+    assert first["summary"] == "ValueError: no such report"
+    assert "in broken" in first["output"], "where it happened"
+    assert last["passed"]
+
+
+def test_what_outlives_its_time_is_ended_with_all_it_has_started(suite: ModuleType, tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    child = f"import pathlib, os, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    parent = (
+        f"import subprocess, sys, time, pathlib; subprocess.Popen([sys.executable, '-c', {child!r}]);"
+        f"p = pathlib.Path({str(mark)!r})\n"
+        "while not (p.exists() and p.read_text()): time.sleep(0.01)\n"
+        "print('the child lives', flush=True); time.sleep(600)"
+    )
+    done = suite.run([sys.executable, "-c", parent], 5.0, {})
+    assert done.ended
+    assert done.problem == "not done after 5 s"
+    assert "the child lives" in done.output, "what it said until then"
+    pid, ended = int(mark.read_text()), time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ended
+        time.sleep(0.01)
+
+
+def test_tests_that_fail_or_find_no_time_are_in_the_result_with_their_words(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report like pytest's, of a failure, an error in a fixture, and an end before the last test."""
+    report = (
+        '<testsuites><testsuite tests="3" failures="1" errors="1" skipped="0">'
+        '<testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure message="short">long story</failure></testcase>'
+        '<testcase classname="a" name="unready"><error message="no device"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    asked: list[dict[str, str]] = []
+
+    def told(command: list[str], seconds: float, environment: dict[str, str]) -> Any:
+        asked.append(environment)
+        (tmp_path / "tests.xml").write_text(report)
+        return suite.Outcome(1.0, "exit code 2: the time for the tests is up", False, "the end of it")
+
+    monkeypatch.setattr(suite, "run", told)
+    part = suite.run_tests(tmp_path, suite.parse(["--simulated"]), 100.0)
+    assert not part.passed
+    assert part.summary == "3 tests, 1 failures, 1 errors, 0 skipped; a::bad; a::unready"
+    assert part.output == "a::bad\nlong story\n\na::unready\nno device"
+    assert float(asked[0]["TIERMEM_GPU_SUITE_SECONDS"]) == 90.0
+    report = '<testsuites><testsuite tests="2" failures="0" errors="0" skipped="0"/></testsuites>'
+    part = suite.run_tests(tmp_path, suite.parse(["--simulated"]), 100.0)
+    assert not part.passed, "not all of them were run"
+    assert part.summary.endswith("the time for the tests is up")
+    assert part.output == "the end of it"
+
+
 @pytest.fixture(scope="module")
 def step() -> ModuleType:
     folder = str(ROOT / "benchmarks")
@@ -78,8 +169,11 @@ def test_the_model_is_the_largest_that_the_peer_can_hold(step: ModuleType) -> No
     sizes = {name: step.count_parameters(name) for name in ("gpu-large", "gpu")}
     assert 6.5e9 < sizes["gpu-large"] < 7e9
     assert 1.2e9 < sizes["gpu"] < 1.5e9
-    chosen = [step.choose_workload(step.Machine(gib << 30, 80 << 30)) for gib in (16, 64, 256)]
+    chosen = [step.choose_workload(step.Machine(gib << 30, 80 << 30), 3600.0) for gib in (16, 64, 256)]
     assert chosen == ["io-bound", "gpu", "gpu-large"]
+    assert step.choose_workload(step.Machine(256 << 30, 80 << 30), 330.0) == "gpu", "five large ones are not soon built"
+    disks = [step.choose_workload(step.Machine(256 << 30, 80 << 30, gib << 30), 3600.0) for gib in (10, 64, 200)]
+    assert disks == ["io-bound", "gpu", "gpu-large"]
 
 
 def test_the_budgets_put_things_where_their_names_say(step: ModuleType) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tiermem.cli import doctor, main
-from tiermem.cli.drives import DriveReport, is_rotational, queue_attribute
-from tiermem.cli.findings import Finding, Gpu, Limits, about_cpu, about_drive, about_gpus, about_memory
+from tiermem.cli.drives import DriveReport, drive_node, is_rotational, queue_attribute
+from tiermem.cli.findings import Finding, Gpu, Limits, about_cpu, about_drive, about_gpus, about_memory, about_nodes
 from tiermem.cli.limits import cgroup_limit
 
 GIB = 1 << 30
@@ -124,6 +124,41 @@ def test_gpus_are_listed() -> None:
     assert "CPU" in none.means
     old, new = about_gpus([Gpu("V100", 16 * GIB, "7.0", False), Gpu("H100", 80 * GIB, "9.0", True)])
     assert ("float16" in old.change, new.change) == (True, "")
+
+
+GPU = Gpu("H100", 80 * GIB, "9.0", True, node=1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "node", "refused", "means", "change"),
+    [
+        ([GPU], 1, None, "placed on its GPU's node", ""),
+        ([GPU], None, None, "placed on its GPU's node", ""),
+        ([GPU], 0, None, "placed on its GPU's node", "nearer drive"),
+        ([GPU], 0, "mbind: Operation not permitted", "mbind: Operation not permitted", "--preferred=1"),
+        ([], 0, None, "nothing is placed", ""),
+        ([replace(GPU, node=None)], 0, "denied", "nothing is placed", ""),
+    ],
+)
+def test_what_is_on_which_node(gpus: list[Gpu], node: int | None, refused: str | None, means: str, change: str) -> None:
+    (finding,) = about_nodes((0, 1), gpus, [replace(DRIVE, node=node)], refused)
+    assert finding.found.startswith("memory on 0, 1")
+    assert f"swap /nvme0 on {'an unknown node' if node is None else f'node {node}'}" in finding.found
+    assert ("GPU 0 (H100) on node 1" in finding.found) == (gpus == [GPU])
+    assert means in finding.means
+    assert change in finding.change
+    assert bool(change) == bool(finding.change)
+
+
+def test_one_node_is_not_worth_a_word(tmp_path: Path) -> None:
+    assert list(about_nodes((0,), [GPU], [DRIVE], None)) == []
+    assert list(about_nodes((), [GPU], [DRIVE], None)) == []
+    slot = "sys/devices/pci/0000:00:05.0"
+    tree(tmp_path, {f"{slot}/numa_node": "1\n", f"{slot}/virtio0/block/vda/size": "1"})
+    blocks = tmp_path / "sys/dev/block"
+    blocks.mkdir(parents=True)
+    (blocks / _device(tmp_path)).symlink_to(tmp_path / slot / "virtio0/block/vda")
+    assert drive_node(tmp_path, tmp_path) == 1
 
 
 def test_the_report_covers_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

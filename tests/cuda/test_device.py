@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
-from doubles_gpu import MIB, TRIALS, tokens
+from doubles_gpu import MIB, TRIALS, Trial, tokens
 
 import tiermem
 from tiermem.memory.arena import Arena, Frame
@@ -112,6 +115,18 @@ def test_copies_go_on_while_the_computation_is_busy(arenas):
     assert not busy.query(), "the copy has arrived before the kernel is through"
 
 
+@contextlib.contextmanager
+def waiting(mode: str) -> Iterator[None]:
+    """What torch makes of a call that waits for the device: "error" or "default"; on all threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_forward_and_backward_never_wait_for_the_device(cuda, tmp_path):
     """torch reports every call that waits; the norm of the gradients is looked at in optimizer.step() only."""
     trial = TRIALS["fused attention"]
@@ -123,18 +138,27 @@ def test_forward_and_backward_never_wait_for_the_device(cuda, tmp_path):
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(4):
             batch = tokens(step, cuda)
-            torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
-            try:
+            with waiting("error" if step >= 2 else "default"):
                 trial.loss(model, batch).backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             optimizer.step()
             optimizer.zero_grad()
+
+
+def beside_the_model(trial: Trial, device: torch.device) -> int:
+    """Most bytes that a step of the resident model takes beside its weights: gradients, activations, cuBLAS's room."""
+    model = trial.make().to(device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(2):  # cuBLAS's room is allocated at its first use, and stays
+        trial.loss(model, tokens(step, device)).backward()
+        model.zero_grad()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def test_device_memory_is_what_was_given_and_does_not_grow(cuda, tmp_path):
     trial = TRIALS["llama"]
     config = tiermem.Config(device="cuda", device_memory=8 * MIB, host_memory=64 * MIB, swap_dirs=[tmp_path])
+    beside = beside_the_model(trial, cuda)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = trial.make()
@@ -149,7 +173,7 @@ def test_device_memory_is_what_was_given_and_does_not_grow(cuda, tmp_path):
             reserved.append(torch.cuda.memory_reserved())
         peak = torch.cuda.max_memory_allocated() - before
     assert len(set(reserved[3:])) == 1, reserved
-    assert peak < 8 * MIB + 16 * MIB, "the arena, and activations of a few hundred tokens"
+    assert peak <= 8 * MIB + beside + MIB, "the arena, and what a step takes without it"
     assert torch.cuda.memory_allocated() - before < MIB, "given back at the end"
 
 

@@ -46,6 +46,8 @@ class FakeCuda:
         self.log: list[str] = []
         self.events: list[FakeEvent] = []
         self.streams = 0
+        self.waits: list[torch.device] = []
+        self.devices: list[torch.device] = [torch.device("cuda", 0)]
         self.local = threading.local()
 
     def Stream(self, device: torch.device, priority: int = 0) -> FakeStream:  # noqa: N802
@@ -61,6 +63,15 @@ class FakeCuda:
     def current_stream(self, device: torch.device) -> FakeStream:
         return getattr(self.local, "stream", None) or FakeStream(self, "compute")
 
+    def synchronize(self, device: torch.device) -> None:
+        self.waits.append(device)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.local.stream = getattr(self.local, "stream", None), stream
@@ -71,7 +82,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    for name in ("Stream", "Event", "current_stream", "stream", "set_stream"):
+    for name in ("Stream", "Event", "current_stream", "stream", "set_stream", "synchronize", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     return fake
 
@@ -166,11 +177,17 @@ def test_a_freed_frame_is_poisoned_behind_its_fences_and_its_heir_waits_for_that
         fence.hold()
     assert cuda.log[-1] == "compute waits for event 3"
     assert heir.tensor.unique().tolist() == [0xFF]
+    assert cuda.waits == [torch.device("cuda", 0)], "before the first frame: torch knows of one stream only"
     arena.close()
+    arena.close()
+    assert len(cuda.waits) == 2, "and before torch gets the bytes back"
 
 
-def test_a_refused_lock_is_not_left_for_the_next_kernel_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_lock_is_not_left_for_the_next_kernel_to_report(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: list[Any] = []
+    current: list[torch.device] = []
 
     def zeros(*shape: int, device: torch.device) -> None:
         launched.append(device)
@@ -178,16 +195,23 @@ def test_a_refused_lock_is_not_left_for_the_next_kernel_to_report(monkeypatch: p
 
     class Runtime:
         def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            current.append(cuda.devices[-1])
             return 2 if address else 0
 
         def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            current.append(cuda.devices[-1])
             return 0
+
+        def cudaGetErrorString(self, answer: int) -> str:  # noqa: N802
+            return "out of memory" if answer == 2 else "no error"
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "zeros", zeros)
-    registry = CudaRegistry(torch.device("cuda", 0))
+    registry = CudaRegistry(torch.device("cuda", 1))
     assert registry.cudaHostRegister(0, 1, 1) == 0
     assert registry.cudaHostUnregister(0) == 0
     assert launched == []
     assert registry.cudaHostRegister(4096, 1, 1) == 2
-    assert launched == [torch.device("cuda", 0)]
+    assert launched == [torch.device("cuda", 1)]
+    assert set(current) == {torch.device("cuda", 1)}, "no context is made on another device"
+    assert registry.cudaGetErrorString(2) == "out of memory"

@@ -8,7 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.optim.split import BitMarks, SignMarks, join, join_masked, joined, split, split_masked
+from tiermem.optim.split import (
+    BitMarks,
+    BitMasks,
+    SignMarks,
+    SignMasks,
+    join,
+    join_masked,
+    joined,
+    split,
+    split_masked,
+)
 
 HIGH = st.one_of(
     st.integers(0, 0xFFFF),
@@ -53,13 +63,19 @@ def check_masked(master: torch.Tensor, moment: torch.Tensor) -> None:
         parameter = torch.empty(master.numel(), dtype=torch.bfloat16)
         remainder = torch.empty(master.numel(), dtype=torch.int16)
         scratch, exp_avg_sq = torch.empty(master.numel(), dtype=torch.int32), moment.clone()
-        marks = SignMarks(exp_avg_sq) if there is split else exp_avg_sq
-        there(master, parameter, remainder, marks, scratch)
-        kept, again = exp_avg_sq.clone(), torch.empty(master.numel())
-        back(parameter, remainder, marks, again, scratch)
-        found.append((parameter.view(torch.int16), remainder, kept, exp_avg_sq, again))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+        plane = torch.zeros(-(-master.numel() // 8), dtype=torch.uint8)
+        signs, bits = (SignMarks(exp_avg_sq), BitMarks(plane)) if there is split else (None, None)
+        for marks in (signs or SignMasks(exp_avg_sq), bits or BitMasks(plane, master.numel())):
+            there(master, parameter, remainder, marks, *([scratch] if there is split else []))
+            kept, again = (exp_avg_sq.clone(), plane.clone()), torch.empty(master.numel())
+            back(parameter, remainder, marks, again, scratch)
+            found.append((there, parameter.view(torch.int16).clone(), remainder.clone(), *kept, exp_avg_sq, again))
+        assert not plane.any()
+    searched = [each[1:] for each in found if each[0] is split]
+    masked = [each[1:] for each in found if each[0] is split_masked]
+    for one, other in zip(searched, masked, strict=True):
+        for first, second in zip(one, other, strict=True):
+            assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 @given(st.lists(st.tuples(HIGH, LOW), min_size=1, max_size=70))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tiermem.pager.page import Kind
 from tiermem.pager.plan import Plan
 from tiermem.planner.design import PlanSettings, make_design
 from tiermem.planner.footprint import rounded
-from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.planner.machine import Device, Drive, Host, Machine
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import thinned
 from tiermem.runtime.blueprint import draw
@@ -162,6 +162,84 @@ def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_cou
     # Host memory is in one piece, and for a place in it kept pages are written, too: up to 13 % was seen. This holds
     # the count against what happens; it does not show that the plan is why: next uses alone move a few percent more.
     assert found == pytest.approx(plans[-1].moved, rel=0.25)
+
+
+BESIDE = replace(
+    INSTANT,
+    device=Device(
+        memory=64 * MIB, flops={"bfloat16": 1e12, "float32": 1e12}, to_device=1e14, to_host=1e14, simulated=True
+    ),
+)
+EDGES = ("host->device", "device->host", "swap->host", "host->swap")
+
+
+def both_beside_a_device(
+    update: str, device: int, host: int, update_on: str, directory: Path
+) -> tuple[dict[str, float], dict[str, float], int]:
+    """Bytes over each edge in a step (the median of five), those that were foreseen, and how many units are settled."""
+    config = tiermem.Config(
+        device="simulated",
+        device_memory=device,
+        host_memory=host,
+        swap_dirs=[directory],
+        update=update,  # type: ignore[arg-type]
+        update_on=update_on,  # type: ignore[arg-type]
+        tile_size="64KiB",
+        look_ahead=0,
+        io_backend="inline",
+        commits=False,
+    )
+    model = small_model()
+    work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype="bfloat16")
+    blueprint = draw(model, config, None)
+    moved: dict[str, list[float]] = {edge: [] for edge in EDGES}
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for step in range(8):
+            tokens = torch.randint(512, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last = runtime.statistics().last
+            assert last is not None
+            for edge in EDGES:
+                moved[edge].extend([last.edge(edge).nbytes] if step >= 3 else [])
+    settings = PlanSettings(
+        host_memory=host,
+        device_memory=device,
+        update=update,
+        update_on=update_on,
+        tile_nbytes=config.tile_nbytes,
+        look_ahead=0,
+    )
+    design = make_design(work, BESIDE, settings)
+    assert (design.footprint, design.device) == (blueprint.footprint, blueprint.device), "budgets are shared out alike"
+    foreseen = simulate(design).edges
+    real = {edge: statistics.median(moved[edge]) for edge in EDGES}
+    return real, {edge: foreseen.get(edge, 0.0) for edge in EDGES}, len(design.settled)
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "forward"])
+@pytest.mark.parametrize(("device", "settled"), [(64, 8), (7, 2), (4, 1)])
+def test_what_is_settled_on_a_device_and_what_is_not_move_as_foreseen(
+    update: str, device: int, settled: int, tmp_path: Path
+) -> None:
+    real, foreseen, count = both_beside_a_device(update, device * MIB, 64 * MIB, "auto", tmp_path)
+    assert count == settled
+    # Mostly to the byte; on a busy machine a unit more or less crosses while a step is counted. What is 0 stays 0.
+    near = {edge: pytest.approx(foreseen[edge], rel=0.3, abs=0) for edge in EDGES}
+    assert real == near
+    assert (foreseen["host->device"] == 0) == (settled == 8), "of what is settled nothing moves, of the rest something"
+
+
+@pytest.mark.parametrize(("update", "update_on"), [("step", "auto"), ("backward", "auto"), ("step", "host")])
+def test_and_to_and_from_disk_where_host_memory_is_small(update: str, update_on: str, tmp_path: Path) -> None:
+    # Real host memory is in one piece and the simulated one is not, so a few pages more have to make room.
+    real, foreseen, settled = both_beside_a_device(update, 7 * MIB, 3 * MIB, update_on, tmp_path)
+    assert (settled > 0) == (update_on == "auto")
+    assert real["swap->host"] == pytest.approx(foreseen["swap->host"], rel=0.1)
+    assert real["host->swap"] == pytest.approx(foreseen["host->swap"], rel=0.2)
+    assert real["host->device"] == pytest.approx(foreseen["host->device"], rel=0.3)
 
 
 def is_small(name: str, parameter: torch.nn.Parameter) -> bool:

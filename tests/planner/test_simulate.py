@@ -15,12 +15,12 @@ from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
 from tiermem.planner import predict as predicting
 from tiermem.planner import world as world_module
-from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
+from tiermem.planner.design import Design, PlanSettings, least_device_memory, least_host_memory, make_design
 from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.workload import order_of, transformer
-from tiermem.planner.world import World
+from tiermem.planner.world import Action, World
 from tiermem.zero3.order import Phase
 
 MIB = 1 << 20
@@ -184,6 +184,37 @@ def test_with_a_device_everything_goes_through_the_host() -> None:
     assert {tier.name for tier in result.tiers} == {"HOST", "DEVICE"}
     assert result.edges["host->device"] >= work.parameters * 2 / 2
     assert all(tier.high_water <= tier.budget for tier in result.tiers)
+
+
+@given(
+    numels=st.lists(st.integers(10_000, 60_000), min_size=3, max_size=6),
+    host=st.floats(0, 1.2),
+    device=st.floats(0, 1.5),
+    update=st.sampled_from(["forward", "backward", "step"]),
+    simulated=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_what_is_settled_stays_on_the_device_and_nothing_of_it_moves(
+    numels: list[int], host: float, device: float, update: str, simulated: bool
+) -> None:
+    work = workload(numels)
+    there = Device(memory=1 << 30, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10, simulated=simulated)
+    machine, total = replace(MACHINE, device=there), sum(numels) * 14
+    plan = PlanSettings(host_memory=0, update=update, tile_nbytes=256 << 10, update_on="auto")
+    least = least_device_memory(work, machine, plan), least_host_memory(work, 1, device=True)
+    plan = replace(plan, device_memory=int(least[0] + device * total), host_memory=int(least[1] + host * total))
+    design = make_design(work, machine, plan)
+    world = World(design)
+    moved: list[Action] = []
+    run_steps(world, 1)
+    world.listen(moved.append)
+    run_steps(world, 2)
+    world.residency.check_invariants()
+    assert {action.page.unit for action in moved if action.verb != "update"}.isdisjoint(design.settled)
+    updated = {action.page.unit: action.edge for action in moved if action.verb == "update"}
+    assert updated == {unit: "device" if unit in design.settled else "host" for unit in range(len(numels))}
+    for tier, arena in world.residency.chain.arenas.items():
+        assert arena.high_water <= arena.capacity, tier
 
 
 def test_what_is_sent_down_may_drive_out_the_copy_below_a_victim() -> None:

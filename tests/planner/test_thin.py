@@ -13,7 +13,9 @@ from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
+from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design, unit_sizes
+from tiermem.planner.device import device_least, settled_nbytes
+from tiermem.planner.machine import Device
 from tiermem.planner.predict import seconds_of_step, simulate_quickly
 from tiermem.planner.simulate import simulate
 from tiermem.planner.thin import drawn_out, repetitions, thinned
@@ -60,6 +62,35 @@ def test_units_tiles_and_order_that_are_left_are_those_of_the_whole_step(
     alike = {(unit.numel, unit.trainable) for unit in work.units}
     assert {(unit.numel, unit.trainable) for unit in thin.workload.units} == alike, "no kind of unit is lost"
     assert simulate(thin).seconds > 0, "what is left of the budget holds what is in use"
+
+
+def beside_a_device(work: Workload, settled: float, update: str, *, simulated: bool = False) -> Design:
+    """Beside a device with room to settle about this share of the units, host memory for a third of the rest."""
+    sizes = unit_sizes(work, each=True)
+    alone = work.parameters * work.itemsize * (1 - settled)
+    nbytes = device_least(sizes) + int(alone + sum(settled_nbytes(size, 1 << 20) for size in sizes) * settled)
+    device = Device(memory=8 << 30, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10, simulated=simulated)
+    host = int(least_host_memory(work, 1, device=True) + work.parameters * 14 * max(0, 1 - settled) / 3) // 4096 * 4096
+    plan = PlanSettings(host_memory=host, device_memory=nbytes // 4096 * 4096, update=update, update_on="auto")
+    return make_design(work, replace(MACHINE, device=device), plan)
+
+
+@pytest.mark.parametrize(("share", "update"), [(0.05, "step"), (0.5, "forward"), (0.5, "backward"), (1.2, "step")])
+def test_what_is_settled_on_a_device_is_as_large_a_part_of_fewer_units(share: float, update: str) -> None:
+    exact = beside_a_device(workload([1_000_000] * 80), share, update)
+    assert exact.settled == frozenset(range(len(exact.settled)))
+    assert (len(exact.settled) == 80) == (share > 1)
+    assert len(exact.settled) >= 2
+    thin = thinned(exact, 24)
+    assert len(thin.settled) == pytest.approx(len(exact.settled) * 0.3, abs=2)
+    quick, stood_in = simulate_quickly(exact)
+    whole = simulate(exact)
+    assert stood_in
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.15)
+    for edge in ("host->device", "device->host", "swap->host", "host->swap"):
+        assert quick.edges.get(edge, 0) == pytest.approx(whole.edges.get(edge, 0), rel=0.15, abs=4 << 20), edge
+    for tier in quick.tiers:
+        assert tier.high_water <= tier.budget
 
 
 def test_what_repeats_nowhere_stays_as_it_is() -> None:

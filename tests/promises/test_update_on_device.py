@@ -19,7 +19,7 @@ from tiermem.memory.devices import SimulatedDevice
 from tiermem.memory.tiers import Tier
 from tiermem.optim import stream
 from tiermem.pager.lease import Lease
-from tiermem.pager.page import Kind
+from tiermem.pager.page import Intent, Kind, Lane
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company
@@ -39,20 +39,20 @@ SOME = (
 ALL = {"device": "simulated", "device_memory": 64 * MIB, "update_on": "auto"}
 
 
-def settled(make: Callable[[], nn.Module], directory: Path, nbytes: int, units=None) -> tuple[int, ...]:
-    config = config_for(directory, 64 * MIB, "step", **(ALL | {"device_memory": nbytes}))
+def settled(make: Callable[[], nn.Module], directory: Path, nbytes: int, units=None, **more) -> tuple[int, ...]:
+    config = config_for(directory, 64 * MIB, "step", **(ALL | {"device_memory": nbytes} | more))
     device = draw(make(), config, units).device
     assert device is not None
     return device.settled
 
 
-def few(make: Callable[[], nn.Module], directory: Path, units=None) -> dict[str, object]:
+def few(make: Callable[[], nn.Module], directory: Path, units=None, **more) -> dict[str, object]:
     """Settings with which some units are settled on the device and some are not."""
-    everything = settled(make, directory, 64 * MIB, units)
+    everything = settled(make, directory, 64 * MIB, units, **more)
     for nbytes in range(64 << 10, 4 * MIB, 16 << 10):
         with contextlib.suppress(tiermem.BudgetError):
-            if 0 < len(settled(make, directory, nbytes, units)) < len(everything):
-                return ALL | {"device_memory": nbytes}
+            if 0 < len(settled(make, directory, nbytes, units, **more)) < len(everything):
+                return ALL | {"device_memory": nbytes} | more
     raise AssertionError("there should be a budget between nothing and everything")
 
 
@@ -81,22 +81,63 @@ def train(model: nn.Module, batch, steps: range, **settings) -> None:
         optimizer.zero_grad()
 
 
+class Coded(nn.Module):
+    """Layers large enough for 8-bit moments, their biases, and an embedding, which keep float32 ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 72)
+        self.layers = nn.ModuleList(nn.Linear(72, 72) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        values = self.embed(tokens)
+        for layer in self.layers:
+            values = values + torch.tanh(layer(values))
+        return values
+
+
+def coded_batch(model: nn.Module) -> torch.Tensor:
+    return model(torch.randint(30, (2, 5))).square().mean()
+
+
+def states(runtime: Runtime) -> list[torch.Tensor]:
+    """Every byte of optimizer state, wherever it is."""
+    pager, found = runtime._house.storage.pager, []
+    for key in sorted(pager.residency(), key=str):
+        if key.kind is Kind.STATE:
+            with pager.lease([key], Intent.READ, lane=Lane.UPDATE) as lease:
+                found.append(lease.tensor(key).clone())
+    return found
+
+
 def masters(runtime: Runtime, model: nn.Module) -> list[torch.Tensor]:
     return [runtime.master(parameter) for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [
+        ("bfloat16", "float32"),
+        ("float16", "float32"),
+        ("float32", "float32"),
+        ("bfloat16", "int8"),
+        ("float16", "int8"),
+        ("float32", "int8"),
+    ],
+)
 @pytest.mark.parametrize("update", ["step", "backward", "auto"])
-def test_the_bits_of_an_update_in_host_memory_with_and_without_clipping(update, dtype, tmp_path):
+def test_the_bits_of_an_update_in_host_memory_with_and_without_clipping(update, dtype, moments, tmp_path):
+    make, batch = (Stack, tokens_batch) if moments == "float32" else (Coded, coded_batch)
+    kept = {"param_dtype": dtype, "moments": moments}
     for clipping in ({}, {"max_grad_norm": 0.05}):
         found = []
-        for settings in (few(Stack, tmp_path), few(Stack, tmp_path) | {"update_on": "host"}):
+        for settings in (few(make, tmp_path, **kept), few(make, tmp_path, **kept) | {"update_on": "host"}):
             torch.manual_seed(1)
-            model = Stack()
-            config = config_for(tmp_path, 64 * MIB, update, param_dtype=dtype, **settings)
+            model = make()
+            config = config_for(tmp_path, 64 * MIB, update, **settings)
             with tiermem.offload(model, config) as runtime:
-                train(model, tokens_batch, range(5), **clipping)
-                found.append(masters(runtime, model))
+                train(model, batch, range(5), **clipping)
+                found.append([*masters(runtime, model), *states(runtime)])
                 tiles = runtime._house.updater.statistics().done.device_tiles
                 assert (tiles > 0) is (settings["update_on"] == "auto")
         assert all(map(torch.equal, *found))
@@ -239,9 +280,9 @@ def test_a_kernel_that_fails_there_is_an_error_in_the_caller_and_closing_works(u
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_settled_unless_asked_for_nor_with_8_bit_moments(tmp_path):
+def test_nothing_is_settled_unless_asked_for(tmp_path):
     settings = {"device": "simulated", "device_memory": 64 * MIB}
-    for more in ({}, {"update_on": "host"}, {"update_on": "auto", "moments": "int8"}):
+    for more in ({}, {"update_on": "host"}, {"moments": "int8"}):
         device = draw(Stack(), config_for(tmp_path, 64 * MIB, "step", **settings, **more), None).device
         assert device is not None
         assert device.settled == ()

@@ -27,9 +27,12 @@ from tiermem.cli.findings import (
     about_drive,
     about_gpus,
     about_memory,
+    about_nodes,
     about_software,
 )
 from tiermem.cli.limits import cgroup_limit, file_size, locked_memory, open_files
+from tiermem.memory import numa
+from tiermem.memory.cuda import bus_address
 from tiermem.optim.compiled import why_not
 
 
@@ -53,6 +56,8 @@ class DoctorReport:
     file_size_bytes: int | None = None
     gpus: tuple[Gpu, ...] = ()
     no_compiled_loops: str | None = None
+    numa_nodes: tuple[int, ...] = ()
+    no_placement: str | None = None
 
     def findings(self) -> tuple[Finding, ...]:
         """Every fact with what it means for tiermem."""
@@ -62,6 +67,7 @@ class DoctorReport:
             *about_cpu(self.cpu_model, self.cpu_cores, self.instruction_sets),
             *about_memory(self.memory_bytes, self.memory_available_bytes, limits),
             *about_gpus(self.gpus),
+            *about_nodes(self.numa_nodes, self.gpus, self.swap_dirs, self.no_placement),
             *map(about_drive, self.swap_dirs),
         )
 
@@ -89,7 +95,7 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
     memory = psutil.virtual_memory()
     gpus = find_gpus()
     model, sets = find_cpu()
-    files = open_files()
+    files, nodes = open_files(), numa.memory_nodes()
     problems = [problem for drive in drives for problem in drive.problems()]
     if files is not None and files < 16 + 4 * len(drives):
         problems.append(f"only {files} files may be open at once: raise it with `ulimit -n {ENOUGH_FILES}`")
@@ -110,6 +116,8 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
         file_size_bytes=file_size(),
         gpus=gpus,
         no_compiled_loops=why_not(),
+        numa_nodes=nodes,
+        no_placement=numa.why_not(nodes[0]) if len(nodes) > 1 else None,
     )
 
 
@@ -128,13 +136,14 @@ def find_gpus() -> tuple[Gpu, ...]:
         return ()
     found = []
     for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
+        properties, address = torch.cuda.get_device_properties(number), bus_address(number)
         found.append(
             Gpu(
                 name=properties.name,
                 memory_bytes=properties.total_memory,
                 capability=f"{properties.major}.{properties.minor}",
                 bfloat16=properties.major >= 8,  # Ampere; torch's own question is about the current device only
+                node=None if address is None else numa.pci_node(address),
             )
         )
     return tuple(found)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from tiermem.cli.disk import free_bytes
+from tiermem.memory.numa import block_node
 from tiermem.memory.sizes import format_bytes
 
 BLOCK = 4096
@@ -37,6 +38,7 @@ class DriveReport:
     rotational: bool | None
     logical_block: int | None = None
     drive_model: str | None = None
+    node: int | None = None
 
     def problems(self) -> Iterator[str]:
         """Yield what makes the directory unfit, and what to do about it."""
@@ -78,6 +80,7 @@ def examine_drive(directory: Path) -> DriveReport:
         rotational=is_rotational(directory) if exists else None,
         logical_block=_number(queue_attribute(directory, "queue/logical_block_size")) if exists else None,
         drive_model=queue_attribute(directory, "device/model") if exists else None,
+        node=drive_node(directory) if exists else None,
     )
 
 
@@ -136,6 +139,12 @@ def queue_attribute(directory: Path, name: str, root: Path = _ROOT) -> str | Non
         except OSError:
             continue
     return None
+
+
+def drive_node(directory: Path, root: Path = _ROOT) -> int | None:
+    """Return the NUMA node that the drive below `directory` hangs on; None where the kernel does not say."""
+    device = directory.stat().st_dev
+    return block_node(os.major(device), os.minor(device), root / "sys")
 
 
 def _number(text: str | None) -> int | None:

@@ -37,6 +37,7 @@ class Gpu:
     memory_bytes: int
     capability: str
     bfloat16: bool
+    node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,38 @@ def about_gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             "bfloat16 is computed natively" if gpu.bfloat16 else "bfloat16 is emulated",
             "" if gpu.bfloat16 else "use param_dtype='float16'",
         )
+
+
+def about_nodes(
+    nodes: Sequence[int], gpus: Sequence[Gpu], drives: Sequence[DriveReport], refused: str | None
+) -> Iterator[Finding]:
+    """Where memory, GPUs and drives are; nothing on a machine of one node. `refused`: why memory cannot be placed."""
+    if len(nodes) < 2:
+        return
+    names = [
+        *(f"GPU {number} ({gpu.name})" for number, gpu in enumerate(gpus)),
+        *(f"swap {d.directory}" for d in drives),
+    ]
+    places = [*(gpu.node for gpu in gpus), *(drive.node for drive in drives)]
+    where = [
+        f"{name} on {'an unknown node' if node is None else f'node {node}'}"
+        for name, node in zip(names, places, strict=True)
+    ]
+    found = "; ".join([f"memory on {', '.join(map(str, nodes))}", *where])
+    beside = sorted({gpu.node for gpu in gpus if gpu.node is not None})
+    if not beside:
+        means = "memory of another node is reached more slowly; without a GPU whose node is known nothing is placed"
+        yield Finding("NUMA nodes", found, means)
+        return
+    means = "host memory of a run is placed on its GPU's node while there is room"
+    change = ""
+    if refused is not None:
+        means = f"host memory lies where the system puts it ({refused}); copies to and from a GPU may be slower"
+        change = f"run under `numactl --preferred={beside[0]}`, or allow it: in a container "
+        change += "that takes the capability SYS_NICE"
+    elif any(drive.node is not None and drive.node not in beside for drive in drives):
+        change = "what is read from a drive on another node than the GPU crosses between them: choose a nearer drive"
+    yield Finding("NUMA nodes", found, means, change)
 
 
 def about_drive(drive: DriveReport) -> Finding:

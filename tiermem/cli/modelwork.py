@@ -78,7 +78,10 @@ def workload_of(
         attends = next(iter(unit.root.children()), None) is not None
         flops = unit_flops(numel, tokens, seq=seq, width=width if attends else 0) if used.get(unit.number) else 0.0
         nested = size.nested_nbytes - size.nested_kept
-        units.append(UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept))
+        count = size.nested_count
+        units.append(
+            UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept, nested_count=count)
+        )
     return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype)
 
 

@@ -113,6 +113,7 @@ def plan_settings(config: Config, machine: Machine, ranks: int) -> PlanSettings:
         block_size=config.block_nbytes,
         queue_depth=config.queue_depth,
         ranks=ranks,
+        update_on=config.update_on,
     )
 
 
@@ -153,6 +154,7 @@ def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict
             "update": settings.update,
             "tile_numel": design.footprint.tile_numel,
             "look_ahead_bytes": design.footprint.look_ahead,
+            "units_updated_on_device": len(design.settled),
         }
     if simulation is not None and simulation.plan is not None:
         found |= _plan_object(simulation.plan)
@@ -244,6 +246,8 @@ def _summary(prediction: Prediction) -> Table:
     table.add_row("tokens a second", f"{prediction.tokens_per_second:,.0f}")
     for edge, moved in simulation.edges.items():
         table.add_row(edge, f"{format_bytes(round(moved))} a step")
+    if prediction.design is not None and prediction.design.settled:
+        table.add_row("updated on the device", f"{len(prediction.design.settled)} of the units")
     table.add_row("bottleneck", prediction.bottleneck or "")
     if prediction.drive_days is not None:
         table.add_row("drive life at this rate", f"{prediction.drive_days:,.0f} days of the maker's endurance")

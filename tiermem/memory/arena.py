@@ -94,7 +94,7 @@ class ArenaStatistics:
     """Bytes of an arena. `reserved` is what live frames occupy, `asked` what was asked for in them.
 
     `warm` is memory kept for reuse beside the live frames: `reserved + warm <= capacity`. `address_space` is reserved
-    addresses, which cost nothing.
+    addresses, which cost nothing. `node`: the NUMA node that is preferred for it; None: the system chooses.
     """
 
     tier: Tier
@@ -105,6 +105,7 @@ class ArenaStatistics:
     warm: int
     frames: int
     address_space: int
+    node: int | None = None
 
 
 class Arena(Protocol):

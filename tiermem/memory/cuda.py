@@ -20,6 +20,7 @@ from tiermem.errors import CapacityError
 from tiermem.memory.arena import Arena, Fence, Frame
 from tiermem.memory.copies import Copy, CopyLine, Done, Flight
 from tiermem.memory.devices import copy_whole
+from tiermem.memory.numa import node_to_prefer, pci_address
 from tiermem.memory.pagelock import HostRegistry, HostSlab, failed
 from tiermem.memory.sizes import format_bytes
 from tiermem.memory.slab import SlabArena, own_storage
@@ -51,7 +52,15 @@ class CudaFence:
 
 
 class CudaSlab:
-    """Device memory: one allocation of torch's, see `Slab`. Raises CapacityError if the device has no room for it."""
+    """Device memory: one allocation of torch's, see `Slab`. Raises CapacityError if the device has no room for it.
+
+    At its begin and at its end the device is waited for. torch's allocator orders what it hands out, and gets back, on
+    the stream that asked for it only; frames are used on several. So before the first copy into a frame, whatever used
+    those bytes before is through (a kernel of the user's, or torch's filling of fresh memory in deterministic mode),
+    and before torch gets them back, so is whatever used them here.
+    """
+
+    node: int | None = None
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -65,6 +74,7 @@ class CudaSlab:
                 f"device_memory is {format_bytes(nbytes)}, but {device} has {format_bytes(free)} free; lower it, and "
                 "leave room for activations"
             ) from error
+        torch.cuda.synchronize(device)
 
     def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
         """See `Slab`. Raises CapacityError after `close`."""
@@ -85,12 +95,21 @@ class CudaSlab:
         return CudaFence(self._device)
 
     def close(self) -> None:
-        """Forget the allocation; torch keeps it until the last frame somebody looks at is gone."""
-        self._tensor = None
+        """Forget the allocation; torch keeps it until the last frame somebody looks at is gone. Idempotent.
+
+        Raises the device's error, if it has failed; the allocation is forgotten all the same.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:
+            torch.cuda.synchronize(self._device)
 
 
 class CudaRegistry:
-    """The CUDA runtime's page-locking (see `HostRegistry`), as torch binds it."""
+    """The CUDA runtime's page-locking (see `HostRegistry`), as torch binds it.
+
+    With the device made the current one: the runtime would else make a context on the first device of the machine for
+    it, several hundred megabytes there for each rank of the others.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,11 +117,17 @@ class CudaRegistry:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802 - the runtime's name
         """Lock a range. A refusal leaves nothing behind for others to stumble over."""
-        return self._forget(self._runtime.cudaHostRegister(address, nbytes, flags))
+        with torch.cuda.device(self._device):
+            return self._forget(self._runtime.cudaHostRegister(address, nbytes, flags))
 
     def cudaHostUnregister(self, address: int) -> object:  # noqa: N802 - the runtime's name
         """Unlock the range that begins there."""
-        return self._forget(self._runtime.cudaHostUnregister(address))
+        with torch.cuda.device(self._device):
+            return self._forget(self._runtime.cudaHostUnregister(address))
+
+    def cudaGetErrorString(self, answer: object) -> str:  # noqa: N802 - the runtime's name
+        """What an answer means."""
+        return self._runtime.cudaGetErrorString(answer)
 
     def _forget(self, answer: object) -> object:
         """The runtime keeps the last error until somebody asks, and the next kernel launch would be taken to task."""
@@ -110,6 +135,14 @@ class CudaRegistry:
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
         return answer
+
+
+def bus_address(device: torch.device | int) -> str | None:
+    """Where the device is on the bus, as the kernel names it; None where torch does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # of torch 2.11 and later; no stub names them
+    found = [getattr(properties, name, None) for name in names]
+    return None if None in found else pci_address(*found)  # type: ignore[arg-type]
 
 
 class _CudaFlight:
@@ -142,9 +175,10 @@ class CudaDevice:
         return SlabArena(CudaSlab(nbytes, self.torch_device), Tier.DEVICE, poison=poison)
 
     def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
-        """The arena of the HOST tier: page-locked as far as the system allows."""
-        registry = CudaRegistry(self.torch_device)
-        return SlabArena(HostSlab(nbytes, registry, measure=self._measure), Tier.HOST, poison=poison)
+        """The arena of the HOST tier: page-locked as far as the system allows, on the device's own NUMA node."""
+        registry, address = CudaRegistry(self.torch_device), bus_address(self.torch_device)
+        node = None if address is None else node_to_prefer(address)
+        return SlabArena(HostSlab(nbytes, registry, measure=self._measure, node=node), Tier.HOST, poison=poison)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""
@@ -175,10 +209,11 @@ class CudaDevice:
         part = host[:_MEASURED_NBYTES].zero_()
         target = torch.empty_like(part, device=self.torch_device)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        target.copy_(part, non_blocking=True)  # once before: the first one sets things up
-        begun.record()
-        target.copy_(part, non_blocking=True)
-        ended.record()
-        ended.synchronize()
+        with torch.cuda.device(self.torch_device):  # events are recorded on the current device's stream
+            target.copy_(part, non_blocking=True)  # once before: the first one sets things up
+            begun.record()
+            target.copy_(part, non_blocking=True)
+            ended.record()
+            ended.synchronize()
         seconds = float(begun.elapsed_time(ended)) / 1e3
         return part.numel() / max(seconds, 1e-9)

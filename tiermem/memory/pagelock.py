@@ -1,8 +1,8 @@
 """Host memory in one piece, page-locked so that a device can reach it at full speed and beside the computation.
 
 Owns an anonymous mapping of exactly the size asked for, and which part of it the driver has locked. Does not know
-frames' owners, or CUDA beyond two functions of its runtime, which it is given. Guarantees that what cannot be locked is
-ordinary memory that works just as well, only slower, that there is one warning about it, and that everything is
+frames' owners, or CUDA beyond three functions of its runtime, which it is given. Guarantees that what cannot be locked
+is ordinary memory that works just as well, only slower, that there is one warning about it, and that everything is
 unlocked before it is given back.
 
 No power-of-two rounding: torch's own pinned allocator rounds up, which for a large budget can cost as much again.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tiermem.errors import CapacityError
+from tiermem.memory import numa
 from tiermem.memory.arena import Frame
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.memory.sizes import format_bytes
@@ -28,7 +29,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the 
 
 
 class HostRegistry(Protocol):
-    """The two functions of the CUDA runtime, as `torch.cuda.cudart()` has them; zero is success."""
+    """Three functions of the CUDA runtime, as `torch.cuda.cudart()` has them; zero is success."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802 - their name
         """Lock a range."""
@@ -36,6 +37,10 @@ class HostRegistry(Protocol):
 
     def cudaHostUnregister(self, address: int) -> object:  # noqa: N802 - their name
         """Unlock the range that begins there."""
+        ...
+
+    def cudaGetErrorString(self, answer: Any) -> str:  # noqa: N802 - their name
+        """What an answer means; its own text says "???" for all but success."""
         ...
 
 
@@ -56,7 +61,7 @@ class PageLock:
             length = min(piece, nbytes - self.nbytes)
             answer = registry.cudaHostRegister(address + self.nbytes, length, _PORTABLE)
             if failed(answer):
-                self.refusal = str(answer)
+                self.refusal = registry.cudaGetErrorString(answer)
             else:
                 self._pieces.append(address + self.nbytes)
                 self.nbytes += length
@@ -73,8 +78,12 @@ class HostSlab:
     """Host memory for a `SlabArena`: `Slab` over one mapping, locked as far as it goes.
 
     `registry` None: nothing is locked, as for a simulated device. `measure(tensor)` gives bytes per second of copies
-    from or to memory like `tensor`; it is asked where a part stays unlocked, for the warning. Raises CapacityError if
-    the system has no room for the addresses.
+    from or to memory like `tensor`; it is asked where a part stays unlocked, for the warning. `node`: the NUMA node to
+    prefer (`memory/numa.py`), None: the system's choice. Raises CapacityError if the system has no room for the
+    addresses.
+
+    Attributes:
+        node: the one that is preferred; None if none was asked for, or the system refused (`tiermem doctor` says why).
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class HostSlab:
         *,
         piece: int = PIECE,
         measure: Callable[[torch.Tensor], float] | None = None,
+        node: int | None = None,
     ) -> None:
         self.nbytes = nbytes
         try:
@@ -92,12 +102,19 @@ class HostSlab:
             raise CapacityError(
                 f"the system denied {format_bytes(nbytes)} of host memory ({error}); lower host_memory"
             ) from error
+        self.node = None if node is None else self._placed(node)  # before anything touches the pages
         self._lock: PageLock | None = None
         if registry is not None:
             whole = tensor_over(self._mapping.buffer(0, nbytes))
             self._lock = PageLock(registry, whole.data_ptr(), nbytes, piece=piece)
             if self._lock.refusal is not None:
                 _warn(self._lock, whole, measure)
+
+    def _placed(self, node: int) -> int | None:
+        try:
+            return node if numa.prefer(self._mapping.address, self.nbytes, node) else None
+        except OSError:  # slower copies are no reason not to train
+            return None
 
     @property
     def locked(self) -> int:

@@ -31,6 +31,11 @@ class Slab(Protocol):
         """Its size."""
         ...
 
+    @property
+    def node(self) -> int | None:
+        """The NUMA node that its pages are asked to lie on; None: nobody asked."""
+        ...
+
     def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
         """The frame over bytes [offset, offset + nbytes), with a storage of its own that keeps the memory alive."""
         ...
@@ -50,6 +55,8 @@ class Slab(Protocol):
 
 class TensorSlab:
     """The bytes of one tensor: memory of whatever allocator made it, on the processor."""
+
+    node: int | None = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """`tensor`: 1-D uint8."""
@@ -189,6 +196,7 @@ class SlabArena(Budgeted):
             warm=usable - self.reserved,
             frames=len(self._live),
             address_space=self._slab.nbytes,
+            node=self._slab.node,
         )
 
     def _place(self, length: int) -> int | None:

@@ -40,9 +40,9 @@ def block_count(numel: int) -> int:
 class BlockScratch:
     """What translating a slice of at most `numel` elements needs besides its results; allocated once."""
 
-    def __init__(self, numel: int) -> None:
-        self.index = torch.empty(numel, dtype=torch.int64)
-        self.half = torch.empty(numel, dtype=torch.float16)
+    def __init__(self, numel: int, device: torch.device | None = None) -> None:
+        self.index = torch.empty(numel, dtype=torch.int64, device=device)
+        self.half = torch.empty(numel, dtype=torch.float16, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ class CodeBook:
     table: torch.Tensor
     signed: bool
 
+    def on(self, device: torch.device | None) -> CodeBook:
+        """The same book on a device, for numbers that lie there; None: where it is."""
+        return self if device is None else CodeBook(self.values.to(device), self.table.to(device), self.signed)
+
     def decode(self, codes: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of `codes` (1-D uint8) to `out` (float32). `index`: int64 scratch, all of one length."""
         index.copy_(codes)

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from tiermem.errors import InvariantError
 from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
-from tiermem.optim.codebook import signed_book, unsigned_book
+from tiermem.optim.codebook import CodeBook, signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, StatePlanes, TilePlanes
 from tiermem.optim.shares import Shares
@@ -50,12 +51,22 @@ class Run:
     settings: Settings
 
 
+class _Coded(NamedTuple):
+    """What 8-bit moments take besides: both of them in float32, scratch, and the books their codes are in."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    scratch: BlockScratch
+    signed: CodeBook
+    unsigned: CodeBook
+
+
 class Workspace:
     """Scratch for one worker: allocated once, used by one kernel at a time.
 
     `compiled` False: torch's operations only, where the default is the compiled loops if this process has them. These
     are done in `shares`; torch's operations have threads of their own. `device`: where tiles are that lie on one; for
-    these there are torch's operations only, float32 moments only, and none that has to wait for the device.
+    these there are torch's operations only, and none that has to wait for the device.
     """
 
     def __init__(
@@ -75,9 +86,9 @@ class Workspace:
         self.integers = torch.empty(numel, dtype=torch.int32, device=device)
         self.step = torch.zeros((), dtype=torch.float32, device=device)
         self.shares = shares if shares is not None else Shares()
-        self.masked = device is not None
+        self.device = device
         self._compiled = compiled and device is None
-        self._coded: tuple[torch.Tensor, torch.Tensor, BlockScratch] | None = None
+        self._coded: _Coded | None = None
 
     @property
     def loops(self) -> CompiledLoops | None:
@@ -90,14 +101,15 @@ class Workspace:
         for start in range(begin, end, numel):
             yield slice(start, min(start + numel, end))
 
-    def moments(self, numel: int) -> tuple[torch.Tensor, torch.Tensor, BlockScratch]:
+    def moments(self, numel: int) -> _Coded:
         """Room for both moments of a slice in float32, whole blocks. Only who has 8-bit moments pays for it."""
         if self._coded is None:
-            whole = self.coded_slice_numel
-            self._coded = torch.empty(whole), torch.empty(whole), BlockScratch(whole)
-        first, second, scratch = self._coded
+            whole, device = self.coded_slice_numel, self.device
+            both = torch.empty(2, whole, device=device)
+            books = signed_book().on(device), unsigned_book().on(device)
+            self._coded = _Coded(both[0], both[1], BlockScratch(whole, device), *books)
         whole = block_count(numel) * BLOCK_NUMEL
-        return first[:whole], second[:whole], scratch
+        return self._coded._replace(first=self._coded.first[:whole], second=self._coded.second[:whole])
 
 
 def adamw_tile(
@@ -161,13 +173,13 @@ def _update_run(
         return
     for piece in workspace.slices(0, parameter.numel(), coded=True):
         coded = planes.part(piece.start, piece.stop - piece.start)
-        first, second, scratch = workspace.moments(coded.numel)
-        coded.exp_avg.load(signed_book(), first, scratch)
-        coded.exp_avg_sq.load(unsigned_book(), second, scratch)
+        first, second, scratch, signed, unsigned = workspace.moments(coded.numel)
+        coded.exp_avg.load(signed, first, scratch)
+        coded.exp_avg_sq.load(unsigned, second, scratch)
         moments = first[: coded.numel], second[: coded.numel]
         _update_slice(parameter[piece], grad[piece], coded, moments, settings, scaling)
-        coded.exp_avg.store(signed_book(), first, scratch)
-        coded.exp_avg_sq.store(unsigned_book(), second, scratch)
+        coded.exp_avg.store(signed, first, scratch)
+        coded.exp_avg_sq.store(unsigned, second, scratch)
 
 
 def _update_compiled(
@@ -233,10 +245,11 @@ def _update_slice(
     grad32 = scaled_grad(grad, grad_scale, workspace)
     if planes.remainder is not None:
         master, integers = workspace.master[:numel], workspace.integers[:numel]
-        if workspace.masked and isinstance(planes, StatePlanes):
-            join_masked(parameter, planes.remainder, planes.exp_avg_sq, master, integers)
+        if workspace.device is not None:
+            masks = planes.masks
+            join_masked(parameter, planes.remainder, masks, master, integers)
             _fused(master, grad32, moments, settings, workspace.step)
-            split_masked(master, parameter, planes.remainder, planes.exp_avg_sq, integers)
+            split_masked(master, parameter, planes.remainder, masks)
             return
         marks = planes.marks
         join(parameter, planes.remainder, marks, master, integers)

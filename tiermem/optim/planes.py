@@ -21,7 +21,7 @@ import torch
 from tiermem.errors import InvariantError
 from tiermem.optim.blocks import BLOCK_NUMEL, Blocks, BlockScratch, block_count
 from tiermem.optim.codebook import signed_book, unsigned_book
-from tiermem.optim.split import BitMarks, Marks, SignMarks
+from tiermem.optim.split import BitMarks, BitMasks, Marks, Masks, SignMarks, SignMasks
 from tiermem.optim.tiles import Mixture, UnitState, aligned, master_dtypes
 
 
@@ -47,6 +47,11 @@ class StatePlanes:
     def marks(self) -> Marks:
         """Where the split of masters keeps its marks."""
         return SignMarks(self.exp_avg_sq)
+
+    @property
+    def masks(self) -> Masks:
+        """The same marks, for all elements at once."""
+        return SignMasks(self.exp_avg_sq)
 
     def part(self, begin: int, length: int) -> StatePlanes:
         """The elements [begin, begin + length)."""
@@ -96,6 +101,13 @@ class BlockPlanes:
         if self.mark_bits is None:
             raise InvariantError("marks of a split were asked for where masters are not split")
         return BitMarks(self.mark_bits)
+
+    @property
+    def masks(self) -> Masks:
+        """The same marks, for all elements at once. Raises as `marks`."""
+        if self.mark_bits is None:
+            raise InvariantError("marks of a split were asked for where masters are not split")
+        return BitMasks(self.mark_bits, self.numel)
 
     def part(self, begin: int, length: int) -> BlockPlanes:
         """The elements [begin, begin + length): whole blocks, the last of the run may be short."""

@@ -140,30 +140,81 @@ def split(
 # them waits, and the bits are the same.
 
 
+class Masks(Protocol):
+    """Where the marks of a slice are kept, told as bool tensors of its length."""
+
+    def read(self) -> torch.Tensor:
+        """Which elements may be marked: those whose remainder is no tie are not, whatever this says."""
+
+    def clear(self, marked: torch.Tensor) -> None:
+        """Take the marks of these elements away, which are all there are."""
+
+    def set(self, marked: torch.Tensor) -> None:
+        """Mark these elements; none of the slice is marked yet."""
+
+
+class SignMasks:
+    """As `SignMarks`."""
+
+    def __init__(self, exp_avg_sq: torch.Tensor) -> None:
+        self._bits = exp_avg_sq.view(torch.int32)
+
+    def read(self) -> torch.Tensor:
+        """Those with a sign."""
+        return self._bits < 0
+
+    def clear(self, marked: torch.Tensor) -> None:
+        """Take the signs away."""
+        self._bits.bitwise_and_(marked.to(torch.int32).mul_(int(_SIGN)).bitwise_not_())
+
+    def set(self, marked: torch.Tensor) -> None:
+        """Give these elements a sign."""
+        self._bits.bitwise_or_(marked.to(torch.int32).mul_(int(_SIGN)))
+
+
+class BitMasks:
+    """As `BitMarks`; `numel` elements."""
+
+    def __init__(self, bits: torch.Tensor, numel: int) -> None:
+        self._bits, self._numel = bits, numel
+        self._places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+
+    def read(self) -> torch.Tensor:
+        """Those whose bit is set."""
+        return (self._bits[:, None] >> self._places).bitwise_and_(1).view(-1)[: self._numel] != 0
+
+    def clear(self, _: torch.Tensor) -> None:
+        """Clear all bytes."""
+        self._bits.zero_()
+
+    def set(self, marked: torch.Tensor) -> None:
+        """Set the bits of these elements."""
+        whole = torch.zeros(8 * self._bits.numel(), dtype=torch.uint8, device=self._bits.device)
+        whole[: self._numel].copy_(marked)
+        self._bits.bitwise_or_((whole.view(-1, 8) << self._places).sum(dim=1, dtype=torch.uint8))
+
+
 def join_masked(
-    parameter: torch.Tensor, remainder: torch.Tensor, moment: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor
+    parameter: torch.Tensor, remainder: torch.Tensor, marks: Masks, master: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """As `join`, with the marks in the signs of `moment` (a float32 second moment), on whatever device they all are."""
-    bits, signs = master.view(torch.int32), moment.view(torch.int32)
+    """As `join`, on whatever device all tensors are."""
+    bits = master.view(torch.int32)
     master.copy_(parameter)
     scratch.copy_(remainder)
     bits.add_(scratch)
-    marked = (remainder == int(_TIE)) & (signs < 0)
+    marked = (remainder == int(_TIE)) & marks.read()
     bits.add_(scratch.copy_(marked).mul_(int(_STEP)))
-    signs.bitwise_and_(scratch.copy_(marked).mul_(int(_SIGN)).bitwise_not_())
+    marks.clear(marked)
 
 
-def split_masked(
-    master: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor, moment: torch.Tensor, scratch: torch.Tensor
-) -> None:
-    """As `split`, with the marks as for `join_masked`."""
+def split_masked(master: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor, marks: Masks) -> None:
+    """As `split`, on whatever device all tensors are."""
     bits = master.view(torch.int32)
     parameter.copy_(master)
     remainder.copy_(bits)
     ties, missing = remainder == int(_TIE), master.isnan()
     remainder.masked_fill_(ties & missing, 0)
-    marked = ties & ~missing & (bits & int(_STEP) == 0)
-    moment.view(torch.int32).bitwise_or_(scratch.copy_(marked).mul_(int(_SIGN)))
+    marks.set(ties & ~missing & (bits & int(_STEP) == 0))
 
 
 def _ties(remainder: torch.Tensor, scratch: torch.Tensor) -> Indices:

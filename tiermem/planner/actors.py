@@ -103,6 +103,10 @@ class UpdateActor:
         world, design = self._world, self._world.design
         param = [PageKey(unit, Kind.PARAM)]
         yield from world.lease(param, Intent.WRITE, Lane.UPDATE)
+        if unit in design.settled:
+            yield from self._update_above(unit)
+            world.release(param, Lane.UPDATE)
+            return
         gate = Gate(world.clock, design.footprint.depth)
         loaded = [Signal() for _ in range(design.tiles(unit))]
         world.clock.start(self._load(unit, gate, loaded))
@@ -110,19 +114,34 @@ class UpdateActor:
             yield signal
             seconds = design.tile_numel(unit, tile) * design.update_seconds
             yield from world.update(PageKey(unit, Kind.STATE, tile), seconds)
-            grad, state = [PageKey(unit, Kind.GRAD, tile)], [PageKey(unit, Kind.STATE, tile)]
-            world.release(grad, Lane.UPDATE)
-            world.release(state, Lane.UPDATE)
-            world.discard(grad[0])
+            self._give_back(unit, tile)
             gate.leave()
         world.release(param, Lane.UPDATE)
+
+    def _update_above(self, unit: int) -> Steps:
+        """On the device one tile is in hand, because its kernel is asked for and not waited for."""
+        world, design = self._world, self._world.design
+        for tile in range(design.tiles(unit)):
+            yield from self._lease(unit, tile)
+            seconds = design.tile_numel(unit, tile) * design.update_above_seconds
+            yield from world.update(PageKey(unit, Kind.STATE, tile), seconds)
+            self._give_back(unit, tile)
+
+    def _lease(self, unit: int, tile: int) -> Steps:
+        yield from self._world.lease([PageKey(unit, Kind.GRAD, tile)], Intent.READ, Lane.UPDATE)
+        yield from self._world.lease([PageKey(unit, Kind.STATE, tile)], Intent.WRITE, Lane.UPDATE)
+
+    def _give_back(self, unit: int, tile: int) -> None:
+        grad, state = PageKey(unit, Kind.GRAD, tile), PageKey(unit, Kind.STATE, tile)
+        self._world.release([grad], Lane.UPDATE)
+        self._world.release([state], Lane.UPDATE)
+        self._world.discard(grad)
 
     def _load(self, unit: int, gate: Gate, loaded: list[Signal]) -> Steps:
         world = self._world
         for tile, signal in enumerate(loaded):
             yield gate.enter()
-            yield from world.lease([PageKey(unit, Kind.GRAD, tile)], Intent.READ, Lane.UPDATE)
-            yield from world.lease([PageKey(unit, Kind.STATE, tile)], Intent.WRITE, Lane.UPDATE)
+            yield from self._lease(unit, tile)
             world.clock.fire(signal)
 
 
@@ -181,7 +200,7 @@ class ComputeActor:
             world.release(param, Lane.COMPUTE)
             return
         self._backward = unit
-        if gradient and world.design.footprint.hold_tiles and world.design.tiles(unit):
+        if gradient and world.design.hold_tiles and world.design.tiles(unit):
             # As `zero3.reduce.GradientStore.expect`.
             self._asked = world.ask(self._tiles(unit), self._intent(unit), Lane.COMPUTE)
         yield from self._compute(self._share(unit, _BEFORE_GRADIENT))
@@ -193,7 +212,7 @@ class ComputeActor:
         yield from self._update.wait(unit)
         rest = self._share(unit, 1 - _BEFORE_GRADIENT) if self._backward == unit else 0.0
         cost = rest + design.times[unit].gradient
-        if design.footprint.hold_tiles and tiles:
+        if design.hold_tiles and tiles:
             asked, self._asked = self._asked or world.ask(tiles, intent, Lane.COMPUTE), None
             yield from world.wait(asked)
             yield from self._compute(cost + design.lease_seconds)

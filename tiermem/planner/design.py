@@ -13,6 +13,7 @@ from tiermem.errors import BudgetError, ConfigError
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tile_count
+from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers
 from tiermem.planner.footprint import (
     SMALLEST_TILE,
     Footprint,
@@ -36,7 +37,7 @@ _BLOCK_ELEMENTS = 256
 class PlanSettings:
     """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
 
-    `host_memory` and `device_memory` are those of one rank. `commits`: whether each step is committed.
+    `host_memory` and `device_memory` are those of one rank. `update_on`: as `Config` takes it.
     """
 
     host_memory: int
@@ -47,6 +48,7 @@ class PlanSettings:
     block_size: int = 8 << 20
     queue_depth: int = 8
     ranks: int = 1
+    update_on: str = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ class Design:
         wires: (bytes a second to the device, to the host), None without a device.
         slower: see `lines.Cores`.
         lease_seconds, step_seconds: of the compute thread, for each lease and each step.
+        device_budget: bytes for pages there, None without a device.
+        device: how they are shared out; None without one, and over ranks.
+        update_above_seconds: as `update_seconds`, where a unit is updated on the device.
     """
 
     workload: Workload
@@ -85,6 +90,18 @@ class Design:
     lease_seconds: float
     step_seconds: float
     device_budget: int | None
+    device: DeviceFootprint | None = None
+    update_above_seconds: float = 0.0
+
+    @property
+    def hold_tiles(self) -> bool:
+        """Whether a unit's gradient tiles are all leased at once."""
+        return (self.device or self.footprint).hold_tiles
+
+    @property
+    def settled(self) -> frozenset[int]:
+        """The units that are updated on the device."""
+        return frozenset(self.device.settled if self.device else ())
 
     @property
     def schedule(self) -> Schedule:
@@ -154,13 +171,13 @@ def state_nbytes(workload: Workload, numel: int) -> int:
     return sum(-(-nbytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT for nbytes in planes)
 
 
-def unit_sizes(workload: Workload) -> list[UnitSize]:
+def unit_sizes(workload: Workload, *, each: bool = False) -> list[UnitSize]:
     """The units as the budget sees them; of several with the same sizes the first, since only the largest count.
 
-    But every one that is kept in memory by choice: of those the sum counts.
+    But every one that is kept in memory by choice: of those the sum counts. `each`: and all others as well.
     """
     alike = {
-        (unit.numel, unit.trainable, unit.nested_nbytes, number if unit.kept else -1): unit
+        (unit.numel, unit.trainable, unit.nested_nbytes, unit.nested_count, number if unit.kept or each else -1): unit
         for number, unit in reversed(list(enumerate(workload.units)))
     }
     return [
@@ -171,6 +188,7 @@ def unit_sizes(workload: Workload) -> list[UnitSize]:
             grad_itemsize=workload.itemsize,
             state_itemsize=workload.state_itemsize,
             nested_nbytes=unit.nested_nbytes,
+            nested_count=unit.nested_count,
             kept=unit.kept,
         )
         for unit in reversed(alike.values())
@@ -184,19 +202,19 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     """
     _, per_node = divided(settings.ranks, machine)
     share = workload.sharded(settings.ranks)
-    host = settings.host_memory
-    footprint = plan_footprint(unit_sizes(share), host, settings.tile_nbytes or planned_tile(host), settings.look_ahead)
     budget = _device_budget(workload, machine, settings)
+    footprint, device = _shared_out(share, settings, budget)
     drive = machine.drive
     drives = drive.count / per_node
     contended = machine.device is None or machine.device.simulated
+    update_seconds = per_node / machine.update_rate(workload.dtype)
     beside = (machine.host.compute_beside_update, machine.host.update_beside_compute, machine.host.compute_beside_io)
     return Design(
         workload=share,
         settings=settings,
         footprint=footprint,
         times=_times(workload, share, machine, settings),
-        update_seconds=per_node / machine.update_rate(workload.dtype),
+        update_seconds=update_seconds,
         drive=DriveSpeed(
             read=drive.read * drives,
             write=drive.write * drives,
@@ -210,7 +228,22 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         lease_seconds=machine.host.lease_seconds,
         step_seconds=machine.host.step_seconds,
         device_budget=budget,
+        device=device,
+        # A real device's takes a small part of what the computation does, and no profile knows its rate.
+        update_above_seconds=update_seconds if contended else 0.0,
     )
+
+
+def _shared_out(
+    share: Workload, settings: PlanSettings, device: int | None
+) -> tuple[Footprint, DeviceFootprint | None]:
+    """As `runtime.shares.share_out`; over ranks the device's transient pages are counted apart (`gathered_nbytes`)."""
+    host, ahead = settings.host_memory, settings.look_ahead
+    tile = settings.tile_nbytes or planned_tile(host)
+    if device is None or settings.ranks > 1:
+        return plan_footprint(unit_sizes(share), host, tile, ahead), None
+    settle = settings.update_on == "auto"
+    return plan_tiers(unit_sizes(share, each=settle), host, device, tile, ahead, settle=settle)
 
 
 def retiled(design: Design, factor: int) -> Design:
@@ -228,10 +261,12 @@ def retiled(design: Design, factor: int) -> Design:
     small = footprint.tile_numel * share.state_itemsize < design.drive.block
     block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
     depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
+    device = design.device_budget
     return replace(
         design,
         settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
         footprint=larger,
+        device_budget=device + 2 * grown if device is not None and design.settled else device,
         drive=replace(design.drive, block=block, depth=depth),
     )
 
@@ -256,6 +291,8 @@ def least_device_memory(workload: Workload, machine: Machine, settings: PlanSett
     if machine.device is None:
         return 0
     share = workload.sharded(settings.ranks)
+    if settings.ranks == 1:
+        return device_least(unit_sizes(share))
     # The unit that is used, the one that comes next, and gradients on their way out.
     held = max(
         2 * rounded(unit.numel * share.itemsize) + rounded(unit.trainable * share.itemsize) for unit in share.units
@@ -298,9 +335,10 @@ def _times(whole: Workload, share: Workload, machine: Machine, settings: PlanSet
     return tuple(times)
 
 
-def least_host_memory(workload: Workload, ranks: int) -> int:
-    """The smallest host budget of one rank that works, bytes."""
-    return least_budget(unit_sizes(workload.sharded(ranks)))
+def least_host_memory(workload: Workload, ranks: int, *, device: bool = False) -> int:
+    """The smallest host budget of one rank that works, bytes; `device`: beside one."""
+    sizes = unit_sizes(workload.sharded(ranks))
+    return least_below(sizes) if device and ranks == 1 else least_budget(sizes)
 
 
 def swap_nbytes(design: Design, *, commits: bool) -> int:

@@ -30,6 +30,7 @@ from tiermem.planner.footprint import (
     SMALLEST_TILE,
     Footprint,
     UnitSize,
+    least_budget,
     plan_footprint,
     received_nbytes,
     rounded,
@@ -93,7 +94,7 @@ def plan_tiers(
             f"parameters) needs at least {least} bytes on the device to be computed; "
             f"set device_memory to {least} bytes or more, or pass smaller units"
         )
-    below = [replace(unit, nested_nbytes=0, nested_kept=0, ranks=1, gathered_nbytes=0) for unit in units]
+    below = _below(units)
     while True:
         footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile, gaps=True)
         needed = _needed(units, footprint.tile_numel, roomy=False)
@@ -121,6 +122,16 @@ def plan_tiers(
         least=least,
         settled=settled,
     )
+
+
+def least_below(units: Sequence[UnitSize]) -> int:
+    """The smallest host budget that works beside a device, bytes."""
+    return least_budget(_below(units), gaps=True)
+
+
+def _below(units: Sequence[UnitSize]) -> list[UnitSize]:
+    """The units as host memory sees them beside a device: what passes through, and what is updated there."""
+    return [replace(unit, nested_nbytes=0, nested_kept=0, ranks=1, gathered_nbytes=0) for unit in units]
 
 
 def settled_nbytes(unit: UnitSize, tile_numel: int) -> int:

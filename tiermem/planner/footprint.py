@@ -130,9 +130,9 @@ def planned_tile(budget: int) -> int:
     return min(max(budget // _TILES_IN_BUDGET, _SMALLEST_PLANNED), _LARGEST_PLANNED)
 
 
-def least_budget(units: Sequence[UnitSize]) -> int:
-    """The smallest budget that works, in bytes."""
-    return _least(_beside_kept(units), gaps=False) + kept_nbytes(units)
+def least_budget(units: Sequence[UnitSize], *, gaps: bool = False) -> int:
+    """The smallest budget that works, in bytes; `gaps` as for `plan_footprint`."""
+    return _least(_beside_kept(units), gaps=gaps) + kept_nbytes(units)
 
 
 def kept_nbytes(units: Sequence[UnitSize]) -> int:

@@ -102,7 +102,7 @@ def predict(
     Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.
     """
     _, per_node = divided(settings.ranks, machine)
-    least = least_host_memory(workload, settings.ranks)
+    least = least_host_memory(workload, settings.ranks, device=machine.device is not None)
     missing: dict[str, int] = {}
     if settings.host_memory < least:
         missing["host_memory"] = least - settings.host_memory

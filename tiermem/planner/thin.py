@@ -134,14 +134,42 @@ def _without(design: Design, gone: set[int], times: Sequence[UnitTimes]) -> Desi
     stays, left = design.kept_nbytes, thin.kept_nbytes
     shared = design.settings.host_memory - stays
     host = left + _less(shared, _in_use(design), design.nbytes(*_HOST) - stays, thin.nbytes(*_HOST) - left)
-    device = design.device_budget
-    if device is not None:
-        device = _less(device, min(device, _on_device(design)), design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE))
-    return replace(thin, settings=replace(design.settings, host_memory=host), device_budget=device)
+    thin = replace(thin, settings=replace(design.settings, host_memory=host))
+    return _with_less_device(thin, design) if design.device_budget is not None else thin
+
+
+def _with_less_device(thin: Design, design: Design) -> Design:
+    """`thin` with the share of the device's memory that `design` has, and as large a part of its units settled there.
+
+    What is settled takes its bytes, as what is kept in host memory does.
+    """
+    budget, whole, part = design.device_budget or 0, design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE)
+    if design.device is None or not design.settled:
+        return replace(thin, device_budget=_less(budget, min(budget, _on_device(design)), whole, part))
+    trained, of = _could_settle(thin), len(_could_settle(design))
+    count = len(design.settled) * len(trained) // of
+    device = replace(design.device, settled=tuple(trained[: max(count, min(_EXPOSED, len(design.settled)))]))
+    thin = replace(thin, device=device)
+    taken, left = _settled_nbytes(design), _settled_nbytes(thin)
+    shared, whole, part = budget - taken[0], whole - taken[1], part - left[1]
+    rest = _less(shared, min(shared, _on_device(design)), whole, part) if whole > 0 and part > 0 else shared
+    return replace(thin, device_budget=left[0] + rest)
+
+
+def _could_settle(design: Design) -> list[int]:
+    return [unit for unit, work in enumerate(design.workload.units) if work.trainable and not work.kept]
+
+
+def _settled_nbytes(design: Design) -> tuple[int, int]:
+    """Bytes of what is settled on the device: all of it, and without the states."""
+    pages = [(key, rounded(nbytes)) for unit in design.settled for key, nbytes in design.pages_of(unit)]
+    return sum(nbytes for _, nbytes in pages), sum(nbytes for key, nbytes in pages if key.kind in _DEVICE)
 
 
 _HOST = (Kind.PARAM, Kind.GRAD, Kind.STATE)
 _DEVICE = (Kind.PARAM, Kind.GRAD)
+# Of the units that are settled on a device so many are at least: the first ones, whose updates hide behind nothing.
+_EXPOSED = 2
 
 
 def _less(budget: int, in_use: int, whole: int, part: int) -> int:

@@ -34,6 +34,7 @@ class UnitWork:
         trainable: those of them that are trained.
         flops: operations of one forward call for one batch.
         nested_nbytes: parameter bytes of the units leased while this one is computed.
+        nested_count: how many those are at most.
         kept: whether its parameters stay in host memory by choice.
         seconds: (forward, backward) of one batch where they were measured; None: from `flops`.
     """
@@ -45,6 +46,7 @@ class UnitWork:
     nested_nbytes: int = 0
     seconds: tuple[float, float] | None = None
     kept: bool = False
+    nested_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

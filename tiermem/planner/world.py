@@ -179,6 +179,8 @@ class World:
             page = self.residency.add(key, nbytes, saved=key.kind.value != "grad")
             if page.kept:
                 self.residency.begin_with(page, Tier.HOST)
+            elif key.unit in design.settled and page.is_written:
+                self.residency.begin_with(page, Tier.DEVICE)
         ahead, schedule = self.service.ahead, design.schedule
         plan = ahead.make_plan(schedule, ahead.rooms())
         ahead.follow(schedule, plan)
@@ -209,7 +211,7 @@ class World:
 
     def ask(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Asked:
         """As `pager.Pager.start_lease`: whoever asks has to wait for it later, and to release it."""
-        tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
+        tier = self.residency.chain.worked_on(lane, keys[0].unit)
         asked = Asked()
 
         def finished(error: BaseException | None) -> None:
@@ -236,7 +238,7 @@ class World:
 
     def release(self, keys: list[PageKey], lane: Lane) -> None:
         """Give a lease back."""
-        tier = self.residency.chain.top if lane is Lane.COMPUTE else Tier.HOST
+        tier = self.residency.chain.worked_on(lane, keys[0].unit)
         self.service.release([self.residency.page(key) for key in keys], tier)
         self._stirred = True
 
@@ -268,12 +270,14 @@ class World:
 
     def update(self, key: PageKey, seconds: float) -> Generator[Signal, None, None]:
         """Run an update kernel on a STATE tile for so long, were nothing in the way."""
-        signal = Signal()
         if self.residency.listener is not None:
             why = "its gradient is complete, and its turn has come"
-            self.residency.listener("update", self.residency.page(key), "host", why)
-        self.cores.update(seconds, lambda: self.clock.fire(signal))
-        yield signal
+            tier = self.residency.chain.worked_on(Lane.UPDATE, key.unit)
+            self.residency.listener("update", self.residency.page(key), tier.name.lower(), why)
+        if seconds > 0:
+            signal = Signal()
+            self.cores.update(seconds, lambda: self.clock.fire(signal))
+            yield signal
 
     def _chain(self) -> Chain:
         arenas: dict[Tier, Any] = {Tier.HOST: SimulatedArena(Tier.HOST, self.design.settings.host_memory)}
@@ -295,13 +299,15 @@ class World:
             edges[Tier.DEVICE, Tier.HOST] = _Edge(
                 lambda nbytes, priority, done: down.start(nbytes, priority=priority, done=done)
             )
-        return Chain(arenas=arenas, edges=edges, kept=self.design.kept, alignment=rounded(1))
+        design = self.design
+        return Chain(arenas=arenas, edges=edges, settled=design.settled, kept=design.kept, alignment=rounded(1))
 
     def _appetite(self) -> dict[Tier, Appetite]:
-        footprint = self.design.footprint
+        footprint, device, budget = self.design.footprint, self.design.device, self.design.device_budget
         appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lead)}
-        if self.design.device_budget is not None:
-            appetite[Tier.DEVICE] = Appetite(look_ahead=self.design.device_budget // 2, reserve=0)
+        if budget is not None:
+            ahead, reserve = (budget // 2, 0) if device is None else (device.look_ahead, device.reserve)
+            appetite[Tier.DEVICE] = Appetite(look_ahead=min(ahead, budget), reserve=reserve)
         return appetite
 
     def _ended(self, page: Page, move: Move, error: BaseException | None) -> None:

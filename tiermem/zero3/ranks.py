@@ -166,7 +166,7 @@ class Ranks:
         here = torch.empty_like(values, device="cpu", pin_memory=True)
         here.copy_(values, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(values.device))  # the current device may be another one
         until = time.monotonic() + self._timeout
         while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > until:
