@@ -67,7 +67,7 @@ class Design:
         workload: the rank's share.
         footprint: how its host budget is shared out.
         times: of each unit.
-        update_seconds: of one element, alone.
+        update_seconds, tile_seconds: of one element, alone; of each tile besides.
         drive: its share of the drives.
         wires: (bytes a second to the device, to the host), None without a device.
         slower: see `lines.Cores`.
@@ -81,10 +81,11 @@ class Design:
     update_seconds: float
     drive: DriveSpeed
     wires: tuple[float, float] | None
-    slower: tuple[float, float, float]
+    slower: tuple[float, float, float, float]
     lease_seconds: float
     step_seconds: float
     device_budget: int | None
+    tile_seconds: float = 0.0
 
     @property
     def schedule(self) -> Schedule:
@@ -190,7 +191,8 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     drive = machine.drive
     drives = drive.count / per_node
     contended = machine.device is None or machine.device.simulated
-    beside = (machine.host.compute_beside_update, machine.host.update_beside_compute, machine.host.compute_beside_io)
+    rates = machine.host
+    beside = (rates.compute_beside_update, rates.update_beside_compute, rates.compute_beside_io, rates.update_beside_io)
     return Design(
         workload=share,
         settings=settings,
@@ -206,10 +208,11 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
             block=settings.block_size,
         ),
         wires=(machine.device.to_device, machine.device.to_host) if machine.device else None,
-        slower=beside if contended else (0.0, 0.0, 0.0),
+        slower=beside if contended else (0.0, 0.0, 0.0, rates.update_beside_io),
         lease_seconds=machine.host.lease_seconds,
         step_seconds=machine.host.step_seconds,
         device_budget=budget,
+        tile_seconds=rates.tile_seconds,
     )
 
 
@@ -233,6 +236,7 @@ def retiled(design: Design, factor: int) -> Design:
         settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
         footprint=larger,
         drive=replace(design.drive, block=block, depth=depth),
+        tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
     )
 
 
