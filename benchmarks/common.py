@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -128,8 +129,8 @@ def thread_seconds() -> dict[str, float]:
     """Return the processor seconds of this process's threads so far, by what they do, by the kernel's own count.
 
     "main" is the thread that computes, "native" those that are not Python's: the ones that help it compute, and those
-    of libraries. "io" are the threads of a `swap.Engine`. {} where the kernel does not tell; threads that have ended
-    are not in it.
+    of libraries. "io" are the threads of a `swap.Engine`, "ended" those that are no more (a micro-batch's). {} where
+    the kernel does not tell.
     """
     names = {thread.native_id: thread.name.split("_")[0] for thread in threading.enumerate()}
     found: dict[str, float] = {}
@@ -140,6 +141,8 @@ def thread_seconds() -> dict[str, float]:
             fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             ticks = int(fields[11]) + int(fields[12])
             found[kind] = found.get(kind, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+    if found:
+        found["ended"] = max(0.0, time.process_time() - sum(found.values()))
     return found
 
 

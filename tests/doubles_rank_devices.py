@@ -17,7 +17,7 @@ from torch import nn
 import tiermem
 from tiermem.pager.lease import Lease
 from tiermem.runtime import house
-from tiermem.zero3 import exchange
+from tiermem.zero3 import buckets
 
 SLOW = "simulated:bandwidth=20MB/s,latency=200us"
 Scenario = Callable[[Path, int, int], Any]
@@ -68,19 +68,24 @@ EARLY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-def early(update: str, **settings: Any) -> Scenario:
-    """Steps that clip, that do not, and one that overflows on one rank; how many updates were made early, and kept."""
+def early(update: str, *, for_good: bool = False, full: int | None = None, **settings: Any) -> Scenario:
+    """Steps that clip, that do not, and one that overflows on one rank; how many updates were made early, and kept.
+
+    `for_good`: without clipping. `full`: the rank that has no room on disk for what may be undone, in every third step.
+    """
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         torch.manual_seed(1)
         model = scenarios.Odd()
         with tiermem.offload(model, scenarios.config_for(directory, update=update, **settings)) as runtime:
-            clip = settings.get("param_dtype") is None
+            clip = not for_good
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=70.0 if clip else None)
             noted: list[Any] = []
-            spent = 0
+            spent, undo = 0, runtime._house.coordinator._speculation._undo
+            copies = undo._copies
             for step in range(6):
                 rows = scenarios.part(scenarios.tokens(step), rank, size)
+                undo._copies = 1 if rank == full and step % 3 == 2 else copies
                 spoilt = float("inf") if clip and step == 4 and rank == size - 1 else 1.0
                 loss = scenarios.loss_of(model, rows) * (0.1 if step % 2 else 10.0)
                 (loss * spoilt).backward()
@@ -136,13 +141,13 @@ def streams(*, hand_over: bool = True) -> Scenario:
                 for module in model.modules():
                     module.register_forward_pre_hook(lambda module, _: use_parameters(device, module))
                     module.register_forward_hook(lambda module, *_: use_parameters(device, module))
-                real = exchange.Bucket.tensor
+                real = buckets.Bucket.tensor
 
-                def bucket(self: exchange.Bucket) -> torch.Tensor:
+                def bucket(self: buckets.Bucket) -> torch.Tensor:
                     device.streams.use(found := real(self), "a bucket")
                     return found
 
-                patch.setattr(exchange.Bucket, "tensor", bucket)
+                patch.setattr(buckets.Bucket, "tensor", bucket)
                 optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
                 scenarios.train(model, optimizer, rank=rank, size=size, steps=2)
         return {"early": device.streams.early, "checks": device.streams.checks}
@@ -158,7 +163,15 @@ def use_parameters(device: StreamDevice, module: nn.Module) -> None:
 SCENARIOS: dict[str, Scenario] = {
     **{f"early_{update}": early(update) for update in ("step", "forward", "backward", "auto")},
     "early_device": early("backward", device="simulated", device_memory="8MiB"),
-    **{f"early_for_good_{update}": early(update, param_dtype="bfloat16") for update in ("step", "backward")},
+    **{
+        f"early_for_good_{update}": early(update, for_good=True, param_dtype="bfloat16")
+        for update in ("step", "backward")
+    },
+    "early_whole": early("backward", stage=2),
+    "early_whole_auto": early("auto", stage=2),
+    "early_whole_one_full": early("backward", stage=2, full=1),
+    "early_whole_device": early("backward", stage=2, device="simulated", device_memory="8MiB"),
+    "early_whole_for_good": early("backward", stage=2, for_good=True, param_dtype="bfloat16"),
     **{
         f"early_{run}_{update}_{device}": on(DEVICES[device], make, **how, update=update)
         for run, (make, how) in EARLY.items()

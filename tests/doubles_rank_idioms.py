@@ -13,6 +13,7 @@ from doubles_rank_scenarios import CLIP, WORDS, Experts, Odd, config_for, llama,
 from torch import nn
 
 import tiermem
+from tiermem.zero3.buckets import Buckets
 
 
 def told(action: Callable[[], Any]) -> str:
@@ -275,23 +276,63 @@ def two_dimensions(directory: Path, rank: int, size: int) -> Any:
     return {"told": said, "untouched": same and not list(directory.iterdir())}
 
 
+def asked_ahead(directory: Path, rank: int, size: int) -> Any:
+    """In the last of three steps: the units that had a bucket, and whether it had been asked for before."""
+    directory.mkdir(exist_ok=True)
+    found = {}
+    for stage in (3, 1):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4)))
+        taken: list[tuple[int, bool]] = []
+        real = Buckets.take
+
+        def take(buckets: Buckets, shard: Any, taken: Any = taken, real: Any = real) -> Any:
+            asked = buckets._asked is not None and buckets._asked[0] == shard.unit
+            taken.append((shard.unit, asked))
+            return real(buckets, shard)
+
+        with tiermem.offload(model, config_for(directory / f"{stage}", stage=stage), units=["Linear"]) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+            Buckets.take = take
+            try:
+                for step in range(3):
+                    taken.clear()
+                    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step + 10 * rank))
+                    model(x).square().mean().backward()
+                    in_backward = list(taken)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            finally:
+                Buckets.take = real
+            torch.autograd.grad(model(x.requires_grad_()).sum(), x)  # what is expected does not come
+            left = runtime._house.scheduler.gradients._buckets._asked
+            optimizer.zero_grad()
+        found[stage] = in_backward, left
+    return found
+
+
 # What a rank keeps
 
 WIDTH, DEPTH = 512, 12
 
 
 def kept(directory: Path, rank: int, size: int) -> Any:
+    return kept_of(directory, rank, size)
+
+
+def kept_of(directory: Path, rank: int, size: int, mesh: Any = None) -> Any:
     """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
-    _kept(directory / "small", rank, size, width=64)  # what is imported on first use, on every rank, is not counted
-    return _kept(directory / "large", rank, size, width=WIDTH)
+    # What is imported on first use, on every rank, is not counted.
+    _kept(directory / "small", rank, size, width=64, mesh=mesh)
+    return _kept(directory / "large", rank, size, width=WIDTH, mesh=mesh)
 
 
-def _kept(directory: Path, rank: int, size: int, *, width: int) -> Any:
+def _kept(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None) -> Any:
     directory.mkdir(parents=True, exist_ok=True)
     with tiermem.deferred_init():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
     before, most = memory(), 0
-    with tiermem.offload(model, config_for(directory, host_memory="256MiB")) as runtime:
+    with tiermem.offload(model, config_for(directory, host_memory="256MiB"), mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
@@ -333,6 +374,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         experts_as_units,
         an_expert_without_tokens,
         two_dimensions,
+        asked_ahead,
         kept,
     )
 }

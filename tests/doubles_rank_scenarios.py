@@ -290,10 +290,10 @@ def one_cannot_begin(directory: Path, rank: int, size: int) -> Any:
         pass
 
 
-def one_dies(directory: Path, rank: int, size: int) -> Any:
+def one_dies(directory: Path, rank: int, size: int, mesh: Any = None) -> Any:
     """The last rank is gone in the middle of a backward."""
     model = Odd()
-    with tiermem.offload(model, config_for(directory)):
+    with tiermem.offload(model, config_for(directory), mesh=mesh):
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             loss = loss_of(model, part(tokens(step), rank, size))
@@ -306,11 +306,13 @@ def one_dies(directory: Path, rank: int, size: int) -> Any:
 # Commits
 
 
-def committing(directory: Path, rank: int, size: int, *, dies: Any = None, until: int = 4, **settings: Any) -> Any:
+def committing(
+    directory: Path, rank: int, size: int, *, dies: Any = None, until: int = 4, mesh: Any = None, **settings: Any
+) -> Any:
     """Train with a commit after every step, going on from what is there; `dies(step)` is told before each commit."""
     torch.manual_seed(1)
     model = Odd()
-    with tiermem.offload(model, config_for(directory, **settings), resume="auto") as runtime:
+    with tiermem.offload(model, config_for(directory, **settings), resume="auto", mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         begun = done = runtime.committed["step"] if runtime.committed else 0
         losses = []

@@ -450,6 +450,17 @@ def test_groups_can_be_added(harness: Harness) -> None:
         {"amsgrad": True},
         {"maximize": True},
         {"max_grad_norm": 0.0},
+        {"max_grad_norm": "1"},
+        {"lr": "x"},
+        {"lr": None},
+        {"lr": torch.ones(2)},
+        {"betas": 3},
+        {"betas": (0.9,)},
+        {"betas": "ab"},
+        {"betas": (0.9, "x")},
+        {"eps": "small"},
+        {"eps": float("nan")},
+        {"weight_decay": [0.1]},
     ],
 )
 def test_impossible_settings_are_refused(harness: Harness, options: dict) -> None:
@@ -459,10 +470,48 @@ def test_impossible_settings_are_refused(harness: Harness, options: dict) -> Non
         AdamW([{"params": harness.faces, **options}]) if "max_grad_norm" not in options else AdamW([], **options)
 
 
+def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harness) -> None:
+    with pytest.raises(ConfigError, match=r"lr: expected a number, .*found '1e-3'; .*float\(\)"):
+        AdamW(harness.faces, lr="1e-3")
+    with pytest.raises(ConfigError, match=r"betas: expected two numbers .*found 3"):
+        AdamW(harness.faces, betas=3)
+    with pytest.raises(ValueError, match="eps"):  # what torch raises
+        AdamW([{"params": harness.faces, "eps": None}])
+
+
 def test_what_torch_accepts_without_effect_is_accepted(harness: Harness) -> None:
     AdamW(harness.faces, fused=True, foreach=None, amsgrad=False)
     with pytest.raises(TypeError, match="nonsense"):
         AdamW(harness.faces, nonsense=1)
+    with pytest.raises(ConfigError, match="nonsense"):
+        AdamW(harness.faces, nonsense=1)
+
+
+@pytest.mark.parametrize("schedule", ["step", "forward", "backward", "auto"])
+def test_a_later_optimizer_goes_on_with_the_moments_and_counts_of_the_one_before(schedule: str) -> None:
+    harness = Harness(schedule)
+    first, torchs = AdamW(harness.faces, lr=0.01), torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    for step in range(4):
+        harness.backward(step)
+        first.step()
+        torchs.step()
+        if step == 1:
+            first = AdamW(harness.faces, lr=0.002)
+            torchs.param_groups[0]["lr"] = 0.002
+    harness.check_same()
+    assert first.steps_of(harness.faces[0]) == 4
+    harness.close()
+
+
+def test_optimizers_that_share_parameters_by_mistake_are_told_so(harness: Harness) -> None:
+    first = AdamW(harness.faces[:4], lr=0.01)
+    second = AdamW(harness.faces[2:], lr=0.01)
+    harness.backward(0)
+    with pytest.raises(ConfigError, match=r"another optimizer was made since for 2 of this one's parameters"):
+        first.step()
+    second.step()
+    third = AdamW(harness.faces[:2])
+    assert third.steps_of(harness.faces[0]) == 0
 
 
 def test_parameters_must_belong_to_one_runtime(harness: Harness) -> None:

@@ -149,3 +149,13 @@ def test_a_model_without_anything_to_train_has_no_update_to_pay_for() -> None:
     plan = plan_footprint([UnitSize("frozen", 10 * MIB, 0, 2, 1)], 10 * MIB, MIB)
     assert plan.least == 10 * MIB
     assert not plan.serial
+
+
+def test_gradients_of_what_is_kept_have_a_tile_beside_those_that_are_held() -> None:
+    rest = UnitSize("rest", 4 * MIB, MIB, 4, 8)
+    kept = UnitSize("norms", MIB // 16, MIB // 64, 4, 8, kept=True)
+    alone = plan_footprint([rest], 64 * MIB, MIB)
+    beside = plan_footprint([rest, kept], 64 * MIB + rounded(MIB // 16), MIB)
+    assert alone.hold_tiles
+    assert beside.hold_tiles
+    assert beside.passing == alone.passing - rounded(MIB // 64 * 4)

@@ -83,6 +83,58 @@ def norms_wide(name: str) -> torch.dtype:
     return torch.float32 if "norm" in name else torch.bfloat16
 
 
+class Sandwich(nn.Module):
+    """Its norm's gradients come between those of its products, and in the middle of a backward of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(48, 96), nn.LayerNorm(96), nn.Linear(96, 48)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x)))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_gradients_of_what_is_kept_come_between_without_letting_go_of_the_rest(update, tmp_path, monkeypatch):
+    """The tiles of the rest are asked for once, ahead of time, and held until the last of its gradients."""
+
+    def models():
+        torch.manual_seed(1)
+        return nn.Sequential(*(Sandwich() for _ in range(3)))
+
+    expected = models()
+    other = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
+    train(expected, lambda: (other.step(), other.zero_grad()), 4, torch.float32)
+    model = models()
+    asked: list[tuple[str, int]] = []
+    with tiermem.offload(model, config_for(tmp_path, 8 << 20, update), keep=is_norm, units=["Sandwich"]) as runtime:
+        kept, pager = kept_units(runtime), runtime._house.storage.pager
+
+        def note(name):
+            real = getattr(pager, name)
+
+            def call(keys, *rest, **options):
+                if "lane" not in options:  # what the update leases is not asked for by the computation
+                    asked.extend((name, unit) for unit in {key.unit for key in keys if key.kind is Kind.GRAD} - kept)
+                return real(keys, *rest, **options)
+
+            monkeypatch.setattr(pager, name, call)
+
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer.step, 3, torch.float32)
+        note("start_lease")
+        note("lease")
+        torch.manual_seed(103)
+        model(torch.randn(5, 48)).square().mean().backward()
+        found = list(asked)
+        optimizer.step()
+        rest = sorted({layout.unit for layout in runtime._house.layouts} - kept, reverse=True)
+        assert len(kept) == len(rest) == 3
+        assert found == [("start_lease", unit) for unit in rest]
+        for (name, values), plain_values in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(values), plain_values.detach()), name
+
+
 def kept_units(runtime) -> set[int]:
     return {layout.unit for layout in runtime._house.layouts if layout.kept}
 

@@ -13,6 +13,7 @@ import doubles_rank_scenarios as scenarios
 import pytest
 import torch
 from doubles_python import WarmPython
+from doubles_rank_checks import NEAR, check, plain
 from doubles_ranks import Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
@@ -22,9 +23,8 @@ SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
 MORE = [*STAGES, "odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs"]
-WAYS = ["lora", "mixture", "autocast", "experts_as_units"]
+WAYS = ["asked_ahead", "lora", "mixture", "autocast", "experts_as_units"]
 WRONG = ["an_expert_without_tokens", "two_dimensions", "another_order", "one_fails", "one_cannot_begin"]
-NEAR = {"atol": 1e-6, "rtol": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +33,6 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     failing = ["one_fails", "one_dies"]
     jobs = [(2, [*NUMBERS, *MORE, *WAYS, *WRONG]), (4, [*NUMBERS, "routed", "sub_group"]), (3, [*NUMBERS, *failing])]
     return run_jobs(warm_python, directory, jobs)
-
-
-def plain(make: Any, decay: float = 0.1, **how: Any) -> tuple[list[float], float, torch.nn.Module]:
-    torch.manual_seed(1)
-    model = make()
-    optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=decay)
-    losses = scenarios.train(model, optimizer, **how)
-    return losses, float(optimizer.grad_norm), model
-
-
-def check(found: list[dict[str, Any]], expected: tuple[list[float], float, torch.nn.Module], near: Any = None) -> None:
-    losses, norm, model = expected
-    near = near or NEAR
-    mean = torch.tensor([each["losses"] for each in found]).mean(dim=0)
-    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=near["rtol"])
-    for each in found:
-        assert each["norm"] == found[0]["norm"], "all ranks know the same norm"
-        assert each["norm"] == pytest.approx(norm, rel=near["rtol"])
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(each["weights"][name].float(), parameter.detach().float(), **near)
-            assert torch.equal(each["weights"][name], found[0]["weights"][name])
-            assert torch.equal(each["masters"][name], found[0]["masters"][name])
-        budget, reserved, high_water = each["tiers"]["HOST"]
-        assert reserved <= high_water <= budget
-        assert each["left"] == [], "nothing was committed, so nothing is kept"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -182,6 +157,14 @@ def test_waiting_for_the_others_is_counted(reports):
         assert 0 < for_ranks <= stalled
 
 
+@pytest.mark.parametrize("stage", [3, 1])
+def test_room_for_a_bucket_is_asked_for_before_its_first_gradient(reports, stage):
+    for found in values(reports[2, "asked_ahead"]):
+        taken, left = found[stage]
+        assert taken == [(unit, True) for unit in (3, 2, 1, 0)]
+        assert left is None, "what did not come was given up"
+
+
 # What goes wrong
 
 
@@ -205,9 +188,9 @@ def test_an_expert_of_its_own_without_tokens_on_one_rank_is_named_on_all(reports
         assert "make what surrounds them one unit (units=)" in text
 
 
-def test_hybrid_sharding_is_refused_before_anything_is_touched(reports):
+def test_copies_that_nobody_shares_are_refused_before_anything_is_touched(reports):
     for found in values(reports[2, "two_dimensions"]):
-        assert found["told"].startswith("ConfigError: mesh= expects one dimension, found 2: hybrid sharding")
+        assert found["told"].startswith("ConfigError: mesh= of two dimensions expects at least two ranks in the last")
         assert found["untouched"]
 
 

@@ -13,7 +13,8 @@ from doubles_ranks import Reports, run_jobs, values
 pytestmark = pytest.mark.long
 
 TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_device"]
-GOOD = ["early_for_good_step", "early_for_good_backward"]
+GOOD = ["early_for_good_step", "early_for_good_backward", "early_whole_for_good"]
+WHOLE = ["early_whole", "early_whole_auto", "early_whole_one_full", "early_whole_device"]
 RUNS = [
     f"early_{run}_{how}" for run in EARLY for how in ("step_processors", "backward_processors", "backward_tightest")
 ]
@@ -23,7 +24,9 @@ RUNS = [
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
     return run_jobs(
-        warm_python, directory, [(2, [*TWO, *GOOD, *RUNS]), (3, ["early_step", "early_backward", "early_device"])]
+        warm_python,
+        directory,
+        [(2, [*TWO, *GOOD, *WHOLE, *RUNS]), (3, ["early_step", "early_backward", "early_device"])],
     )
 
 
@@ -52,8 +55,24 @@ def test_the_other_schedules(reports, name):
     same(values(reports[2, name]), values(reports[2, "early_step"]))
 
 
-def test_without_clipping_nothing_waits_for_the_others(reports):
-    found = values(reports[2, "early_for_good_backward"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_ranks_with_whole_parameters_update_early_together_or_not_at_all(reports, name):
+    """Also where one of them has no room for it in some steps: then nobody does, and all complete the same units."""
+    found = values(reports[2, name])
+    same(found, values(reports[2, "early_step"]))
+    first, second = (each["counts"] for each in found)
+    assert first == second
+    if name != "early_whole_auto":  # which judges by what there is to hide
+        speculated, confirmed, redone = first
+        assert speculated == confirmed + redone
+        everywhere = values(reports[2, "early_whole"])[0]["counts"]
+        assert confirmed > 0
+        assert (speculated < everywhere[0]) == (name == "early_whole_one_full")
+
+
+@pytest.mark.parametrize("name", ["early_for_good_backward", "early_whole_for_good"])
+def test_without_clipping_nothing_waits_for_the_others(reports, name):
+    found = values(reports[2, name])
     same(found, values(reports[2, "early_for_good_step"]))
     for each in found:
         assert each["spent"] == 5, "in every step but the first, whose order nobody knew"

@@ -19,6 +19,7 @@ from tiermem.stats import READ_EDGE, WRITE_EDGE, Counters
 from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event, Timeline
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.conductor import Act, Conductor, Operation
+from tiermem.zero3.grid import one_copy
 
 
 class Told:
@@ -27,6 +28,9 @@ class Told:
 
     def unit_needed(self, unit: int) -> None:
         self.calls.append(("needed", unit))
+
+    def may_update(self, unit: int) -> bool:
+        return True
 
     def gradients_complete(self, unit: int) -> bool:
         self.calls.append(("complete", unit))
@@ -55,7 +59,7 @@ def test_spans_follow_each_other_and_everything_is_passed_on() -> None:
 
 def test_what_the_ranks_do_together_is_noted() -> None:
     timeline = Timeline()
-    conductor = Conductor(SingleProcess(), ["a", "b"], timeline)
+    conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline)
     assert conductor.run(Operation(Act.GATHER, 1, action=lambda prepared: 7)) == 7
     conductor.close()
     assert [(event.name, event.lane) for event in timeline.events()] == [("gather b", "ranks"), ("close", "ranks")]
@@ -63,7 +67,7 @@ def test_what_the_ranks_do_together_is_noted() -> None:
 
 def test_waiting_for_what_the_ranks_do_together_is_a_stall_of_its_own() -> None:
     timeline, counters = Timeline(), Counters()
-    conductor = Conductor(SingleProcess(), ["a", "b"], timeline, counters=counters)
+    conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline, counters=counters)
     may_come = threading.Event()
 
     def others_come(_: object) -> int:

@@ -1,6 +1,6 @@
-"""The C library's heap: giving back what was freed.
+"""The C library's heap: giving back what was freed, and keeping no more heaps than needed.
 
-Owns the two calls into glibc's allocator. Does not know arenas or budgets: frames never come from this heap, but
+Owns the calls into glibc's allocator. Does not know arenas or budgets: frames never come from this heap, but
 activations, gradients on their way and a unit being initialised do, and glibc keeps what they free. Guarantees to do
 nothing where the C library is another one.
 """
@@ -8,9 +8,11 @@ nothing where the C library is another one.
 from __future__ import annotations
 
 import ctypes
+import os
 
 LARGE_BLOCK = 1 << 20
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 
 def trim_heap() -> bool:
@@ -31,3 +33,17 @@ def return_large_blocks(threshold: int) -> bool:
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     return option is not None and bool(option(_M_MMAP_THRESHOLD, threshold))
+
+
+def share_heap() -> bool:
+    """Have threads that start from now on allocate from the heaps there are, for the whole process.
+
+    By default glibc gives each thread a heap of its own, up to eight for a core, and each keeps what was freed in it.
+    Threads that take turns at the same work, as micro-batches in lockstep do, then hold that work's memory as often as
+    there are threads: measured with eight, 537 M parameters and 512 MiB of budget, 0.5 GB more. Left alone where the
+    environment says how many heaps there are to be. Returns whether it was done.
+    """
+    if "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    return option is not None and bool(option(_M_ARENA_MAX, 1))

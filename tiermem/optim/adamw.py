@@ -7,13 +7,14 @@ looks (schedulers, trainers, checkpoints of the loop), and to hold no tensor of 
 
 from __future__ import annotations
 
+import numbers
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tiermem.errors import ConfigError, TiermemError
+from tiermem.errors import ConfigError, TiermemError, UnknownSettingError
 from tiermem.optim.scaling import record_finite, unscaling_factor
 from tiermem.optim.service import StepResult, UpdateService
 from tiermem.optim.updates import Settings
@@ -29,8 +30,12 @@ class AdamW(torch.optim.Optimizer):
     Same numbers as `torch.optim.AdamW(fused=True)`. Gradients are used up by `step()`: they do not add to the next
     step's even without `zero_grad()`. With `max_grad_norm` every step first clips by the global norm.
 
+    Moments are pages of the model, not of the optimizer: one made for parameters that have another already takes them
+    over with their step counts, and the other one can step no more. Change settings in `param_groups` instead.
+
     Raises:
-        ConfigError: a hyperparameter is out of range, or the parameters do not belong to one offloaded model.
+        ConfigError: a hyperparameter is of another kind or out of range, or the parameters do not belong to one
+            offloaded model. It is a ValueError, as torch's; for an unknown argument a TypeError too.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class AdamW(torch.optim.Optimizer):
         **unsupported: object,
     ) -> None:
         _check_torch_options(unsupported)
-        if max_grad_norm is not None and not max_grad_norm > 0.0:
+        if max_grad_norm is not None and not _number("max_grad_norm", max_grad_norm) > 0.0:
             raise ConfigError(f"max_grad_norm must be positive or None, found {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
@@ -227,19 +232,27 @@ def _check_torch_options(options: Mapping[str, object]) -> None:
         if name in _UNSUPPORTED and value:
             raise ConfigError(f"tiermem.AdamW does not support {name}={value!r}")
         if name not in _UNSUPPORTED | _WITHOUT_EFFECT:
-            raise TypeError(f"AdamW got an unexpected argument {name!r}")
+            raise UnknownSettingError(f"AdamW got an unexpected argument {name!r}")
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
-    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ConfigError("Tensor lr must be 1-element")
-    if not float(lr) >= 0.0:
-        raise ConfigError(f"Invalid learning rate: {lr}")
-    if not eps >= 0.0:
-        raise ConfigError(f"Invalid epsilon value: {eps}")
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"betas: expected two numbers from 0 to below 1, such as (0.9, 0.999), found {betas!r}")
+    if not _number("lr", group["lr"]) >= 0.0:
+        raise ConfigError(f"Invalid learning rate: expected 0 or more, found {group['lr']}")
+    if not _number("eps", group["eps"]) >= 0.0:
+        raise ConfigError(f"Invalid epsilon value: expected 0 or more, found {group['eps']}")
     for position, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"Invalid beta parameter at index {position}: {beta}")
-    if not weight_decay >= 0.0:
-        raise ConfigError(f"Invalid weight_decay value: {weight_decay}")
+        if not 0.0 <= _number(f"betas[{position}]", beta) < 1.0:
+            raise ConfigError(f"Invalid beta parameter at index {position}: expected 0 to below 1, found {beta}")
+    if not _number("weight_decay", group["weight_decay"]) >= 0.0:
+        raise ConfigError(f"Invalid weight_decay value: expected 0 or more, found {group['weight_decay']}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    advice = "; text from a file or a command line becomes one by float()" if isinstance(value, str) else ""
+    raise ConfigError(f"{name}: expected a number, or a tensor with one element, found {found}{advice}")

@@ -11,7 +11,8 @@ The exception is "backward" with one optimizer that does not clip: there updates
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import weakref
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 
 import torch
 
@@ -47,16 +48,26 @@ class UpdateCoordinator:
         self._source_of: dict[int, SettingsSource] = {}
         self._sources: list[SettingsSource] = []  # those in `_source_of`, which is asked for every unit
         self._scales = Scales(gradients)
+        # Optimizers of whose parameters others have so many; remembered as long as anybody else does.
+        self._robbed: MutableMapping[SettingsSource, int] = weakref.WeakKeyDictionary()
         # Optimizers that clip by calls between backward and step.
         self._calling: set[SettingsSource] = set()
 
     # What an optimizer asks (UpdateService).
 
-    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> None:
-        """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it."""
+    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
+        """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it.
+
+        Returns the updates that those which had another optimizer have had: their moments go on.
+        """
         self.settle_early()
+        had = {number: self._source_of[number] for number in parameters if number in self._source_of}
+        done = {before: before.step_counts() for before in dict.fromkeys(had.values())}
+        for before in done:
+            self._robbed[before] = self._robbed.get(before, 0) + sum(owner is before for owner in had.values())
         self._source_of.update(dict.fromkeys(parameters, source))
         self._sources = list(dict.fromkeys(self._source_of.values()))
+        return {number: done[before][number] for number, before in had.items() if number in done[before]}
 
     def optimizers(self) -> list[SettingsSource]:
         """The optimizers that own a parameter, in the order of the parameters they were made for."""
@@ -73,11 +84,20 @@ class UpdateCoordinator:
         is not finite skips the step. What was updated early is kept if nothing is clipped, else undone and redone. If
         it was for good the step is `partial` instead of skipped, and a `max_grad_norm` set since is a `ConfigError`.
         """
-        if source not in self._sources:
-            raise ConfigError("another optimizer was made for the same parameters since; step that one")
+        if source in self._robbed:
+            raise ConfigError(
+                f"another optimizer was made since for {self._robbed[source]} of this one's parameters, which only one "
+                "can update: step that one, and make optimizers for parts of a model with parameters of their own. To "
+                "change settings or add parameters use param_groups and add_param_group"
+            )
         self._queue.raise_failed()  # before anything is claimed for a step that makes no sense any more
         if unscale != 1.0:
-            self._unscale(source, unscale)
+            if self.spent or (self._schedule.early and self._for_good):
+                raise ConfigError(
+                    "update='backward' updates units while their gradients are still scaled; choose update='forward', "
+                    "'step' or 'auto' for loss scaling"
+                )
+            self._scales.multiply(self._with_gradient(source), unscale)
         norm: torch.Tensor | None = None
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
@@ -151,6 +171,17 @@ class UpdateCoordinator:
         Returns whether an update has begun.
         """
         return unit in self._units and self._schedule.gradients_complete(unit, _StarterFor(self, None))
+
+    def may_start_early(self, unit: int) -> bool:
+        """Whether `start_early` could, for all that one rank knows for itself: its room on disk, and its settings.
+
+        The rest of its reasons, norms and what was taken back, are those of all ranks.
+        """
+        patient = unit in self._patient and not self._for_good
+        may = not patient and self._speculation.may_begin(for_good=self._for_good)
+        if not may:
+            self._schedule.refused()
+        return may
 
     def settle_early(self) -> None:
         """Before somebody changes parameters, or who optimizes them: undo what was updated early.
@@ -231,14 +262,6 @@ class UpdateCoordinator:
         """Those present and those that an early update has borrowed or used up, in the optimizer's order."""
         found = {*self._present(source), *self._speculation.settings(source), *self._speculation.spent}
         return [p for p in self.parameters_of(source) if p in found]
-
-    def _unscale(self, source: SettingsSource, factor: float) -> None:
-        if self.spent or (self._schedule.early and self._for_good):
-            raise ConfigError(
-                "update='backward' updates units while their gradients are still scaled; choose update='forward', "
-                "'step' or 'auto' for loss scaling"
-            )
-        self._scales.multiply(self._with_gradient(source), factor)
 
     def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         if self.spent:

@@ -51,6 +51,9 @@ class UpdateSchedule(ABC):
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """`optimizer.step()` was called; `units` still have gradients, in forward order."""
 
+    def refused(self) -> None:  # noqa: B027 - as below
+        """A unit with all its gradients could not be updated early here, before anybody was asked to start it."""
+
     def stepped(self, *, kept: bool) -> None:  # noqa: B027 - most have nothing to learn
         """A step has ended; `kept`: nothing that was updated early had, or would have had, to be taken back."""
 
@@ -105,6 +108,10 @@ class BackwardSchedule(ForwardSchedule):
         began = starter.start_early(unit)
         self._asked, self._began = True, self._began or began
         return began
+
+    def refused(self) -> None:
+        """Note it."""
+        self._asked = True
 
     def stepped(self, *, kept: bool) -> None:  # noqa: ARG002 - part of the interface
         """Note whether anything was started early, where it was tried."""

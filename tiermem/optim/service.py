@@ -56,7 +56,7 @@ class UpdateService(Protocol):
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int] | None:
         """From now on `source` is the optimizer of `parameters` (all of them, in its own order).
 
-        Returns how many updates those of them have had that come from a resumed run.
+        Returns how many updates those of them have had that come from a resumed run, or from another optimizer.
         """
 
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:

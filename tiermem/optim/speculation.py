@@ -44,14 +44,18 @@ class Speculation:
 
         `for_good`: it will not have to be taken back.
         """
-        if self._given_up:
+        if not self.may_begin(for_good=for_good):
+            self.give_up()
             return False
         if self._protection is None and not self._spent and not for_good:
-            if not self._undo.has_room():
-                self.give_up()
-                return False
             self._protection = self._undo.protection()
         return True
+
+    def may_begin(self, *, for_good: bool) -> bool:
+        """What `begin` would say; changes nothing. What it has said holds until the end of the step, or `give_up`."""
+        if self._given_up:
+            return False
+        return for_good or self._protection is not None or bool(self._spent) or self._undo.has_room()
 
     def start(self, source: SettingsSource, update: UnitUpdate) -> None:
         """Queue an early update of parameters of `source`; `begin` must have allowed it."""

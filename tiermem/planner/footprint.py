@@ -1,9 +1,9 @@
 """How a budget of host memory is shared out: what is leased at once, how large tiles are, what runs beside what.
 
-Owns the arithmetic from unit sizes and a budget to a `Footprint`. Does not know torch, pages or files: bytes in, bytes
-out. Guarantees that the leases which the computation and the update can hold at one time fit into the budget together,
-so that neither ever waits for the other's lease while holding what the other needs; where no sharing fits, the error
-names the largest unit and the least budget that works.
+Owns the arithmetic from unit sizes and a budget to a `Footprint`. Does not know tensors, pages or files: bytes in,
+bytes out. Guarantees that the leases which the computation and the update can hold at one time fit into the budget
+together, so that neither ever waits for the other's lease while holding what the other needs; where no sharing fits,
+the error names the largest unit and the least budget that works.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
+from tiermem.zero3.shards import arriving_nbytes
 
 # As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
 _PAGE = max(4096, mmap.PAGESIZE)
@@ -51,6 +52,7 @@ class UnitSize:
         nested_count: how many these are at most.
         ranks: how many ranks share the unit; `param_nbytes` and `trainable_numel` are those of one part.
         gathered_nbytes: bytes of the transient page in which the unit is while it is computed; 0: its own page.
+        copies: how many copies of the model the ranks of a run keep.
     """
 
     name: str
@@ -66,6 +68,7 @@ class UnitSize:
     wide_itemsize: int = 0
     kept: bool = False
     nested_kept: int = 0
+    copies: int = 1
 
     @property
     def computed_nbytes(self) -> int:
@@ -159,6 +162,7 @@ def plan_footprint(
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
     """
+    staying = [unit for unit in units if unit.kept]
     kept, units = kept_nbytes(units), _beside_kept(units)
     least = _least(units, gaps=gaps) + kept
     if budget < least:
@@ -169,6 +173,8 @@ def plan_footprint(
         sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
         for tile_numel in sizes if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
+            if hold_tiles:  # gradients of what is kept come between those of the rest, and take one tile beside them
+                compute += max((_grad_tile(unit, tile_numel) for unit in staying), default=0)
             update = _update_bytes(units, tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
             free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps))
@@ -277,7 +283,8 @@ def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) 
 
 def received_nbytes(unit: UnitSize, tile_numel: int) -> int:
     """Bytes that arrive from all ranks in the largest exchange of gradients."""
-    return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize * unit.ranks)
+    numel = min(tile_numel, unit.trainable_numel)
+    return rounded(arriving_nbytes(numel, unit.grad_itemsize, unit.ranks, unit.copies))
 
 
 def _gradient_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:

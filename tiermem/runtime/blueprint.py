@@ -7,6 +7,7 @@ touched, and that all ranks draw the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,18 @@ class Blueprint:
     def kept(self) -> frozenset[int]:
         """The units whose parameters stay in host memory by choice."""
         return frozenset(layout.unit for layout in self.layouts if layout.kept)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Of those the units whose gradients are taken beside those of the rest of their root, tile by tile.
+
+        On a device frames have fixed places, among which one more tile is not reckoned with; with ranks each bucket is
+        exchanged by itself.
+        """
+        if self.device is not None or self.shards[0].layout.ranks > 1:
+            return frozenset()
+        roots = Counter(id(unit.root) for unit in self.divided.units)
+        return frozenset(unit for unit in self.kept if roots[id(self.divided.units[unit].root)] > 1)
 
     @property
     def beside(self) -> bool:
@@ -118,13 +131,14 @@ def draw(
     keeping = keeping or Keeping()
     divided = find_units(model, units, keeping.find(model, config.dtype))
     company = company or find_company(config)
-    ranks, whole = company.size, config.stage < 3 and company.size > 1
+    grid = company.grid
+    ranks, copies, whole = grid.shards.size, grid.copies.size, config.stage < 3 and company.size > 1
     lay_out = partial(plan_layouts, divided, dtype=config.dtype, ranks=ranks, kept_dtype=keeping.dtype)
     sketch = lay_out(tile_numel=SMALLEST_TILE)
     available = available_host_memory() // company.neighbours
     host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     quantized = quantized_parameters(divided, config.moments)
-    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole), quantized)
+    sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
     beginning = beginning or Beginning()
     footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
     if whole and device is not None and any(size.kept for size in sizes):
@@ -134,8 +148,8 @@ def draw(
         )
     layouts = lay_out(tile_numel=footprint.tile_numel)
     if beginning.record is not None:
-        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel))
-    shards = shards_of(layouts, company.rank, whole=whole)
+        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel, copies=copies))
+    shards = shards_of(layouts, grid.shards.rank, whole=whole, copies=copies)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
     return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device)
 
@@ -153,6 +167,7 @@ def _sizes(divided: ModelUnits, shards: Sequence[Shard], quantized: Container[in
             nested_nbytes=nested[shard.unit].nbytes,
             nested_count=nested[shard.unit].units,
             ranks=shard.layout.ranks,
+            copies=shard.copies,
             gathered_nbytes=shard.gathered_nbytes,
             wide_numel=state.wide_numel,
             wide_itemsize=state.wide_itemsize,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,8 @@ import torch
 from tiermem.config import Config, resolve_device
 from tiermem.errors import TiermemError
 from tiermem.zero3.collectives import Collectives, SingleProcess
-from tiermem.zero3.ranks import Ranks, members_of, next_name
+from tiermem.zero3.grid import Grid, one_copy
+from tiermem.zero3.ranks import Ranks, next_name, rows_of
 
 T = TypeVar("T")
 RANK_PREFIX = "rank_"
@@ -30,12 +32,17 @@ RANK_PREFIX = "rank_"
 
 @dataclass(frozen=True)
 class Company:
-    """Those who train together. `computing` and `committing` are used by one thread each."""
+    """Those who train together. What is in `grid`, and `committing`, are used by one thread each."""
 
-    computing: Collectives
+    grid: Grid
     committing: Collectives
     neighbours: int = 1  # how many of them are on this machine
     run: int = 0  # by which the parts of a commit are known to belong together
+
+    @property
+    def computing(self) -> Collectives:
+        """The line of the computation, of all of them."""
+        return self.grid.everyone
 
     @property
     def rank(self) -> int:
@@ -83,26 +90,35 @@ def together(ranks: Collectives, what: str, action: Callable[[], T], undo: Calla
 
 
 def find_company(config: Config, mesh: Any = None) -> Company:
-    """The ranks to train with: those of `mesh` (a DeviceMesh of one dimension, or a process group), else all.
+    """The ranks to train with: those of `mesh` (see `rows_of`), else all.
 
     Waits for all of them. Without torch.distributed, or alone in the group: one process.
     """
     alone = SingleProcess()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return Company(alone, alone)
-    members = None if mesh is None else members_of(mesh)
+        return Company(one_copy(alone), alone)
+    copies = None if mesh is None else rows_of(mesh)
+    members = None if copies is None else sorted(itertools.chain(*copies))
     if (torch.distributed.get_world_size() if members is None else len(members)) == 1:
-        return Company(alone, alone)
+        return Company(one_copy(alone), alone)
     device = resolve_device(config)
     name = next_name()
     computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
     # A rank whose drive is silent in a commit notices after `stall_timeout`, and must then still be listened to.
     patience = 2 * config.stall_timeout
     committing = Ranks(members, timeout=patience, device=torch.device("cpu"), name=f"{name}/committing")
+    rows = [[members.index(rank) for rank in row] for row in copies] if members and copies else []
+    grid = _arrange(computing, rows) if len(rows) > 1 else one_copy(computing)
     host = zlib.crc32(socket.gethostname().encode())
     neighbours = sum(told[0] == host for told in computing.tell([host]))
     run = computing.tell([secrets.randbits(62)])[0][0]
-    return Company(computing, committing, neighbours, run)
+    return Company(grid, committing, neighbours, run)
+
+
+def _arrange(everyone: Ranks, rows: Sequence[Sequence[int]]) -> Grid:
+    """The lines of this rank: its copy, and those who hold the same part of the others."""
+    columns = list(zip(*rows, strict=True))
+    return Grid(everyone, everyone.part(rows), everyone.part(columns), tuple(map(tuple, rows)))
 
 
 def own_directories(config: Config, company: Company) -> Config:

@@ -14,6 +14,7 @@ from tiermem.optim.updater import Updater
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.company import Company
 from tiermem.runtime.storage import Storage
+from tiermem.zero3.buckets import Buckets
 from tiermem.zero3.conductor import Conductor
 from tiermem.zero3.exchange import RankGradients
 from tiermem.zero3.neighbours import Gradients
@@ -34,8 +35,14 @@ def open_exchanges(
     shards, pager = blueprint.shards, storage.pager
     if company.size == 1:
         hold_tiles = (blueprint.device or blueprint.footprint).hold_tiles
-        gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=hold_tiles)
-        return LocalUnits(pager, blueprint.layouts, before=gradients.release), gradients
+        apart = blueprint.apart if hold_tiles else frozenset()
+        gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=hold_tiles, apart=apart)
+
+        def let_go(unit: int) -> None:
+            if unit not in apart:  # what is kept takes no room of the rest
+                gradients.release()
+
+        return LocalUnits(pager, blueprint.layouts, before=let_go), gradients
 
     for shard in shards:
         for key, nbytes in shard.transit_pages():
@@ -50,5 +57,6 @@ def open_exchanges(
     source: UnitSource = kind(Access(pager, shards, conductor, needed, blueprint.beside))
     for unit in blueprint.states if storage.recovered is not None else ():
         source.changed(unit)  # by updates of which the other ranks had not told before the commit
-    late = blueprint.stage == 1
-    return source, RankGradients(pager, shards, parameters, conductor, beside=blueprint.beside, late=late)
+    # Beside the computation host memory has room for one bucket that is filled and one that is exchanged, a device not.
+    buckets = Buckets(pager, late=blueprint.stage == 1, two=blueprint.beside and blueprint.device is None)
+    return source, RankGradients(pager, shards, parameters, conductor, buckets, beside=blueprint.beside)

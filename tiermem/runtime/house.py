@@ -20,6 +20,7 @@ from tiermem.checkpoint.pretrained import other_names
 from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
+from tiermem.memory.heap import share_heap
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import UpdateSchedule
@@ -84,7 +85,8 @@ class House:
     @cached_property
     def layout_record(self) -> dict[str, Any]:
         """What every commit says about the meaning of the pages' bytes."""
-        return layout_record(self.layouts, self.config, self.footprint.tile_numel)
+        copies = self.company.grid.copies.size
+        return layout_record(self.layouts, self.config, self.footprint.tile_numel, copies=copies)
 
     @cached_property
     def other_names(self) -> dict[str, str | None]:
@@ -110,7 +112,7 @@ class House:
         """Have `read` fill this rank's elements of `whole` in, and complete it from the other ranks."""
 
         def complete(_: None) -> None:
-            join(self.company.computing, self.shards[unit], slot, whole)
+            join(self.company.grid.shards, self.shards[unit], slot, whole)
 
         if self.company.size == 1:
             read()
@@ -149,6 +151,7 @@ def build(
 
     `device`: instead of the one `config` names; the house closes it.
     """
+    share_heap()  # before the first thread
     swap_nbytes = blueprint.swap_nbytes(wanted_copies(config, _update(config, company)))
     budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device, blueprint.kept)
     storage = company.together(
@@ -247,13 +250,13 @@ def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Cond
             storage.device.work_beside()
 
     counters = storage.counters if company.size > 1 else None
-    return Conductor(company.computing, names, storage.timeline, begin, counters)
+    return Conductor(company.grid, names, storage.timeline, begin, counters)
 
 
 def _update(config: Config, company: Company) -> str:
-    # Ranks with whole parameters fetch what the others have updated: all at one time, which is behind backward.
-    together = company.size > 1 and config.stage < 3
-    return "forward" if together and config.update in ("backward", "auto") else config.update
+    # At stage 1 gradients are added up once a step, behind backward: there is nothing to update in it.
+    late = company.size > 1 and config.stage == 1
+    return "forward" if late and config.update in ("backward", "auto") else config.update
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
@@ -262,4 +265,6 @@ def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blu
         + shard.trainable_numel * shard.layout.dtype.itemsize
         for shard in blueprint.shards
     }
-    return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag)
+    # Ranks that have all parameters complete a unit from each other after its update: all of them, or none.
+    agreed = any(shard.whole for shard in blueprint.shards)
+    return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag, agreed=agreed)

@@ -160,10 +160,13 @@ class Steps:
         self._closed = True
 
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
-        """Make `source` the optimizer of `parameters`; returns the updates they have had in the run resumed from."""
+        """Make `source` the optimizer of `parameters`; returns the updates they have had.
+
+        With the optimizer that had them before, or in the run resumed from.
+        """
         self._check_open()
-        self._coordinator.attach_optimizer(source, parameters)
-        return {number: self._resumed[number] for number in parameters if number in self._resumed}
+        before = self._coordinator.attach_optimizer(source, parameters)
+        return {number: self._resumed[number] for number in parameters if number in self._resumed} | dict(before)
 
     def has_optimizer(self, parameter: int) -> bool:
         """Whether some optimizer has been made for a parameter."""

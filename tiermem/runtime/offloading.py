@@ -64,8 +64,9 @@ def offload(
             directories that hold no committed run (or with `config.overwrite`). After a resume parameters, optimizer
             state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
             of the commit; what values the model had are dropped. See COMMIT.md beside this file.
-        mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided. Default: all
-            ranks, where torch.distributed is initialised. All of them call this, and everything below that says so
+        mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided; or a DeviceMesh
+            of two with names, [copies, parts of each], as in `torch.distributed.fsdp.fully_shard`. Default: all ranks,
+            where torch.distributed is initialised. All of them call this, and everything below that says so
             ("collective"), in the same order. Values and buffers begin as those of rank 0. See zero3/RANKS.md.
 
     Raises:

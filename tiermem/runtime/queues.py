@@ -23,9 +23,19 @@ class BackwardThrottle:
     """
 
     def __init__(
-        self, coordinator: UpdateCoordinator, queue: UpdateQueue, nbytes: Mapping[int, int], *, limit: int
+        self,
+        coordinator: UpdateCoordinator,
+        queue: UpdateQueue,
+        nbytes: Mapping[int, int],
+        *,
+        limit: int,
+        agreed: bool = False,
     ) -> None:
-        """`nbytes`: what each unit keeps in memory from its gradient to the end of its update."""
+        """`nbytes`: what each unit keeps in memory from its gradient to the end of its update.
+
+        `agreed`: whether ranks update the same units early; else each does as it can.
+        """
+        self._agreed = agreed
         self._coordinator = coordinator
         self._queue = queue
         self._nbytes = nbytes
@@ -36,6 +46,10 @@ class BackwardThrottle:
     def unit_needed(self, unit: int) -> None:
         """Wait for a pending update of a unit that is about to be used."""
         self._coordinator.unit_needed(unit)
+
+    def may_update(self, unit: int) -> bool:
+        """Whether this rank has nothing against an update of the unit; asked only where all have to be of one mind."""
+        return not self._agreed or self._coordinator.may_start_early(unit)
 
     def gradients_complete(self, unit: int) -> bool:
         """Have the unit updated, and wait for earlier updates if they lag too far; whether its update has begun."""

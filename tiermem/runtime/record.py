@@ -43,11 +43,12 @@ def plain(value: Any, what: str) -> Any:
     )
 
 
-def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int) -> dict[str, Any]:
+def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int, *, copies: int = 1) -> dict[str, Any]:
     """Everything on which the meaning of the pages' bytes depends."""
     ranks = layouts[0].ranks
     return {
         "world_size": ranks,
+        "copies": copies if copies > 1 else None,
         "stage": config.stage if ranks > 1 else None,
         "param_dtype": str(config.param_dtype),
         "moments": config.moments,
@@ -68,7 +69,7 @@ def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int
 
 def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
-    for name in ("world_size", "stage", "param_dtype", "moments", "kept", "tile_numel"):
+    for name in ("world_size", "copies", "stage", "param_dtype", "moments", "kept", "tile_numel"):
         if committed.get(name) != here[name]:
             raise _differs(name, committed.get(name), here[name])
     there, mine = committed["units"], here["units"]

@@ -147,13 +147,16 @@ class Snapshots:
 
     def _write(self, draft: Draft, mark: Mark, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         blueprint, line, rank = self._blueprint, self._company.committing, self._company.rank
+        grid = self._company.grid
         shard = MarkedShard(MarkedPages(self._storage.space, mark), blueprint.shards, blueprint.states)
         count = sum(len(layout.slots) for layout in blueprint.layouts)
         told = line.tell([int(number in shard.moments) for number in range(count)])
         shard.agree({number for number in range(count) if any(own[number] for own in told)})
 
         def write() -> None:
-            part = write_part(draft, shard, rank=rank)
+            part = Part((), ())  # of several copies of the model the first is written
+            if grid.copies.rank == 0:
+                part = write_part(draft, shard, rank=grid.shards.rank)
             if rank == 0:
                 parts.append(part)
             else:  # too long to be told: the first rank reads it, and takes it away
@@ -168,7 +171,7 @@ class Snapshots:
             if rank == 0:
                 parts.append(write_buffers(draft, buffers))
                 whole = {**record, "random": states}
-                finish_snapshot(draft, parts, whole, seconds=time.time(), world_size=self._company.size)
+                finish_snapshot(draft, parts, whole, seconds=time.time(), world_size=grid.shards.size)
 
         parts: list[Part] = []
         states = list(record["random"])

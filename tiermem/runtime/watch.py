@@ -40,6 +40,10 @@ class ComputeWatch:
             call_at_backward_end(self.close)
         self._listener.unit_needed(unit)
 
+    def may_update(self, unit: int) -> bool:
+        """Pass it on."""
+        return self._listener.may_update(unit)
+
     def gradients_complete(self, unit: int) -> bool:
         """Pass it on."""
         return self._listener.gradients_complete(unit)

@@ -25,6 +25,7 @@ from tiermem.errors import TiermemError
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, NullTimeline, Timeline
 from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.grid import Grid
 
 T = TypeVar("T")
 Serve = Callable[[int, Any, Sequence[bool]], None]
@@ -76,19 +77,21 @@ class Conductor:
 
     def __init__(
         self,
-        collectives: Collectives,
+        grid: Grid,
         names: Sequence[str],
         timeline: Timeline | None = None,
         begin: Callable[[], None] = lambda: None,
         counters: Counters | None = None,
     ) -> None:
-        """`names`: of the units, for messages. `timeline`: where each operation is noted, without what it prepares.
+        """`grid`: who shares what; all of them keep one order. `names`: of the units, for messages.
+
+        `timeline`: where each operation is noted, without what it prepares.
 
         `counters`: where waits are counted; None: nowhere, as there is nobody but this rank to wait for.
 
         `begin`: called first on the issuer's thread: on a device it asks for things beside the computation.
         """
-        self.collectives = collectives
+        self.grid = grid
         self._timeline = timeline or NullTimeline()
         self._counters = counters
         self._names = names
@@ -96,6 +99,11 @@ class Conductor:
         self._serve: Serve | None = None
         self._broken: BaseException | None = None
         self._announced = 0
+
+    @property
+    def collectives(self) -> Collectives:
+        """All ranks of the run."""
+        return self.grid.everyone
 
     @property
     def announced(self) -> int:

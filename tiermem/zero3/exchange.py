@@ -14,45 +14,27 @@ the mean to its GRAD tile. One rounding, whatever the number of ranks; no more b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import nn
 
+from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, PageKey
-from tiermem.zero3.average import average
+from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
-from tiermem.zero3.sources import Lease, Pager
-
-
-class Bucket:
-    """One unit's gradients on their way. `present`: the parameters that have contributed.
-
-    `then`: whom to tell that no rank has more for the unit, if this one has not; `complete`: whether that is so.
-    """
-
-    def __init__(self, shard: Shard, lease: Lease, present: Iterable[int] = ()) -> None:
-        self.shard = shard
-        self.lease = lease
-        self.present = set(present)
-        self.then: Callable[[int], None] | None = None
-        self.complete = False
-
-    def tensor(self) -> torch.Tensor:
-        """The elements: 1-D, in the unit's dtype."""
-        return self.lease.tensor(self.shard.bucket_key).view(self.shard.layout.dtype)
+from tiermem.zero3.sources import Pager
+from tiermem.zero3.sums import mean_over_ranks
 
 
 class RankGradients(Gradients):
     """As `reduce.GradientStore`, for several ranks. `parameters` by global number.
-
-    A bucket is leased when it is filled, not before: another one may still be on its way.
 
     `accumulate` and the other verbs are for the compute thread; `serve` runs on the conductor's.
     """
@@ -63,20 +45,21 @@ class RankGradients(Gradients):
         shards: Sequence[Shard],
         parameters: Sequence[nn.Parameter],
         conductor: Conductor,
+        buckets: Buckets,
         *,
         beside: bool,
-        late: bool = False,
     ) -> None:
-        """`beside`: whether a bucket may be exchanged while the next is filled; else it is waited for.
+        """`beside`: whether a bucket may be exchanged while the next is computed; else it is waited for.
 
-        `late`: whether buckets are kept until all line up (ZeRO's stage 1): several backwards cost one exchange.
+        `buckets`: if they are `late` they are kept until all line up (ZeRO's stage 1), so that several backwards cost
+        one exchange.
         """
         self._pager = pager
         self._shards = tuple(shards)
         self._parameters = tuple(parameters)
         self._conductor = conductor
         self._beside = beside
-        self._kept: dict[int, Bucket] | None = {} if late else None
+        self._buckets = buckets
         self._places: dict[int, tuple[Shard, Slot]] = {
             slot.parameter: (shard, slot) for shard in shards for slot in shard.layout.trainable
         }
@@ -95,7 +78,12 @@ class RankGradients(Gradients):
             return
         shard, slot = self._places[parameter]
         flat = memory_order(plain(gradient), slot)
-        bucket = self._bucket(shard)
+        if self._open is not None and self._open.shard is not shard:
+            self.release(self._open.shard.unit)
+        if self._open is None:
+            self._wait()
+            self._open = self._buckets.take(shard)
+        bucket = self._open
         whole = bucket.tensor()
         for cut in bucket_ranges(shard, slot):
             place = whole[cut.start : cut.start + cut.length]
@@ -106,20 +94,37 @@ class RankGradients(Gradients):
                 place.copy_(fresh)
         bucket.present.add(parameter)
 
-    def release(self) -> None:
-        """Let go of the unit written last: start adding it up, unless it is kept until all line up."""
-        bucket, self._open = self._open, None
-        if bucket is not None and self._kept is not None:
-            self._kept[bucket.shard.unit] = bucket
-            bucket.lease.release()
-        elif bucket is not None:
-            self._add_up(bucket)
+    def release(self, unit: int | None = None) -> None:
+        """Let go of the unit written last: start adding it up, unless it is kept until all line up; see `Gradients`.
+
+        Without `unit` also of the room for one whose gradients have not come.
+        """
+        bucket = self._open
+        if bucket is not None and unit in (None, bucket.shard.unit):
+            self._open = None
+            if self._buckets.late:
+                self._buckets.keep(bucket)
+            else:
+                self._add_up(bucket)
+        if unit is None:
+            self._buckets.give_up()
+
+    def expect(self, unit: int | None) -> None:
+        """The unit's gradients come next: room for its bucket is made from now on. Does not wait. None: none come next.
+
+        Not while another one is filled, nor while one is exchanged, where there is no room for two.
+        """
+        if unit is None or self._open is not None:
+            return
+        exchanged = self._under_way is None or self._under_way[1].done()
+        if exchanged or (self._buckets.two and self._under_way is not None and self._under_way[0].shard.unit != unit):
+            self._buckets.ask(self._shards[unit])
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """Say to the others, with the bucket, that it is this rank's last one of the unit; see `Gradients`."""
         if self._open is not None and self._open.shard.unit == unit:
             self._open.then = then
-        self.release()
+        self.release(unit)
 
     def catch_up(self, unit: int) -> None:
         """Where the unit's last bucket is under way, wait for it: all ranks go on from the same values."""
@@ -147,10 +152,8 @@ class RankGradients(Gradients):
         """
         self.release()
         self._wait()
-        for unit in sorted(self._kept or ()):
-            bucket = (self._kept or {}).pop(unit)
-            bucket.lease = self._pager.lease([bucket.shard.bucket_key], Intent.WRITE)
-            self._add_up(bucket)
+        for shard in self._buckets.kept():
+            self._add_up(self._buckets.take(shard))
             self._wait()
         if self._conductor.announced != self._lined_up:
             self._conductor.run(Operation(Act.SETTLE))
@@ -182,7 +185,7 @@ class RankGradients(Gradients):
                     _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
 
         self._conductor.run(
-            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.collectives, shard, slot, whole))
+            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.grid.shards, shard, slot, whole))
         )
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
@@ -221,20 +224,12 @@ class RankGradients(Gradients):
                 self._pager.start_discard([shard.bucket_key])
                 bucket.lease.release()
         told = self._conductor.collectives.tell_floats(squares)
+        own = self._conductor.grid.of_own_copy(told)
+        _require_same(self._conductor.grid.of_copies(told), shard.layout.name)
         for index, number in enumerate(self.trainable(unit)):
             if present[index]:
-                total = math.sqrt(sum(each[index] for each in told))
+                total = math.sqrt(sum(each[index] for each in own))
                 self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype))
-
-    def _bucket(self, shard: Shard) -> Bucket:
-        if self._open is not None and self._open.shard is not shard:
-            self.release()
-        if self._open is None:
-            self._wait()
-            kept = self._kept.pop(shard.unit, None) if self._kept is not None else None
-            lease = self._pager.lease([shard.bucket_key], Intent.FRESH if kept is None else Intent.WRITE)
-            self._open = Bucket(shard, lease, kept.present if kept is not None else ())
-        return self._open
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None
@@ -257,25 +252,16 @@ class RankGradients(Gradients):
         self, shard: Shard, bucket: Bucket | None, senders: Sequence[bool], present: Sequence[bool]
     ) -> torch.Tensor:
         """Add up, store, and return this rank's share of each parameter's squared norm, in float64."""
-        layout, ranks = shard.layout, self._conductor.collectives.size
         received = self._pager.lease([shard.received_key], Intent.FRESH)
         try:
-            room = received.tensor(shard.received_key).view(layout.dtype)
+            room = received.tensor(shard.received_key)
             squares = torch.zeros(len(present), dtype=torch.float64, device=room.device)
-            sent = bucket.tensor() if bucket is not None else room[:0]
-            at = 0
-            for tile in range(shard.exchanges):
-                length = shard.exchange_length(tile)
-                parts = room[: length * ranks]
-                self._conductor.collectives.exchange(parts, sent[at : at + length * ranks], senders)
-                at += length * ranks
-                if tile < shard.tiles:
-                    count = shard.tile_length(tile)
-                    mean = [
-                        part[:count] for part, sends in zip(parts.view(ranks, length), senders, strict=True) if sends
-                    ]
-                    average(mean, ranks)
-                    self._store(shard, tile, mean[0], present, squares)
+            sent = bucket.tensor() if bucket is not None else room[:0].view(shard.layout.dtype)
+
+            def store(tile: int, mean: torch.Tensor) -> None:
+                self._store(shard, tile, mean, present, squares)
+
+            mean_over_ranks(self._conductor.grid, shard, room, sent, senders, store)
         finally:
             self._pager.start_discard([shard.received_key])
             received.release()
@@ -307,6 +293,15 @@ class RankGradients(Gradients):
             lease.fail(error)
             raise
         lease.release()
+
+
+def _require_same(told: Sequence[Sequence[Sequence[float]]], name: str) -> None:
+    """Raise TiermemError unless all copies of the model have told the same of a gradient; NaN is like NaN."""
+    if len({str(each) for each in told}) > 1:
+        raise TiermemError(
+            f"the copies of the model have different gradients of unit {name} (squared norms {told}), and would go "
+            "different ways; all of them need the same kind of processor or GPU, and the same version of torch"
+        )
 
 
 def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor) -> None:

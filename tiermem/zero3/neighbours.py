@@ -6,7 +6,7 @@ ranks, to `exchange.RankGradients`; the listener is the runtime's. Guarantees no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,10 @@ class Listener(Protocol):
 
     def unit_needed(self, unit: int) -> None:
         """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
+        ...
+
+    def may_update(self, unit: int) -> bool:
+        """Whether this rank would take an update of the unit up, once all ranks have said so; nothing is begun."""
         ...
 
     def gradients_complete(self, unit: int) -> bool:
@@ -30,6 +34,11 @@ class Listener(Protocol):
 class Gradients(Protocol):
     """Where gradients go: `reduce.GradientStore`, or with several ranks `exchange.RankGradients`."""
 
+    @property
+    def apart(self) -> Container[int]:
+        """Units whose gradients are taken beside those of others, so that no room is made for them ahead."""
+        return ()
+
     def expect(self, unit: int | None) -> None:  # noqa: ARG002 - of use to whoever does something about it
         """The unit's gradients are what comes next; None: something else is. By default nothing is done about it."""
         return
@@ -38,8 +47,8 @@ class Gradients(Protocol):
         """Take `p.grad` of this parameter."""
         ...
 
-    def release(self) -> None:
-        """Let go of the unit written last."""
+    def release(self, unit: int | None = None) -> None:
+        """Let go of the unit written last; with `unit`, only if that is the one."""
         ...
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -48,7 +48,9 @@ class StepOrder:
 class OrderRecorder:
     """Records the present step and compares it with the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Container[int] = ()) -> None:
+        """`apart`: units whose gradients are taken beside those of others, so that no room is made for them ahead."""
+        self._apart = apart
         self._expected: StepOrder | None = None
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
@@ -82,12 +84,18 @@ class OrderRecorder:
         return None
 
     def upcoming_gradients(self) -> int | None:
-        """The unit whose gradients are the very next access if this step goes on as expected; None if they are not."""
+        """The unit whose gradients are the next access if this step goes on as expected; None if they are not.
+
+        Accesses of units whose gradients are taken apart may come between.
+        """
         if self._expected is None or not self._on_course:
             return None
         ahead = self._expected.accesses
-        coming = ahead[self.position] if self.position < len(ahead) else None
-        return coming.unit if coming is not None and coming.phase is Phase.GRADIENT else None
+        for position in range(self.position, len(ahead)):
+            coming = ahead[position]
+            if coming.unit not in self._apart:
+                return coming.unit if coming.phase is Phase.GRADIENT else None
+        return None
 
     @property
     def deviations(self) -> int:

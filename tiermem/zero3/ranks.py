@@ -18,6 +18,7 @@ import datetime as dt
 import itertools
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,11 +38,21 @@ _RUNS = itertools.count()  # tells the runs of one process apart in the store; t
 class Ranks:
     """The processes of one run. Not thread-safe: one thread issues (see `conductor`)."""
 
-    def __init__(self, members: Sequence[int] | None, *, timeout: float, device: torch.device, name: str) -> None:
+    def __init__(
+        self,
+        members: Sequence[int] | None,
+        *,
+        timeout: float,
+        device: torch.device,
+        name: str,
+        common: bool | None = None,
+    ) -> None:
         """`members`: global ranks, None: all. Every one of them calls this at the same time.
 
         `timeout`: seconds without an answer after which an operation fails. `name`: of this group, among all groups of
-        the run the same on every rank.
+        the run the same on every rank. `common`: whether all processes of the program take part in making it; None: if
+        all are members. Then torch gives its groups names of their own. Else they have names made of their members and
+        of how many groups there are at that moment, which the next run may come upon again.
         """
         self._members = list(range(dist.get_world_size())) if members is None else list(members)
         if dist.get_rank() not in self._members:
@@ -49,11 +60,34 @@ class Ranks:
         self.rank = self._members.index(dist.get_rank())
         self.size = len(self._members)
         self._timeout = timeout
-        self._messages = self._group("gloo", everybody=members is None)
-        self._tensors = self._group("nccl", everybody=members is None) if device.type == "cuda" else self._messages
+        self._common = self.size == dist.get_world_size() if common is None else common
+        self._messages = _group("gloo", self._members, timeout, common=self._common)
+        self._tensors = self._messages
+        if device.type == "cuda":
+            self._tensors = _group("nccl", self._members, timeout, common=self._common)
         self._device = device
         self._prefix = f"tiermem/{name}/{'-'.join(map(str, self._members))}"
         self._closed = False
+        self._whole: Callable[[RuntimeError], TiermemError] | None = None
+        self._parts: list[Ranks] = []
+
+    def part(self, rows: Sequence[Sequence[int]]) -> Ranks:
+        """Cut them into rows, of ascending numbers; the line of this rank's row. All of them call this together.
+
+        Who is lost there is lost here, and both are closed together.
+        """
+        for row in rows:
+            members = [self._members[place] for place in row]
+            if self.rank in row:
+                part = Ranks(
+                    members, timeout=self._timeout, device=self._device, name=self._prefix, common=self._common
+                )
+            elif self._common:
+                for backend in ("gloo", "nccl") if self._device.type == "cuda" else ("gloo",):
+                    _group(backend, members, self._timeout, common=True)
+        part._whole = self._lost
+        self._parts.append(part)
+        return part
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """See `Collectives`."""
@@ -65,15 +99,14 @@ class Ranks:
         received, sent = _apart(received), _apart(sent)
         length = received.numel() // self.size
         sending = senders[self.rank]
-        line = self._line(received)
         if all(senders):
-            self._call(lambda: dist.all_to_all_single(received, sent, group=line))
+            self._call(lambda: dist.all_to_all_single(received, sent, group=self._line(received)))
             return
         packed = received[: length * sum(senders)]
         given = sent if sending else received[:0]
         incoming = [length if each else 0 for each in senders]
         outgoing = [length if sending else 0] * self.size
-        self._call(lambda: dist.all_to_all_single(packed, given, incoming, outgoing, group=line))
+        self._call(lambda: dist.all_to_all_single(packed, given, incoming, outgoing, group=self._line(received)))
         # To their places, the last ones first: none lies before the place it came to, so nothing is overwritten.
         for index, sender in reversed(list(enumerate(index for index, each in enumerate(senders) if each))):
             if index != sender:
@@ -107,8 +140,10 @@ class Ranks:
         if self._closed:
             return
         self._closed = True
-        if reason is not None:
+        if reason is not None and self._whole is None:
             self._leave_word(reason)
+        for part in self._parts:
+            part.close(reason)
         groups = {id(each): each for each in (self._messages, self._tensors)}
         if self._device.type == "cuda" and reason is not None and self._tensors is not None:
             with contextlib.suppress(RuntimeError):
@@ -139,12 +174,6 @@ class Ranks:
             time.sleep(_LOOK_SECONDS)
         return here
 
-    def _group(self, backend: str, *, everybody: bool) -> Any:
-        wait = dt.timedelta(seconds=self._timeout)
-        if everybody:
-            return dist.new_group(None, timeout=wait, backend=backend)
-        return dist.new_group(self._members, timeout=wait, backend=backend, use_local_synchronization=True)
-
     def _tell(self, numbers: torch.Tensor) -> list[list[Any]]:
         if not numbers.numel():
             return [[] for _ in range(self.size)]
@@ -158,10 +187,15 @@ class Ranks:
         try:
             operation()
         except RuntimeError as error:  # what torch.distributed raises, whatever has happened
+            # Connections end with the last reference to their group, and the frames that have failed keep one. Whoever
+            # has no connection to the dead, only one to this rank, must not have to wait for its program's end.
+            traceback.clear_frames(error.__traceback__)
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> TiermemError:
         """Who is gone, and why, as far as anybody says."""
+        if self._whole is not None:
+            return self._whole(error)
         if self._device.type == "cuda":
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
         else:
@@ -206,6 +240,12 @@ class Ranks:
                 time.sleep(0.05)
 
 
+def _group(backend: str, members: Sequence[int], timeout: float, *, common: bool) -> Any:
+    """A process group; `common`: whether all processes of the program take part in making it, or only its members."""
+    wait = dt.timedelta(seconds=timeout)
+    return dist.new_group(list(members), timeout=wait, backend=backend, use_local_synchronization=not common)
+
+
 def next_name() -> str:
     """A name for the groups of the next run; the same on every rank, if all begin their runs in the same order.
 
@@ -214,20 +254,34 @@ def next_name() -> str:
     return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_RUNS)}"
 
 
-def members_of(mesh: Any) -> list[int]:
-    """The global ranks of a DeviceMesh of one dimension or of a process group. Raises ConfigError for anything else."""
-    group = mesh
-    if hasattr(mesh, "get_group"):
-        if getattr(mesh, "ndim", 1) != 1:
-            raise ConfigError(
-                f"mesh= expects one dimension, found {mesh.ndim}: hybrid sharding (replicas of the model, each "
-                "sharded) is not there. Leave mesh= out to shard over all ranks; mesh['name'] alone makes each slice "
-                "of the mesh a run of its own, whose gradients are not averaged with those of the others"
-            )
-        group = mesh.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+def rows_of(mesh: Any) -> list[list[int]]:
+    """The global ranks of a process group or a DeviceMesh, by copy of the model and part of it.
+
+    As `torch.distributed.fsdp.fully_shard` reads a mesh: of one dimension, the ranks share one copy; of two, the first
+    counts copies and the last divides each of them, and the dimensions have names. Raises ConfigError for all else.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return [list(dist.get_process_group_ranks(mesh))]
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "mesh"):
         raise ConfigError(f"mesh= expects a DeviceMesh or a process group, found {type(mesh).__name__}")
-    return list(dist.get_process_group_ranks(group))
+    if mesh.ndim == 1:
+        return [list(dist.get_process_group_ranks(mesh.get_group()))]
+    found = f"a mesh of shape {list(mesh.mesh.shape)} with the dimensions {mesh.mesh_dim_names}"
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ConfigError(
+            "mesh= expects one dimension, over which a copy of the model is divided, or two with names, [copies, "
+            f"parts of each], such as init_device_mesh(kind, (2, 4), mesh_dim_names=('replicate', 'shard')); found "
+            f"{found}. Take the dimensions for this model out of a larger mesh: mesh['replicate', 'shard']"
+        )
+    rows: list[list[int]] = mesh.mesh.tolist()
+    if len(rows) > 1 and len(rows[0]) == 1:
+        raise ConfigError(
+            f"mesh= of two dimensions expects at least two ranks in the last one, which share a copy; found {found}. "
+            "For a copy of the parameters on every rank use stage=1 or 2 and a mesh of one dimension"
+        )
+    if any(list(line) != sorted(line) for line in (*rows, *zip(*rows, strict=True))):
+        raise ConfigError(f"mesh= expects ranks that ascend along each dimension, found {rows}")
+    return rows
 
 
 def _gather_into() -> Callable[..., Any]:

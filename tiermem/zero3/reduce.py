@@ -10,7 +10,7 @@ and in the place of a parameter without gradient, is undefined; `numbers` says w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ class GradientStore:
 
     `hold_tiles`: lease all tiles of a unit at its first gradient and keep them until `release` or until another
     unit's gradient comes (one visit to the pager per unit). Otherwise each tile is leased while it is written, which
-    needs the memory of a single tile.
+    needs the memory of a single tile. `apart`: units for which it is always so, beside the tiles that are held: parts
+    of other units' roots, whose gradients come in between.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class GradientStore:
         parameters: Sequence[nn.Parameter],
         *,
         hold_tiles: bool = True,
+        apart: Container[int] = (),
     ) -> None:
+        self.apart = apart
         self._pager = pager
         self._layouts = tuple(layouts)
         self._parameters = tuple(parameters)
@@ -57,6 +60,8 @@ class GradientStore:
         """
         if unit is None or not self._hold_tiles or self._held is not None or self._asked is not None:
             return
+        if unit in self.apart:
+            return
         layout = self._layouts[unit]
         if layout.tiles:
             keys, intent = self._wanted(layout, range(layout.tiles))
@@ -74,18 +79,24 @@ class GradientStore:
         unit, slot = self._places[parameter]
         layout = self._layouts[unit]
         flat = memory_order(plain(gradient), slot)
-        if self._held is not None and self._held[0] != unit:
+        apart = unit in self.apart
+        if not apart and self._held is not None and self._held[0] != unit:
             self.release()
-        if self._hold_tiles and self._held is None and layout.tiles:
+        if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
         self._store(layout, slot, flat, add=parameter in self._norms)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
         self._norms[parameter] = torch.linalg.vector_norm(flat, dtype=norm_dtype(flat.dtype))
 
-    def release(self) -> None:
-        """Give back the tiles of the unit written last, and the room of one whose gradients have not come."""
-        self._let_go()
+    def release(self, unit: int | None = None) -> None:
+        """Give back the tiles of the unit written last, and the room of one whose gradients have not come.
+
+        With `unit`: only its tiles, if they are held.
+        """
+        self._let_go(unit)
+        if unit is not None:
+            return
         if self._asked is not None:
             pending = self._asked[1]
             self._asked = None
@@ -93,7 +104,7 @@ class GradientStore:
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """The unit's gradients are all here: let go of its tiles and say so."""
-        self._let_go()
+        self._let_go(unit)
         then(unit)
 
     def catch_up(self, unit: int) -> None:
@@ -158,8 +169,8 @@ class GradientStore:
         if pages:
             self._pager.start_discard(pages)
 
-    def _let_go(self) -> None:
-        if self._held is not None:
+    def _let_go(self, unit: int | None) -> None:
+        if self._held is not None and unit in (None, self._held[0]):
             lease = self._held[1]
             self._held = None
             lease.release()
@@ -187,8 +198,9 @@ class GradientStore:
 
     def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool) -> None:
         """Write `flat` to the pages; with `add`, first add to `flat` what they hold, so that it is the whole."""
+        held = self._held[1] if self._held is not None and self._held[0] == layout.unit else None
         for piece in layout.ranges(slot):
-            lease = self._held[1] if self._held is not None else self._lease(layout, [piece.tile])
+            lease = held or self._lease(layout, [piece.tile])
             try:
                 page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
@@ -197,10 +209,11 @@ class GradientStore:
                     fresh.add_(kept)
                 kept.copy_(fresh)
             except BaseException as error:
-                self._held = None
+                if held is not None:
+                    self._held = None
                 lease.fail(error)
                 raise
-            if self._held is None:
+            if held is None:
                 lease.release()
 
 

@@ -86,7 +86,7 @@ class GatherScheduler:
         self._gradients = gradients
         self._listener = listener
         self._early = early
-        self.order = OrderRecorder()
+        self.order = OrderRecorder(gradients.apart)
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         self._stack = _Stack(HomeProcess())
         # Set while several computations go through the model together.
@@ -296,7 +296,7 @@ class GatherScheduler:
         self.order.contribution(parameter)
         if self.order.all_arrived(self._gradients.trainable(unit)):
             self.announce(unit)
-            self._gradients.release()
+            self._gradients.release(unit)
             self._gradients.expect(self.order.upcoming_gradients())
 
     def announce(self, unit: int) -> None:
@@ -321,5 +321,5 @@ class GatherScheduler:
                 self._touched[unit] = self._listener.gradients_complete(unit)
 
         self._backward.pop(unit, None)
-        if self._gatherer.reshard(unit):
+        if self._gatherer.reshard(unit) and self._listener.may_update(unit):
             self._gradients.complete(unit, take)

@@ -45,11 +45,15 @@ class BucketRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a unit. `whole`: the PARAM page holds all of the unit all the same (ZeRO's stages 1 and 2)."""
+    """One rank's part of a unit. `whole`: the PARAM page holds all of the unit all the same (ZeRO's stages 1 and 2).
+
+    `rank`: among those who share a copy. `copies`: how many copies of the model the ranks keep.
+    """
 
     layout: UnitLayout
     rank: int = 0
     whole: bool = False
+    copies: int = 1
 
     @property
     def unit(self) -> int:
@@ -109,8 +113,10 @@ class Shard:
 
     @property
     def received_nbytes(self) -> int:
-        """Bytes that arrive in the largest exchange."""
-        return self.exchange_length(0) * self.layout.ranks * self.layout.dtype.itemsize if self.exchanges else 0
+        """Bytes that arrive in the largest exchange, and beside them what is added up over copies."""
+        if not self.exchanges:
+            return 0
+        return arriving_nbytes(self.exchange_length(0), self.layout.dtype.itemsize, self.layout.ranks, self.copies)
 
     @property
     def gathered_key(self) -> PageKey:
@@ -185,9 +191,22 @@ def bucket_ranges(shard: Shard, slot: Slot) -> list[BucketRange]:
     return ranges
 
 
-def shards_of(layouts: Sequence[UnitLayout], rank: int, *, whole: bool = False) -> tuple[Shard, ...]:
+def arriving_nbytes(numel: int, itemsize: int, ranks: int, copies: int) -> int:
+    """Bytes that an exchange of gradients takes where `numel` elements come from each of the ranks.
+
+    Several copies add their sums up besides, in float32 at least: what is sent, and what comes, in as many pieces.
+    """
+    return numel * itemsize * ranks + copies_nbytes(numel, itemsize, copies)
+
+
+def copies_nbytes(numel: int, itemsize: int, copies: int) -> int:
+    """What of them is for the sums that copies add up."""
+    return 2 * -(-numel // copies) * copies * max(4, itemsize) if copies > 1 else 0
+
+
+def shards_of(layouts: Sequence[UnitLayout], rank: int, *, whole: bool = False, copies: int = 1) -> tuple[Shard, ...]:
     """The shards of one rank, by unit."""
-    return tuple(Shard(layout, rank, whole) for layout in layouts)
+    return tuple(Shard(layout, rank, whole, copies) for layout in layouts)
 
 
 def owned_ranges(layouts: Sequence[UnitLayout], rank: int) -> list[tuple[int, int, int]]:

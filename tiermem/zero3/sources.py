@@ -139,16 +139,16 @@ class LocalUnits:
     """One rank: the page is the unit, and the pager's own look-ahead is all there is to fetch."""
 
     def __init__(
-        self, pager: Pager, layouts: Sequence[UnitLayout], *, before: Callable[[], None] = lambda: None
+        self, pager: Pager, layouts: Sequence[UnitLayout], *, before: Callable[[int], None] = lambda _: None
     ) -> None:
-        """`before()`: called before a unit is taken; lets go of whatever need not be held beside it."""
+        """`before(unit)`: called before a unit is taken; lets go of whatever need not be held beside it."""
         self._pager = pager
         self._before = before
         self._keys = tuple(layout.key for layout in layouts)
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Lease the unit's page."""
-        self._before()  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
+        self._before(unit)  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
         key = self._keys[unit]
         return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
 
@@ -274,7 +274,7 @@ class RankUnits:
             mine, gathered = held
             try:
                 for part, whole in sections(shard, mine.tensor(own), gathered.base):
-                    self._access.conductor.collectives.all_gather(whole, part)
+                    self._access.conductor.grid.shards.all_gather(whole, part)
             except BaseException:
                 gathered.release()
                 raise

@@ -70,7 +70,7 @@ class WholeUnits:
             try:
                 page = lease.tensor(key)
                 for part, full in sections(shard, page, page)[:1]:  # what is frozen is everywhere already
-                    self._access.conductor.collectives.all_gather(full, part)
+                    self._access.conductor.grid.shards.all_gather(full, part)
             except BaseException as error:
                 lease.fail(error)
                 raise
