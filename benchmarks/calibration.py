@@ -1,18 +1,19 @@
 """What training takes: configurations, their simulation and their measurement, and the rates between the two.
 
-Owns the calibration (same process, same minutes: drives, the plain model's forward and backward, and what training
-shows where everything fits in memory) and the training of a configuration. Does not judge how near the two come.
-Guarantees that every prediction is made from the calibration alone, and that each measurement leaves nothing behind.
+Owns the calibration (what training shows where everything fits in memory, and of the drive with a budget that no
+configuration has) and the training of a configuration. Does not judge how near the two come. Guarantees that every
+prediction is made from the calibration alone, which sees no configuration, and that each measurement leaves nothing
+behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,27 @@ import torch
 from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, Workload
 
 import tiermem
-from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import workload_of
 from tiermem.memory.links import parse_link
-from tiermem.overlap import OverlapReport
+from tiermem.overlap import explain_stalls
 from tiermem.planner import workload as planned
-from tiermem.planner.design import PlanSettings, make_design, unit_sizes
+from tiermem.planner.design import Design, PlanSettings, make_design, unit_sizes
 from tiermem.planner.device import device_least
-from tiermem.planner.machine import Device, Machine
+from tiermem.planner.footprint import plan_footprint, planned_tile
+from tiermem.planner.machine import Device, Drive, Host, Machine
+from tiermem.planner.observed import Observed, observe
 from tiermem.planner.simulate import Simulation, simulate
+from tiermem.timeline import STEP_LANE, UPDATE_LANE, Event
 
 MODELS = {
-    "compute-bound": Workload(layers=6, width=512, mlp_width=1376, heads=8, vocabulary=2048, rows=4, length=256),
+    "compute-bound": Workload(layers=6, width=512, mlp_width=1376, heads=8, vocabulary=2048, rows=2, length=256),
     "io-bound": Workload(layers=6, width=896, mlp_width=2400, heads=14, vocabulary=4096, rows=1, length=48),
 }
 TINY = {"tiny": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=32)}
 ROOMY = 8 << 30
+PAGED = 0.25
+# Computation and kernel have a thread each on every core: beside each other, either takes twice as long.
+BESIDE = 1.0
 WARM_UP = 3
 
 
@@ -54,24 +60,41 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What predictions are made from, for each (model, dtype): the machine, and the step with its units' seconds."""
+    """What predictions are made from, for a model and dtype.
 
-    machines: dict[tuple[str, str], Machine]
-    work: dict[tuple[str, str], planned.Workload]
+    Attributes:
+        machine: its rates.
+        work: the step, with the seconds of its units.
+    """
+
+    machine: Machine
+    work: planned.Workload
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        """All that was measured; `seconds`: forward and backward of each unit."""
+        machine, seconds = self.machine, [unit.seconds for unit in self.work.units]
+        return {**dataclasses.asdict(machine.drive), **dataclasses.asdict(machine.host), "seconds": seconds}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Some steps: seconds, bytes read and written of each; of the mean step, seconds that update kernels ran
+    """Some steps: seconds, bytes read and written of each; what the timeline says of them.
 
-    (`updating`), and of those the ones beside the computation (`beside`).
+    Attributes:
+        observed: the typical step: the median of seconds, bandwidths over all of them.
+        kernels: calls of the update kernel in a step.
+        beside: seconds of a step in which update kernels ran beside the computation.
+        stalls: seconds of a step in which the computation waited, by cause (`tiermem.overlap.Cause`).
     """
 
     seconds: tuple[float, ...]
     read: tuple[int, ...]
     written: tuple[int, ...]
-    updating: float
+    observed: Observed
+    kernels: int
     beside: float
+    stalls: Mapping[str, float]
 
     @property
     def median(self) -> float:
@@ -79,128 +102,118 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def calibrate(models: dict[str, Workload], wanted: Sequence[tuple[str, str]], folder: Path, quick: bool) -> Calibration:
-    """Measure what predictions need: the drives, and for each model and dtype what training takes where all fits."""
-    seconds = (0.01, 0.05) if quick else (0.3, 2.0)
-    machine = measure_machine([folder], seconds=seconds[0], drive_seconds=seconds[1])
-    times = 2 if quick else 6
-    work = {(name, dtype): plain_step(models[name], name, dtype, times) for name, dtype in wanted}
-    found = Calibration(dict.fromkeys(work, machine), work)
-    machines = {key: with_training_rates(models[key[0]], key, found, folder, times) for key in work}
-    return dataclasses.replace(found, machines=machines)
+def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: bool = False) -> Calibration:
+    """Measure what predictions need, in training; the configurations themselves are never among what is trained here.
 
-
-def with_training_rates(model: Workload, key: tuple[str, str], found: Calibration, folder: Path, times: int) -> Machine:
-    """The machine with the rates that training itself shows where everything fits in memory and no byte moves.
-
-    Kernels alone and what each access costs the computation besides come from update="step", where one runs after the
-    other; how much each slows the other down comes from "backward", where they run side by side.
+    Computation and kernel alone, unit by unit, come from update="step" where everything fits and one runs after the
+    other. What the drive gives to requests like those of training, and what a tile and moving bytes cost besides, comes
+    from "backward" with `PAGED` of the state, a budget that no configuration has.
     """
-    work, machine = found.work[key], found.machines[key]
-    in_turn, together = (
-        measure(model, Case(*key, update, math.inf), found, folder, times) for update in ("step", "backward")
+    steps, share = 2 if quick else 4, share_bytes(PAGED, work)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        alone, paged = (
+            train_steps(model, settings_of(work, update, nbytes), [Path(place) / update], steps)
+            for update, nbytes in (("step", ROOMY), ("backward", share))
+        )
+    seen, moving = alone.observed, paged.observed
+    units = tuple(
+        dataclasses.replace(unit, seconds=(seen.forward.get(number, 0.0), seen.backward.get(number, 0.0)))
+        for number, unit in enumerate(work.units)
     )
-    rate = sum(unit.trainable for unit in work.units) / in_turn.updating
-    host = dataclasses.replace(machine.host, update_rate={**machine.host.update_rate, key[1]: rate})
-    known = predict(Case(*key, "step", math.inf), with_machine(found, key, dataclasses.replace(machine, host=host)))
-    lease = (in_turn.median - known.seconds) / len(work.order) + host.lease_seconds
-    computing = in_turn.median - in_turn.updating
-    waiting = together.updating - together.beside
-    slower = (
-        beside(computing, together.median - waiting, together.beside),
-        beside(in_turn.updating, together.updating, together.beside),
+    # What the other took from each of them is taken off; what remains is the bytes' and the tiles' doing.
+    taken = paged.beside * BESIDE / (1 + BESIDE)
+    kernel, computed = moving.updating - taken, computing(moving) - taken
+    tile_seconds = max(0.0, (kernel - seen.updating) / max(1, paged.kernels - alone.kernels))
+    host = Host(
+        update_rate={work.dtype: work.parameters / max(1e-9, seen.updating - tile_seconds * alone.kernels)},
+        copy_rate=1e15,  # is in the seconds of backward
+        lease_seconds=0.0,  # the same
+        step_seconds=seen.elsewhere,
+        tile_seconds=tile_seconds,
+        compute_beside_update=BESIDE,
+        update_beside_compute=BESIDE,
+        compute_beside_io=max(0.0, computed / computing(seen) - 1),
     )
-    host = dataclasses.replace(
-        host,
-        lease_seconds=max(1e-6, lease),
-        compute_beside_update=slower[0],
-        update_beside_compute=slower[1],
-    )
-    return dataclasses.replace(machine, host=host)
+    drive = Drive(read=moving.read, write=moving.write, mixed=moving.mixed)
+    machine = Machine(name="this machine", source="calibrated in training", host=host, drive=drive)
+    return Calibration(machine, dataclasses.replace(work, units=units))
 
 
-def with_machine(found: Calibration, key: tuple[str, str], machine: Machine) -> Calibration:
-    """The calibration with another machine for one model and dtype."""
-    return dataclasses.replace(found, machines=found.machines | {key: machine})
+def train_once(model: Workload, work: planned.Workload, folder: Path) -> None:
+    """Some steps that nobody looks at: the first training of a model in a process was seen to compute more slowly."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        train_steps(model, settings_of(work, "backward", ROOMY), [Path(place) / "0"], 2)
 
 
-def beside(alone: float, running: float, shared: float) -> float:
-    """How much longer work takes beside other work, from its seconds alone, and with `shared` of them beside the other.
-
-    In the shared seconds it gets done what it did not get done in the others; see `planner.lines.Cores`.
-    """
-    done = alone - (running - shared)
-    return max(0.0, shared / done - 1) if done > 0 and shared > 0 else 0.0
-
-
-def plain_step(model: Workload, name: str, dtype: str, times: int) -> planned.Workload:
-    """The model's step with the seconds its forward and backward take in memory, divided by operations."""
-    torch.manual_seed(0)
+def work_of(model: Workload, name: str, dtype: str) -> planned.Workload:
+    """The step of a model as the planner sees it, without seconds."""
     plain = model.model().to(getattr(torch, dtype))
-    work = workload_of(plain, name, batch=model.rows, seq=model.length, batches=1, dtype=dtype, width=model.width)
-    taken: list[tuple[float, float]] = []
-    for number in range(times):
-        tokens = model.tokens(seed=0, step=number)
-        started = time.perf_counter()
-        loss = plain(input_ids=tokens, labels=tokens).loss
-        middle = time.perf_counter()
-        loss.backward()
-        taken.append((middle - started, time.perf_counter() - middle))
-        for parameter in plain.parameters():
-            parameter.grad = None
-    forward, backward = (statistics.median(column) for column in zip(*taken, strict=True))
-    total = sum(unit.flops for unit in work.units)
-    shares = [unit.flops / total for unit in work.units]
-    units = [
-        dataclasses.replace(unit, seconds=(forward * share, backward * share))
-        for unit, share in zip(work.units, shares, strict=True)
-    ]
-    return dataclasses.replace(work, units=tuple(units))
+    return workload_of(plain, name, batch=model.rows, seq=model.length, batches=1, dtype=dtype, width=model.width)
+
+
+def computing(seen: Observed) -> float:
+    """Seconds of a step that are neither stalls nor kernels."""
+    return sum(seen.forward.values()) + sum(seen.backward.values()) + seen.elsewhere
+
+
+def share_bytes(share: float, work: planned.Workload) -> int:
+    """So much of parameters and state."""
+    return round(work.parameters * (work.itemsize + work.state_itemsize) * share) // 4096 * 4096
 
 
 def host_bytes(case: Case, work: planned.Workload) -> int:
     """The host budget of a configuration."""
-    if math.isinf(case.share):
-        return ROOMY
-    return round(work.parameters * (work.itemsize + work.state_itemsize) * case.share) // 4096 * 4096
+    return share_bytes(case.share, work)
+
+
+def designed(case: Case, calibration: Calibration) -> Design:
+    """A configuration as the simulation has it."""
+    work = calibration.work
+    settings = PlanSettings(host_memory=host_bytes(case, work), update=case.update)
+    return make_design(work, machine_with(case, calibration), settings)
 
 
 def predict(case: Case, calibration: Calibration) -> Simulation:
     """Simulate a configuration's step."""
-    work = calibration.work[case.model, case.dtype]
-    settings = PlanSettings(host_memory=host_bytes(case, work), update=case.update)
-    return simulate(make_design(work, machine_with(case, calibration), settings))
+    return simulate(designed(case, calibration))
 
 
 def machine_with(case: Case, calibration: Calibration) -> Machine:
     """The machine, and what plays the device."""
     link = parse_link(case.device)
     if link is None:
-        return calibration.machines[case.model, case.dtype]
-    memory = device_bytes(calibration.work[case.model, case.dtype])
+        return calibration.machine
+    memory = device_bytes(calibration.work)
     device = Device(memory=memory, flops={}, to_device=link.up, to_host=link.down, simulated=True)
-    return dataclasses.replace(calibration.machines[case.model, case.dtype], device=device)
+    return dataclasses.replace(calibration.machine, device=device)
 
 
 def device_bytes(work: planned.Workload) -> int:
-    """The budget of a device: twice the least that works."""
-    return 2 * device_least(unit_sizes(work))
+    """The budget of a device: four times the least that works, so that one unit is fetched beside another."""
+    return 4 * device_least(unit_sizes(work))
 
 
 def measure(model: Workload, case: Case, calibration: Calibration, folder: Path, steps: int) -> Measured:
     """Train a configuration."""
-    work = calibration.work[case.model, case.dtype]
-    settings = {
-        "device": case.device,
-        "device_memory": "auto" if case.device == "cpu" else device_bytes(work),
-        "host_memory": host_bytes(case, work),
-        "param_dtype": case.dtype,
-        "update": case.update,
-        "commits": False,
-    }
+    work = calibration.work
+    settings = settings_of(work, case.update, host_bytes(case, work))
+    if case.device != "cpu":
+        settings |= {"device": case.device, "device_memory": device_bytes(work)}
     with tempfile.TemporaryDirectory(dir=folder) as name:
         directories = [Path(name) / str(number) for number in range(case.directories)]
         return train_steps(model, settings, directories, steps)
+
+
+def settings_of(work: planned.Workload, update: str, nbytes: int) -> dict[str, Any]:
+    """Settings of a training on the processor, with the look-ahead that "auto" begins with: it is not refined."""
+    return {
+        "device": "cpu",
+        "host_memory": nbytes,
+        "look_ahead": plan_footprint(unit_sizes(work), nbytes, planned_tile(nbytes)).look_ahead,
+        "param_dtype": work.dtype,
+        "update": update,
+        "commits": False,
+    }
 
 
 def train_steps(model: Workload, settings: dict[str, Any], directories: Sequence[Path], steps: int) -> Measured:
@@ -215,8 +228,6 @@ def train_steps(model: Workload, settings: dict[str, Any], directories: Sequence
     with tiermem.offload(trained, config) as runtime:
         optimizer = tiermem.AdamW(trained.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
         for number in range(WARM_UP + steps):
-            if number == WARM_UP:
-                before = kernel_use(runtime.timeline())
             tokens = model.tokens(seed=0, step=number)
             started = time.perf_counter()
             trained(input_ids=tokens, labels=tokens).loss.backward()
@@ -225,12 +236,37 @@ def train_steps(model: Workload, settings: dict[str, Any], directories: Sequence
             seconds = time.perf_counter() - started
             last = runtime.statistics().last
             found.append((seconds, last.bytes_read if last else 0, last.bytes_written if last else 0))
-        after = kernel_use(runtime.timeline())
+        trace = directories[0] / "timeline.json"
+        runtime.timeline(trace)
     taken, read, written = zip(*found[WARM_UP:], strict=True)
-    updating, shared = ((late - early) / steps for late, early in zip(after, before, strict=True))
-    return Measured(taken, read, written, updating, shared)
+    return Measured(taken, read, written, **seen_in(trace, steps))
 
 
-def kernel_use(report: OverlapReport) -> tuple[float, float]:
-    """Seconds that update kernels ran so far, and those of them in which the computation ran too."""
-    return next(((use.busy_seconds, use.hidden_seconds) for use in report.edges if use.name == "update"), (0.0, 0.0))
+def seen_in(trace: Path, steps: int) -> dict[str, Any]:
+    """What the last steps of a timeline were like: the rest of `Measured`."""
+    events = [
+        Event(each["name"], each["cat"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, each["args"])
+        for each in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        if each["ph"] == "X"
+    ]
+    events.sort(key=lambda event: event.end)
+    whole = [event for event in events if event.lane == STEP_LANE and event.start >= events[0].end][-steps:]
+    report = explain_stalls([event for event in events if event.start >= whole[0].start])
+    use = next((use for use in report.edges if use.name == UPDATE_LANE), None)
+    share = use.hidden_share if use is not None else 0.0
+    mean = observe(events, steps)
+    each = [observe([event for event in events if event.end <= step.end], 1) for step in whole]
+    typical = dataclasses.replace(
+        mean,
+        forward={unit: statistics.median(one.forward.get(unit, 0.0) for one in each) for unit in mean.forward},
+        backward={unit: statistics.median(one.backward.get(unit, 0.0) for one in each) for unit in mean.backward},
+        elsewhere=statistics.median(one.elsewhere for one in each),
+        updating=statistics.median(one.updating for one in each),
+    )
+    kernels = sum(event.lane == UPDATE_LANE and event.start >= whole[0].start for event in events)
+    return {
+        "observed": typical,
+        "kernels": kernels // len(whole),
+        "beside": typical.updating * share,
+        "stalls": {cause.name.lower(): seconds / report.steps for cause, seconds in report.by_cause().items()},
+    }

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from calibration import MODELS, TINY, Calibration, Case, host_bytes, plain_step, train_steps, with_training_rates
+from calibration import MODELS, TINY, Case, calibrate, host_bytes, train_steps, work_of
 from common import RESULTS, describe_surroundings, write_result
 
-from tiermem.cli.measure import measure_drive, measure_machine
+from tiermem.cli.measure import measure_drive
 from tiermem.planner.design import PlanSettings
 from tiermem.planner.tuning import tune
 
@@ -131,22 +131,19 @@ def child(path: Path) -> int:
         (Path(job["group"]) / "cgroup.procs").write_text(str(os.getpid()))
     name, model = next(iter((TINY if quick else MODELS).items()))
     case = Case(name, "bfloat16", "forward", SHARE)
-    work = plain_step(model, name, case.dtype, 2 if quick else 5)
-    host = host_bytes(case, work)
     if "settings" in job:
         taken: list[list[float]] = [[] for _ in job["settings"]]
         for _ in range(1 if quick else 2):
-            for found, settings in zip(taken, job["settings"], strict=True):
+            for seconds, settings in zip(taken, job["settings"], strict=True):
                 config = configured(PlanSettings(**settings), case.dtype)
-                found.extend(train_steps(model, config, [folder / "swap"], 1 if quick else 4).seconds)
+                seconds.extend(train_steps(model, config, [folder / "swap"], 1 if quick else 4).seconds)
         path.write_text(json.dumps({"seconds": taken}), encoding="utf-8")
         return 0
-    machine = measure_machine([folder], seconds=0.02 if quick else 0.4, drive_seconds=0.05 if quick else 2.0)
-    key = (name, case.dtype)
-    machine = with_training_rates(model, key, Calibration({key: machine}, {key: work}), folder, 2 if quick else 5)
-    tuning = tune(work, machine, PlanSettings(host_memory=host, update=case.update), updates=UPDATES)
+    found = calibrate(model, work_of(model, name, case.dtype), folder, quick=quick)
+    budget = PlanSettings(host_memory=host_bytes(case, found.work), update=case.update)
+    tuning = tune(found.work, found.machine, budget, updates=UPDATES)
     answer = {
-        "machine": dataclasses.asdict(machine),
+        "machine": dataclasses.asdict(found.machine),
         "default": dataclasses.asdict(tuning.default.settings),
         "chosen": dataclasses.asdict(tuning.chosen.settings),
         "default_seconds": tuning.default.seconds,

@@ -9,10 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from tiermem.planner.lines import Cores
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -46,24 +42,3 @@ def test_settings_of_a_plan_are_those_of_a_configuration(tmp_path: Path) -> None
     config = Config(swap_dirs=[tmp_path], **module("tune_throttled").configured(settings, "bfloat16"))
     assert (config.update, config.queue_depth, config.tile_nbytes) == ("backward", 4, 2 << 20)
     assert config.look_ahead_nbytes is None
-
-
-@given(
-    alone=st.tuples(st.floats(0.1, 9.0), st.floats(0.1, 9.0)),
-    slower=st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 3.0)),
-)
-def test_how_much_two_works_slow_each_other_is_found_again(
-    alone: tuple[float, float], slower: tuple[float, float]
-) -> None:
-    # The model of `planner.lines.Cores` run forwards, both from the start; then what was measured of it, backwards.
-    cores, moment, ended = Cores((*slower, 0.0), lambda: False), 0.0, [0.0, 0.0]
-    cores.compute(alone[0], lambda: ended.__setitem__(0, moment))
-    cores.update(alone[1], lambda: ended.__setitem__(1, moment))
-    while cores.computing or cores.updating:
-        seconds = cores.next_end()
-        moment += seconds
-        cores.advance(seconds)
-    shared = min(ended)
-    beside = module("calibration").beside
-    assert beside(alone[0], ended[0], shared) == pytest.approx(slower[0], abs=1e-3)
-    assert beside(alone[1], ended[1], shared) == pytest.approx(slower[1], abs=1e-3)

@@ -100,7 +100,7 @@ def test_a_wire_carries_one_after_the_other() -> None:
 
 
 def test_cores_are_shared_by_computation_and_update() -> None:
-    cores, ended = Cores((0.5, 1.0, 0.0), lambda: False), []
+    cores, ended = Cores((0.5, 1.0, 0.0, 0.0), lambda: False), []
     cores.compute(1.0, lambda: ended.append("compute"))
     cores.update(1.0, lambda: ended.append("update"))
     # Beside each other: two thirds and a half of their speed. Computation ends after 1.5 s, the update is at 0.75 then.
@@ -109,8 +109,23 @@ def test_cores_are_shared_by_computation_and_update() -> None:
     assert cores.busy == [pytest.approx(1.5), pytest.approx(1.75)]
 
 
+def test_both_are_slower_while_bytes_move() -> None:
+    moving = [True]
+    cores, ended = Cores((0.0, 0.0, 0.5, 1.0), lambda: moving[0]), []
+
+    def computed() -> None:
+        ended.append("compute")
+        moving[0] = False
+
+    cores.compute(1.0, computed)
+    cores.update(1.0, lambda: ended.append("update"))
+    # Two thirds and half of their speed until the computation ends after 1.5 s; then no byte moves any more.
+    assert run(cores) == pytest.approx(1.75)
+    assert ended == ["compute", "update"]
+
+
 def test_a_gate_lets_in_as_many_as_it_is_wide() -> None:
-    cores = Cores((0.0, 0.0, 0.0), lambda: False)
+    cores = Cores((0.0, 0.0, 0.0, 0.0), lambda: False)
     clock = Clock([cores], settle=lambda: None, passing=lambda _: None, stuck=lambda: False)
     gate, inside, ended = Gate(clock, 2), [], Signal()
 

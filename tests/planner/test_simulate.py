@@ -15,7 +15,14 @@ from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
 from tiermem.planner import predict as predicting
 from tiermem.planner import world as world_module
-from tiermem.planner.design import Design, PlanSettings, least_device_memory, least_host_memory, make_design
+from tiermem.planner.design import (
+    Design,
+    PlanSettings,
+    least_device_memory,
+    least_host_memory,
+    make_design,
+    retiled,
+)
 from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device
 from tiermem.planner.simulate import Simulation, simulate
@@ -74,6 +81,19 @@ def test_a_step_takes_at_least_what_each_resource_needs(design: Design) -> None:
     assert result.computing >= needed * (1 - 1e-9)
     assert result.updating >= work.parameters * design.update_seconds * (1 - 1e-9)
     assert result.seconds == pytest.approx(result.computing + result.stall_seconds, rel=1e-6)
+
+
+@given(design=designs(150_000), tile_seconds=st.floats(1e-5, 1e-2))
+@settings(max_examples=10, deadline=None)
+def test_each_tile_takes_its_seconds_besides(design: Design, tile_seconds: float) -> None:
+    tiles = sum(design.tiles(unit) for unit in range(len(design.workload.units)))
+    slower = replace(design, tile_seconds=tile_seconds, slower=(0.0, 0.0, 0.0, 0.0))
+    needed = design.workload.parameters * design.update_seconds + tiles * tile_seconds
+    assert simulate(slower).updating == pytest.approx(needed)
+    # Larger tiles that stand for smaller ones take the seconds of those.
+    assert retiled(slower, 2).tile_seconds == pytest.approx(
+        tile_seconds * retiled(slower, 2).footprint.tile_numel / design.footprint.tile_numel
+    )
 
 
 def lru_bytes(design: Design, steps: int) -> int:

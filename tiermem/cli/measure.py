@@ -63,7 +63,7 @@ def measure_machine(
         copies[name] = _TILE * dtype.itemsize / _time(_move_gradient(dtype), seconds)
     beside_update, beside_compute = _beside(_product(torch.bfloat16), _update(torch.bfloat16), seconds)
     with _moving(directories[0]):
-        slowed = _time(_product(torch.bfloat16), seconds)
+        slowed = [_time(work(torch.bfloat16), seconds) for work in (_product, _update)]
     alone = 2.0 * _ROWS * _WIDTH * _WIDTH / products["bfloat16"]
     memory = resolve_host_memory(Config(swap_dirs=[str(directories[0])]), available_host_memory())
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -78,7 +78,8 @@ def measure_machine(
             copy_rate=min(copies.values()),
             compute_beside_update=beside_update,
             update_beside_compute=beside_compute,
-            compute_beside_io=max(0.0, slowed / alone - 1),
+            compute_beside_io=max(0.0, slowed[0] / alone - 1),
+            update_beside_io=max(0.0, slowed[1] * updates["bfloat16"] / _TILE - 1),
         ),
         drive=drive,
     )

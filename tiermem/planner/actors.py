@@ -112,7 +112,7 @@ class UpdateActor:
         world.clock.start(self._load(unit, gate, loaded))
         for tile, signal in enumerate(loaded):
             yield signal
-            seconds = design.tile_numel(unit, tile) * design.update_seconds
+            seconds = design.tile_numel(unit, tile) * design.update_seconds + design.tile_seconds
             yield from world.update(PageKey(unit, Kind.STATE, tile), seconds)
             self._give_back(unit, tile)
             gate.leave()

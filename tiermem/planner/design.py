@@ -69,7 +69,7 @@ class Design:
         workload: the rank's share.
         footprint: how its host budget is shared out.
         times: of each unit.
-        update_seconds: of one element, alone.
+        update_seconds, tile_seconds: of one element, alone; of each tile besides.
         drive: its share of the drives.
         wires: (bytes a second to the device, to the host), None without a device.
         slower: see `lines.Cores`.
@@ -86,10 +86,11 @@ class Design:
     update_seconds: float
     drive: DriveSpeed
     wires: tuple[float, float] | None
-    slower: tuple[float, float, float]
+    slower: tuple[float, float, float, float]
     lease_seconds: float
     step_seconds: float
     device_budget: int | None
+    tile_seconds: float = 0.0
     device: DeviceFootprint | None = None
     update_above_seconds: float = 0.0
 
@@ -204,11 +205,11 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     share = workload.sharded(settings.ranks)
     budget = _device_budget(workload, machine, settings)
     footprint, device = _shared_out(share, settings, budget)
-    drive = machine.drive
+    drive, rates = machine.drive, machine.host
     drives = drive.count / per_node
     contended = machine.device is None or machine.device.simulated
     update_seconds = per_node / machine.update_rate(workload.dtype)
-    beside = (machine.host.compute_beside_update, machine.host.update_beside_compute, machine.host.compute_beside_io)
+    beside = (rates.compute_beside_update, rates.update_beside_compute, rates.compute_beside_io, rates.update_beside_io)
     return Design(
         workload=share,
         settings=settings,
@@ -224,10 +225,11 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
             block=settings.block_size,
         ),
         wires=(machine.device.to_device, machine.device.to_host) if machine.device else None,
-        slower=beside if contended else (0.0, 0.0, 0.0),
-        lease_seconds=machine.host.lease_seconds,
-        step_seconds=machine.host.step_seconds,
+        slower=beside if contended else (0.0, 0.0, 0.0, rates.update_beside_io),
+        lease_seconds=rates.lease_seconds,
+        step_seconds=rates.step_seconds,
         device_budget=budget,
+        tile_seconds=rates.tile_seconds,
         device=device,
         # A real device's takes a small part of what the computation does, and no profile knows its rate.
         update_above_seconds=update_seconds if contended else 0.0,
@@ -268,6 +270,7 @@ def retiled(design: Design, factor: int) -> Design:
         footprint=larger,
         device_budget=device + 2 * grown if device is not None and design.settled else device,
         drive=replace(design.drive, block=block, depth=depth),
+        tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
     )
 
 

@@ -239,11 +239,11 @@ class Wire:
 class Cores:
     """The computation and the update kernel, each one thing at a time, on cores they may have to share.
 
-    `slower`: how much longer computation takes beside the kernel, the kernel beside computation, and computation while
+    `slower`: how much longer computation takes beside the kernel, the kernel beside computation, and each of them while
     bytes move, which `moving()` says.
     """
 
-    def __init__(self, slower: tuple[float, float, float], moving: Callable[[], bool]) -> None:
+    def __init__(self, slower: tuple[float, float, float, float], moving: Callable[[], bool]) -> None:
         self._slower = slower
         self._moving = moving
         self._left = [0.0, 0.0]
@@ -274,9 +274,10 @@ class Cores:
         computing, updating = self.computing, self.updating
         if not (computing or updating):
             return math.inf
-        beside_update, beside_compute, beside_io = self._slower
-        moving = beside_io * self._moving() if beside_io else 0.0
-        compute, update = 1 / (1 + beside_update * updating + moving), 1 / (1 + beside_compute * computing)
+        beside_update, beside_compute, compute_beside_io, update_beside_io = self._slower
+        moving = bool(compute_beside_io or update_beside_io) and self._moving()
+        compute = 1 / (1 + beside_update * updating + compute_beside_io * moving)
+        update = 1 / (1 + beside_compute * computing + update_beside_io * moving)
         self._rates = compute, update
         ends = self._left[0] / compute if computing else math.inf
         return min(ends, self._left[1] / update) if updating else ends

@@ -54,9 +54,10 @@ class Host:
         copy_rate: bytes a second at which gradients are moved into pages and measured.
         lease_seconds: seconds of the compute thread for each lease.
         step_seconds: seconds of the compute thread for each step besides.
+        tile_seconds: seconds of the update for each tile besides: handing it to the kernel, waking up, calling it.
         compute_beside_update: how much longer computation takes while an update kernel runs; 1.0: twice as long.
         update_beside_compute: how much longer an update kernel takes while computation runs.
-        compute_beside_io: how much longer computation takes while bytes move.
+        compute_beside_io, update_beside_io: how much longer computation, an update kernel takes while bytes move.
     """
 
     memory: int = 0
@@ -66,9 +67,11 @@ class Host:
     copy_rate: float = 1e10
     lease_seconds: float = 1e-4
     step_seconds: float = 1e-3
+    tile_seconds: float = 0.0
     compute_beside_update: float = 0.0
     update_beside_compute: float = 0.0
     compute_beside_io: float = 0.0
+    update_beside_io: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,7 +201,7 @@ def observed_design(
             block=settings.block_size,
         ),
         wires=None,
-        slower=(0.0, 0.0, 0.0),
+        slower=(0.0, 0.0, 0.0, 0.0),
         lease_seconds=0.0,
         step_seconds=unseen,
         device_budget=None,
