@@ -28,10 +28,11 @@ from tiermem.overlap import explain_stalls
 from tiermem.planner import workload as planned
 from tiermem.planner.design import Design, PlanSettings, make_design, unit_sizes
 from tiermem.planner.device import device_least
-from tiermem.planner.footprint import plan_footprint, planned_tile
+from tiermem.planner.footprint import plan_footprint
 from tiermem.planner.machine import Device, Drive, Host, Machine
 from tiermem.planner.observed import Observed, observe
 from tiermem.planner.simulate import Simulation, simulate
+from tiermem.planner.tilesizes import planned_tile
 from tiermem.timeline import STEP_LANE, UPDATE_LANE, Event
 
 MODELS = {

@@ -78,9 +78,9 @@ def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixtur
 def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--parameters", "70B", "--machine", "laptop", "--host-memory", "8GiB", "--commits", code=1)
     assert found["missing_bytes"]["swap"] == found["swap_bytes"] - 800 * 10**9
-    arguments = ["--parameters", "2B", "--machine", "rtx4090", "--device-memory"]
-    found = answer(capsys, *arguments, "100MiB", code=1)
-    enough = (100 << 20) + found["missing_bytes"]["device_memory"]
+    arguments = ["--parameters", "300M", "--machine", "rtx4090", "--device-memory"]
+    found = answer(capsys, *arguments, "20MiB", code=1)
+    enough = (20 << 20) + found["missing_bytes"]["device_memory"]
     assert answer(capsys, *arguments, str(enough))["fits"] is True
 
 

@@ -12,7 +12,8 @@ from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.planner.device import _beside, _needed_by_ranks, device_least, device_most, plan_tiers, settled_nbytes
-from tiermem.planner.footprint import SMALLEST_TILE, UnitSize, received_nbytes, rounded, state_tile_nbytes
+from tiermem.planner.footprint import UnitSize, received_nbytes, rounded, state_tile_nbytes
+from tiermem.planner.tilesizes import SMALLEST_TILE
 
 MIB = 1 << 20
 PLENTY = 4 << 30

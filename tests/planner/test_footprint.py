@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles
 
 MIB = 1 << 20
 
@@ -95,10 +96,15 @@ def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize], tile: in
 @settings(max_examples=200, deadline=None)
 def test_more_memory_is_never_used_worse(units: list[UnitSize], tile: int, budgets: tuple[int, int]) -> None:
     low, high = (plan_footprint(units, least_of(units) + extra, tile) for extra in sorted(budgets))
-    assert high.depth >= low.depth
-    assert high.hold_tiles >= low.hold_tiles
-    assert high.serial <= low.serial
-    if (high.depth, high.hold_tiles, high.serial) == (low.depth, low.hold_tiles, low.serial):
+    wanted = plan_footprint(units, 1 << 50, tile).tile_numel
+
+    def way(plan: Footprint) -> tuple[bool, bool, bool, int]:
+        """How well it works: beside the computation, then with tiles that are large enough, then the rest."""
+        is_good = not plan.serial and plan.tile_numel >= good_tiles(wanted)[0]
+        return not plan.serial, is_good, plan.hold_tiles, plan.depth
+
+    assert way(high) >= way(low)
+    if way(high) == way(low):
         assert high.tile_numel >= low.tile_numel
 
 
@@ -127,6 +133,14 @@ def test_a_tile_smaller_than_the_comfortable_one_is_taken_when_asked_for() -> No
     units = [UnitSize("layer", 4 * MIB, 2 * MIB, 2, 10)]
     plan = plan_footprint(units, 400 * MIB, tile_nbytes=SMALLEST_TILE * 10)
     assert (plan.tile_numel, plan.serial, plan.depth) == (SMALLEST_TILE, False, 3)
+
+
+def test_tiles_stay_large_where_a_slower_way_to_hold_them_fits() -> None:
+    # 10 M float32 parameters and a budget of three times their bytes: all gradients at once would leave 2**15 a tile.
+    numel = 10_000_000
+    units = [UnitSize("layer", 4 * numel, numel, grad_itemsize=4, state_itemsize=8)]
+    plan = plan_footprint(units, 3 * 4 * numel + 2 * MIB, 8 * MIB)
+    assert (plan.tile_numel, plan.hold_tiles, plan.depth, plan.serial) == (1 << 20, False, 2, False)
 
 
 @given(st.integers(1, 60), st.sampled_from([8, 10, 12]), st.sampled_from([2, 4]))

@@ -14,19 +14,11 @@ from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tile_count
 from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers
-from tiermem.planner.footprint import (
-    SMALLEST_TILE,
-    Footprint,
-    UnitSize,
-    kept_nbytes,
-    least_budget,
-    plan_footprint,
-    planned_tile,
-    rounded,
-)
+from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Machine
 from tiermem.planner.steps import plan_step
+from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile
 from tiermem.planner.workload import BACKWARD_SHARE, Workload
 
 _PLANE_ALIGNMENT = 64
@@ -268,7 +260,7 @@ def retiled(design: Design, factor: int) -> Design:
         design,
         settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
         footprint=larger,
-        device_budget=device + 2 * grown if device is not None and design.settled else device,
+        device_budget=device + 2 * grown if device is not None and design.device is not None else device,
         drive=replace(design.drive, block=block, depth=depth),
         tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
     )

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
 from tiermem.planner.footprint import (
-    SMALLEST_TILE,
     Footprint,
     UnitSize,
     least_budget,
@@ -36,6 +35,7 @@ from tiermem.planner.footprint import (
     rounded,
     state_tile_nbytes,
 )
+from tiermem.planner.tilesizes import SMALLEST_TILE
 
 # Units whose update nothing follows in backward that it could hide behind: the first of the model.
 _EXPOSED = 2

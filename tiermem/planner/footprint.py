@@ -8,25 +8,20 @@ the error names the largest unit and the least budget that works.
 
 from __future__ import annotations
 
-import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
+from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles, tile_sizes
 from tiermem.zero3.shards import arriving_nbytes
 
 # As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
 _PAGE = max(4096, mmap.PAGESIZE)
-# Ways to work, from the fastest down: (hold_tiles, depth, serial, beside).
+Way = tuple[bool, int, bool, bool]  # hold_tiles, depth, serial, beside
+# From the fastest down.
 _ALONE = ((True, 3, False, False), (True, 2, False, False), (False, 2, False, False), (False, 1, True, False))
 _RANKS = ((False, 3, False, True), (False, 2, False, True), (False, 2, False, False), (False, 1, True, False))
-# Tile sizes are tried from the configured one down by halves to this many elements.
-SMALLEST_TILE = 2048
-_WHOLE_TILE = 1 << 20
-# A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
-# many in hand. Measured with a budget of 512 MiB: 16 MiB moves more than 8 (fewer wake-ups) and than 32 (less ahead).
-_SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
 # Left for activations to pass through, unless the budget is so small that nothing else would fit.
 PASSING = 128 << 10
 # Tiles of the update that are read ahead.
@@ -125,11 +120,6 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def planned_tile(budget: int) -> int:
-    """Bytes of optimizer state that a tile should have where nobody says, for a budget of so many bytes."""
-    return min(max(budget // _TILES_IN_BUDGET, _SMALLEST_PLANNED), _LARGEST_PLANNED)
-
-
 def least_budget(units: Sequence[UnitSize], *, gaps: bool = False) -> int:
     """The smallest budget that works, in bytes; `gaps` as for `plan_footprint`."""
     return _least(_beside_kept(units), gaps=gaps) + kept_nbytes(units)
@@ -169,9 +159,9 @@ def plan_footprint(
         raise _too_little(units, budget, least, kept)
     budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
-    for passing, (hold_tiles, depth, serial, beside) in itertools.product((PASSING, 0), ways):
-        sizes = _tile_sizes(units, tile_nbytes, smallest=SMALLEST_TILE if serial else 16 * SMALLEST_TILE)
-        for tile_numel in sizes if tile is None else [tile]:
+    sizes = tile_sizes(tile_nbytes, _state_itemsize(units))
+    for passing, (hold_tiles, depth, serial, beside), smallest in _tries(ways, sizes[0]):
+        for tile_numel in [size for size in sizes if size >= smallest] if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
             if hold_tiles:  # gradients of what is kept come between those of the rest, and take one tile beside them
                 compute += max((_grad_tile(unit, tile_numel) for unit in staying), default=0)
@@ -222,27 +212,22 @@ def _too_little(units: Sequence[UnitSize], budget: int, least: int, kept: int) -
     )
 
 
-def _tile_sizes(units: Sequence[UnitSize], tile_nbytes: int, smallest: int) -> list[int]:
+def _tries(ways: Sequence[Way], wanted: int) -> Iterator[tuple[int, Way, int]]:
+    """In what order to look for a sharing that fits: (bytes to pass through, way to work, smallest tile).
+
+    Tiles become smaller than is good for them only if no way would fit otherwise, but for the serial ones: to have the
+    update wait for the computation costs more.
+    """
+    for smallest in good_tiles(wanted):
+        yield from ((passing, way, smallest) for passing in (PASSING, 0) for way in ways if not way[2])
+    yield from ((passing, way, SMALLEST_TILE) for passing in (PASSING, 0) for way in ways if way[2])
+
+
+def _state_itemsize(units: Sequence[UnitSize]) -> int:
+    """Bytes of state of an element, on the average and rounded up: what most tiles are like where sizes are mixed."""
     trainable = [unit for unit in units if unit.trainable_numel]
     state = sum(unit.trainable_numel * unit.state_itemsize + unit.wide_numel * unit.wide_itemsize for unit in trainable)
-    # On the average, rounded up: what most tiles are like, where some parameters have more state than others.
-    itemsize = -(-state // max(1, sum(unit.trainable_numel for unit in trainable))) or 8
-    largest = _even(max(SMALLEST_TILE, tile_nbytes // itemsize))
-    smallest = min(smallest, largest)
-    sizes = [largest]
-    while sizes[-1] // 2 >= smallest:
-        sizes.append(_even(sizes[-1] // 2))
-    return sizes
-
-
-def _even(numel: int) -> int:
-    """Return a number of elements at or below this one whose pages are cut well.
-
-    Of 2**20 and more, whole multiples: then a page of them, at an even number of bytes an element, is of whole huge
-    pages, and a transfer of small ones takes up to twice as long (memory/README.md).
-    """
-    multiple = _WHOLE_TILE if numel >= _WHOLE_TILE else SMALLEST_TILE
-    return numel // multiple * multiple
+    return -(-state // max(1, sum(unit.trainable_numel for unit in trainable))) or 8
 
 
 def _grad_tile(unit: UnitSize, tile_numel: int) -> int:

@@ -24,8 +24,9 @@ from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.planner.device import DeviceFootprint
-from tiermem.planner.footprint import SMALLEST_TILE, Footprint, UnitSize, rounded
+from tiermem.planner.footprint import Footprint, UnitSize, rounded
 from tiermem.planner.steps import plan_step
+from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, find_company
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state

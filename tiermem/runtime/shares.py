@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from tiermem.config import Config
 from tiermem.errors import BudgetError, ConfigError, ResumeError
 from tiermem.planner.device import DeviceFootprint, device_most, plan_tiers
-from tiermem.planner.footprint import Footprint, UnitSize, plan_footprint, planned_tile
+from tiermem.planner.footprint import Footprint, UnitSize, plan_footprint
+from tiermem.planner.tilesizes import planned_tile
 from tiermem.runtime.devices import device_budget
 
 
