@@ -70,7 +70,8 @@ def beside_a_device(work: Workload, settled: float, update: str, *, simulated: b
     alone = work.parameters * work.itemsize * (1 - settled)
     nbytes = device_least(sizes) + int(alone + sum(settled_nbytes(size, 1 << 20) for size in sizes) * settled)
     device = Device(memory=8 << 30, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10, simulated=simulated)
-    host = int(least_host_memory(work, 1, device=True) + work.parameters * 14 * max(0.1, 1 - settled) / 3) // 4096 * 4096
+    cached = work.parameters * 14 * max(0.1, 1 - settled) / 3
+    host = int(least_host_memory(work, 1, device=True) + cached) // 4096 * 4096
     plan = PlanSettings(host_memory=host, device_memory=nbytes // 4096 * 4096, update=update, update_on="auto")
     return make_design(work, replace(MACHINE, device=device), plan)
 
