@@ -218,9 +218,10 @@ def _tries(ways: Sequence[Way], wanted: int) -> Iterator[tuple[int, Way, int]]:
     Tiles become smaller than is good for them only if no way would fit otherwise, but for the serial ones: to have the
     update wait for the computation costs more.
     """
-    for smallest in good_tiles(wanted):
-        yield from ((passing, way, smallest) for passing in (PASSING, 0) for way in ways if not way[2])
-    yield from ((passing, way, SMALLEST_TILE) for passing in (PASSING, 0) for way in ways if way[2])
+    for passing in (PASSING, 0):
+        for smallest in good_tiles(wanted):
+            yield from ((passing, way, smallest) for way in ways if not way[2])
+        yield from ((passing, way, SMALLEST_TILE) for way in ways if way[2])
 
 
 def _state_itemsize(units: Sequence[UnitSize]) -> int:
