@@ -99,8 +99,7 @@ def test_what_repeats_nowhere_stays_as_it_is() -> None:
     assert thinned(exact, 10) is exact
 
 
-@pytest.mark.parametrize("update", ["forward", "backward", "step"])
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize(("update", "share"), [("forward", 0.1), ("backward", 0.5), ("step", 0.1)])
 def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) -> None:
     exact = design(workload([3_000_000] * 100), share, update)
     quick, stood_in = simulate_quickly(exact)
