@@ -34,6 +34,15 @@ def training(units: int, tiles: int, update: str) -> Schedule:
     return plan_step([*forward, *back], dict.fromkeys(range(units), tiles), update)
 
 
+def test_gradient_tiles_are_accessed_in_the_order_in_which_gradients_arrive() -> None:
+    accesses = [Access(unit, Phase.GRADIENT) for unit in (1, 0)]
+    schedule = plan_step(accesses, {0: 2, 1: 3}, "step", arrivals={1: (2, 0, 1, 2, 0)})
+    tiles = [access.key[::2] for access in schedule.accesses if access.lane is Lane.COMPUTE]
+    assert tiles == [(1, 2), (1, 0), (1, 1), (1, 2), (1, 0), (0, 0), (0, 1)], "of the other unit all at once"
+    updated = [access.key for access in schedule.accesses if access.lane is Lane.UPDATE]
+    assert len(set(updated)) == len(updated) == 2 + 2 * (2 + 3), "each tile once"
+
+
 def rooms_of(schedule: Schedule) -> dict[PageKey, int]:
     return {access.key: NBYTES[access.key.kind] for access in schedule.accesses}
 

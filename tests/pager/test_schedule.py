@@ -102,6 +102,21 @@ def test_a_gap_is_believed_at_the_second_access_behind_it() -> None:
     assert forecast.begin_step()
 
 
+def test_a_gradient_that_is_added_to_once_more_does_not_lead_into_the_next_step() -> None:
+    gradients = [(Lane.COMPUTE, PageKey(9, Kind.GRAD, tile)) for tile in range(20)]
+    step = [*compute(*range(8)), *gradients, *compute(*reversed(range(8)))]
+    forecast = forecast_of(*step)
+    for lane, key in step[:28]:
+        forecast.note(lane, key)
+    for lane, key in gradients:  # all of it again, in order
+        forecast.note(lane, key)
+        assert next(forecast.upcoming(1)) == (28, Lane.COMPUTE, KEYS[7]), "it is where it was"
+    assert forecast.surprises == 20
+    for lane, key in step[28:]:
+        forecast.note(lane, key)
+    assert forecast.begin_step(), "and the step was as recorded"
+
+
 def test_a_step_that_ends_early_was_not_as_recorded() -> None:
     forecast = forecast_of(*compute(0, 1, 2, 3))
     forecast.note(Lane.COMPUTE, KEYS[0])

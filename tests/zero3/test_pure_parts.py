@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError, TiermemError
-from tiermem.pager.tiling import tile_count, tile_ranges
+from tiermem.pager.tiling import tile_count, tile_ranges, tiles_in_turn
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, dense_stride, memory_order, plan_layout, slot_view
 from tiermem.zero3.order import Access, OrderRecorder, Phase
 from tiermem.zero3.placeholder import Placeholders
@@ -31,6 +31,12 @@ def test_ranges_cover_exactly_without_overlap(start, length, tile):
 @given(length=NUMBERS, tile=st.integers(1, 3000))
 def test_count_is_the_number_of_ranges(length, tile):
     assert tile_count(length, tile) == len(tile_ranges(0, length, tile))
+
+
+@given(runs=st.lists(st.tuples(NUMBERS, st.integers(1, 5000)), max_size=6), tile=st.integers(1, 3000))
+def test_the_tiles_of_runs_are_those_of_their_elements_run_by_run(runs, tile):
+    elements = [[place // tile for place in range(start, start + length)] for start, length in runs]
+    assert tiles_in_turn(runs, tile) == tuple(number for each in elements for number in dict.fromkeys(each))
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1, 1), (0, -1, 1), (0, 1, 0)])

@@ -73,15 +73,16 @@ def workload_of(
     for called, product in calls:
         used[called] = used.get(called, 0) + product
     units = []
+    # Backward comes to what forward used last first, and that is mostly what was made last.
+    runs = blueprint.runs(slot.parameter for layout in blueprint.layouts for slot in reversed(layout.trainable))
     for size, unit in zip(blueprint.sizes, blueprint.divided.units, strict=True):
         numel = size.param_nbytes // itemsize
         attends = next(iter(unit.root.children()), None) is not None
         flops = unit_flops(numel, tokens, seq=seq, width=width if attends else 0) if used.get(unit.number) else 0.0
         nested = size.nested_nbytes - size.nested_kept
         count = size.nested_count
-        units.append(
-            UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept, nested_count=count)
-        )
+        work = UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept, nested_count=count)
+        units.append(replace(work, runs=tuple(runs.get(unit.number, ()))))
     return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype)
 
 

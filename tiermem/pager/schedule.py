@@ -179,6 +179,9 @@ class Forecast:
             return
         reach = min(_LEAP, len(order.positions) // 2)
         skipped = order.between(order.cursor, position, period)
+        if skipped and key.kind is Kind.GRAD and position // period > (order.cursor - 1) // period:
+            self.surprises += 1  # added to once more: to gradients of the next step no way leads past its forward
+            return
         if skipped > reach:
             self._regular = False
             confirmed = None if order.leap is None else order.next_at(key, period, order.leap)

@@ -194,7 +194,7 @@ class Service:
         if error is not None:
             self._retreat(request)
         else:
-            for page in request.held:
+            for page in request.pages:  # in the order asked for, which the schedule knows, whichever was there first
                 self._residency.grant(page, request.tier, request.intent, request.lane)
             self._residency.counters.count(cache_hits=not request.missed, cache_misses=request.missed)
         request.finished(error)

@@ -6,6 +6,7 @@ many bytes they have. Guarantees that the pieces of a run cover it exactly, in o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -47,6 +48,11 @@ def tile_ranges(start: int, length: int, tile: int) -> list[TileRange]:
         ranges.append(TileRange(number, begin_in_tile, begin, piece))
         begin += piece
     return ranges
+
+
+def tiles_in_turn(runs: Iterable[tuple[int, int]], tile: int) -> tuple[int, ...]:
+    """The tiles that these runs (start, length) touch, run by run: several times where several runs share a tile."""
+    return tuple(piece.tile for start, length in runs for piece in tile_ranges(start, length, tile))
 
 
 def _demand_tile(tile: int) -> None:

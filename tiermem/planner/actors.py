@@ -154,6 +154,7 @@ class ComputeActor:
         self._backward: int | None = None  # the unit that backward holds
         self._asked: Asked | None = None  # room for the gradients that come next
         self._received: set[int] = set()
+        self._written: set[PageKey] = set()  # gradient tiles
         self._started: set[int] = set()
         self._lagging: dict[int, None] = {}
         self.phases: dict[str, float] = {}
@@ -162,6 +163,7 @@ class ComputeActor:
         """One whole step."""
         design, world = self._world.design, self._world
         self._received.clear()
+        self._written.clear()
         self._started.clear()
         for batch in range(design.workload.batches):
             last = batch == design.workload.batches - 1
@@ -202,26 +204,23 @@ class ComputeActor:
         self._backward = unit
         if gradient and world.design.hold_tiles and world.design.tiles(unit):
             # As `zero3.reduce.GradientStore.expect`.
-            self._asked = world.ask(self._tiles(unit), self._intent(unit), Lane.COMPUTE)
+            self._asked = self._ask(self._tiles(unit))
         yield from self._compute(self._share(unit, _BEFORE_GRADIENT))
 
     def _gradient(self, unit: int, *, last: bool) -> Steps:
         world, design = self._world, self._world.design
-        tiles, intent = self._tiles(unit), self._intent(unit)
         self._received.add(unit)
         yield from self._update.wait(unit)
         rest = self._share(unit, 1 - _BEFORE_GRADIENT) if self._backward == unit else 0.0
         cost = rest + design.times[unit].gradient
-        if design.hold_tiles and tiles:
-            asked, self._asked = self._asked or world.ask(tiles, intent, Lane.COMPUTE), None
+        tiles = self._tiles(unit)
+        leased = [tiles] if design.hold_tiles else [[tiles[tile]] for tile in design.arriving(unit)]
+        for keys in leased if tiles else ():
+            asked, self._asked = self._asked or self._ask(keys), None
             yield from world.wait(asked)
-            yield from self._compute(cost + design.lease_seconds)
-            world.release(tiles, Lane.COMPUTE)
-        else:
-            for tile in tiles:
-                yield from world.lease([tile], intent, Lane.COMPUTE)
-                yield from self._compute(cost / len(tiles) + design.lease_seconds)
-                world.release([tile], Lane.COMPUTE)
+            self._written.update(keys)
+            yield from self._compute(cost / len(leased) + design.lease_seconds)
+            world.release(keys, Lane.COMPUTE)
         if last and design.settings.update == "backward" and tiles:
             if self._backward == unit:
                 self._release_backward()
@@ -230,8 +229,9 @@ class ComputeActor:
     def _tiles(self, unit: int) -> list[PageKey]:
         return [PageKey(unit, Kind.GRAD, tile) for tile in range(self._world.design.tiles(unit))]
 
-    def _intent(self, unit: int) -> Intent:
-        return Intent.WRITE if unit in self._received else Intent.FRESH
+    def _ask(self, keys: list[PageKey]) -> Asked:
+        """For gradient tiles, all of which were written in this step, or none."""
+        return self._world.ask(keys, Intent.WRITE if keys[0] in self._written else Intent.FRESH, Lane.COMPUTE)
 
     def _request_early(self, unit: int) -> Steps:
         """As `runtime.queues.BackwardThrottle`: hold backward up while updates lag by more than memory holds."""

@@ -7,12 +7,13 @@ not fit is a BudgetError that names what is missing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError, ConfigError
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.pager.tiling import tile_count
+from tiermem.pager.tiling import tile_count, tiles_in_turn
 from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers
 from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
@@ -100,7 +101,13 @@ class Design:
     def schedule(self) -> Schedule:
         """The accesses of a step, as the pager gets them; made anew whenever it is asked for."""
         tiles = {unit: self.tiles(unit) for unit in range(len(self.workload.units))}
-        return plan_step(self.workload.step_order, tiles, self.settings.update)
+        arrivals = {} if self.hold_tiles else {unit: self.arriving(unit) for unit in tiles}
+        return plan_step(self.workload.step_order, tiles, self.settings.update, arrivals=arrivals)
+
+    def arriving(self, unit: int) -> Sequence[int]:
+        """The tiles of a unit's gradient in the order in which they are leased one after the other."""
+        runs = self.workload.units[unit].runs
+        return tiles_in_turn(runs, self.footprint.tile_numel) if runs else range(self.tiles(unit))
 
     def tiles(self, unit: int) -> int:
         """How many tiles a unit's trainable elements make."""

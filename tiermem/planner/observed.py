@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tiermem.errors import ConfigError
 from tiermem.planner.design import Design, PlanSettings, UnitTimes
@@ -23,6 +24,8 @@ from tiermem.planner.workload import ITEM_BYTES, UnitWork, Workload
 from tiermem.stats import READ_EDGE, WRITE_EDGE
 from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 from tiermem.zero3.order import Access, Phase
+
+Runs = Mapping[int, Sequence[tuple[int, int]]]
 
 # A bandwidth seen in less than this share of the time in which bytes moved is not believed.
 _SEEN = 0.05
@@ -156,6 +159,7 @@ def observed_design(
     footprint: Footprint,
     *,
     types: tuple[str, str],
+    runs: Runs = MappingProxyType({}),
 ) -> Design:
     """The design of a step like those observed, alone and without a device.
 
@@ -166,6 +170,7 @@ def observed_design(
         settings: budget, update schedule, how the drive is asked.
         footprint: how the budget is shared out.
         types: of parameters, of moments.
+        runs: of each unit, where the gradients lie that arrive, in that order; see `UnitWork`.
 
     Raises ConfigError where nothing was moved or updated, or the step is of a kind that is not simulated.
     """
@@ -183,9 +188,7 @@ def observed_design(
             unseen += 0.0 if count else taken
         times.append(UnitTimes(both[0], both[1], 0.0, 0.0))
     itemsize = ITEM_BYTES[types[0]]
-    works = [
-        UnitWork(unit.name, unit.param_nbytes // itemsize, unit.trainable_numel, 0.0, kept=unit.kept) for unit in units
-    ]
+    works = [_work(unit, itemsize, runs.get(number, ())) for number, unit in enumerate(units)]
     return Design(
         workload=Workload("observed", tuple(works), order, 1, batches, types[0], types[1]),
         settings=settings,
@@ -206,3 +209,8 @@ def observed_design(
         step_seconds=unseen,
         device_budget=None,
     )
+
+
+def _work(unit: UnitSize, itemsize: int, runs: Sequence[tuple[int, int]]) -> UnitWork:
+    numel = unit.param_nbytes // itemsize
+    return UnitWork(unit.name, numel, unit.trainable_numel, 0.0, kept=unit.kept, runs=tuple(runs))

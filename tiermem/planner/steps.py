@@ -3,16 +3,24 @@
 Owns the one place that says where in a step the update touches a unit's pages, for each update schedule. Does not know
 when anything really happens. Guarantees that the schedule holds every access the computation made, in its order, and
 for each updated unit the accesses of its update, tile by tile, at the place where the update schedule puts them.
+
+Where gradient tiles are leased as gradients arrive, a tile that several parameters share is accessed several times, and
+hardly ever in the order of tiles: backward comes to the last parameters first. A schedule that had each tile once, in
+order, would send the forecast astray (a page that was just written would seem to be needed a step later): measured with
+65 M float32 parameters and a budget of 15 % of their state, a quarter more bytes were read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.schedule import Schedule, schedule_of
 from tiermem.zero3.order import Access, Phase
 from tiermem.zero3.shards import Shard
+
+Arrivals = Mapping[int, Sequence[int]]
 
 
 def plan_step(
@@ -23,6 +31,7 @@ def plan_step(
     *,
     beside: bool = False,
     touches: Sequence[tuple[int, PageKey]] = (),
+    arrivals: Arrivals = MappingProxyType({}),
 ) -> Schedule:
     """The schedule of a step like the recorded one.
 
@@ -34,6 +43,8 @@ def plan_step(
         shards: what this rank keeps of each unit; needed with several ranks, whose transient pages want room too.
         beside: whether the next unit is gathered while one is computed.
         touches: pages of activations, each with the number of accesses that came before it.
+        arrivals: of units whose gradient tiles are leased one after the other as gradients arrive, the tiles in that
+            order; of all others they are leased at once.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
     if transit and beside:
@@ -63,7 +74,8 @@ def plan_step(
             yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
             for unit in before.get(index, ()):
                 yield from _update(unit, tiles[unit])
-            yield from _compute(access, tiles.get(access.unit, 0), transit.get(access.unit))
+            written = arrivals.get(access.unit) or range(tiles.get(access.unit, 0))
+            yield from _compute(access, written, transit.get(access.unit))
             for unit in after.get(index, ()):
                 yield from _update(unit, tiles[unit])
         yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
@@ -71,12 +83,12 @@ def plan_step(
     return schedule_of(walk())
 
 
-def _compute(access: Access, tiles: int, shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
+def _compute(access: Access, tiles: Sequence[int], shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
     if access.phase is Phase.GRADIENT:
         if shard is not None:
             yield Lane.COMPUTE, shard.bucket_key
             yield Lane.COMPUTE, shard.received_key
-        for tile in range(tiles):
+        for tile in tiles:
             yield Lane.COMPUTE, PageKey(access.unit, Kind.GRAD, tile)
     else:
         yield Lane.COMPUTE, PageKey(access.unit, Kind.PARAM)

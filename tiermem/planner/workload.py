@@ -37,6 +37,8 @@ class UnitWork:
         nested_count: how many those are at most.
         kept: whether its parameters stay in host memory by choice.
         seconds: (forward, backward) of one batch where they were measured; None: from `flops`.
+        runs: where its trained parameters lie (first element, elements), in the order in which their gradients arrive;
+            empty: as if it had one parameter.
     """
 
     name: str
@@ -47,6 +49,7 @@ class UnitWork:
     seconds: tuple[float, float] | None = None
     kept: bool = False
     nested_count: int = 0
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Workload:
                 numel=-(-unit.numel // ranks),
                 trainable=-(-unit.trainable // ranks),
                 nested_nbytes=-(-unit.nested_nbytes // ranks),
+                runs=(),  # what has been added up over the ranks arrives tile by tile
             )
             for unit in self.units
         ]

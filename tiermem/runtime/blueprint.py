@@ -8,9 +8,9 @@ touched, and that all ranks draw the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from torch import nn
@@ -23,9 +23,10 @@ from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
+from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, rounded
-from tiermem.planner.steps import plan_step
+from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, find_company
@@ -35,7 +36,7 @@ from tiermem.runtime.shares import share_out
 from tiermem.zero3.keep import Keeping
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import plan_layouts
-from tiermem.zero3.order import Access
+from tiermem.zero3.order import StepOrder
 from tiermem.zero3.shards import Shard, shards_of
 from tiermem.zero3.units import ModelUnits, Wanted, find_units
 
@@ -98,10 +99,42 @@ class Blueprint:
         pages.extend(self.state_pages())
         return pages
 
-    def plan(self, accesses: Sequence[Access], touches: Sequence[tuple[int, PageKey]], update: str) -> Schedule:
-        """The pager's schedule of a step with these accesses of units and touches, updated as `update` says."""
+    @property
+    def hold_tiles(self) -> bool:
+        """Whether a unit's gradient tiles are all leased at once."""
+        return (self.device or self.footprint).hold_tiles
+
+    def runs(self, parameters: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
+        """By unit, where the gradients of these parameters lie (first element, elements), in this order."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for parameter in parameters:
+            unit, start, numel = self._places[parameter]
+            found.setdefault(unit, []).append((start, numel))
+        return found
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        return {
+            slot.parameter: (layout.unit, slot.start, slot.numel)
+            for layout in self.layouts
+            for slot in layout.trainable
+        }
+
+    def arrivals(self, order: StepOrder) -> Arrivals:
+        """The gradient tiles in the order in which they are leased, of units of which they are not leased at once."""
+        tile, apart = self.footprint.tile_numel, self.apart
+        if self.shards[0].layout.ranks > 1 or (self.hold_tiles and not apart):
+            return {}
+        runs = self.runs(order.contributions)
+        return {unit: tiles_in_turn(runs[unit], tile) for unit in runs if not self.hold_tiles or unit in apart}
+
+    def plan(self, order: StepOrder, arrivals: Arrivals, update: str) -> Schedule:
+        """The pager's schedule of a step like this one, whose units are updated as `update` says."""
         tiles = {unit: state.tiles for unit, state in self.states.items()}
-        return plan_step(accesses, tiles, update, self.shards, beside=self.beside, touches=touches)
+        touches = order.touches
+        return plan_step(
+            order.accesses, tiles, update, self.shards, beside=self.beside, touches=touches, arrivals=arrivals
+        )
 
     def state_pages(self) -> list[tuple[PageKey, int]]:
         """The pages of optimizer state with their sizes in bytes."""

@@ -34,7 +34,7 @@ def open_exchanges(
     """Where units come from and gradients go to: one's own pages, or the other ranks."""
     shards, pager = blueprint.shards, storage.pager
     if company.size == 1:
-        hold_tiles = (blueprint.device or blueprint.footprint).hold_tiles
+        hold_tiles = blueprint.hold_tiles
         apart = blueprint.apart if hold_tiles else frozenset()
         gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=hold_tiles, apart=apart)
 

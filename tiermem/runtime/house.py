@@ -232,7 +232,7 @@ def _plans(
     blueprint: Blueprint, config: Config, storage: Storage, company: Company, schedule: UpdateSchedule
 ) -> StepPlans:
     look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
-    return StepPlans(storage.pager, storage.counters, blueprint.plan, schedule, look_ahead)
+    return StepPlans(storage.pager, storage.counters, blueprint, schedule, look_ahead)
 
 
 def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:

@@ -117,6 +117,7 @@ class RefinedLookAhead:
             settings,
             blueprint.footprint,
             types=(str(config.param_dtype), config.moments),
+            runs=blueprint.runs(self._order.contributions),
         )
         return foreseeing(design, self._control.candidates())
 

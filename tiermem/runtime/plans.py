@@ -7,18 +7,30 @@ thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from tiermem.ahead import LookAhead
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import Schedule
+from tiermem.planner.steps import Arrivals
 from tiermem.runtime.look_ahead import LookAheadChoice
 from tiermem.stats import Counters
 from tiermem.zero3.order import Access, StepOrder
 
 Touches = Sequence[tuple[int, PageKey]]
+
+
+class Planner(Protocol):
+    """Who makes a schedule of a recorded step."""
+
+    def arrivals(self, order: StepOrder) -> Arrivals:
+        """The gradient tiles of units of which they are leased one after the other, in that order."""
+
+    def plan(self, order: StepOrder, arrivals: Arrivals, update: str) -> Schedule:
+        """The schedule of a step like this one, whose units are updated as `update` says."""
 
 
 class StepPlans:
@@ -28,17 +40,16 @@ class StepPlans:
         self,
         pager: Pager,
         counters: Counters,
-        plan: Callable[[Sequence[Access], Touches, str], Schedule],
+        planner: Planner,
         schedule: UpdateSchedule,
         choice: LookAheadChoice,
     ) -> None:
-        """`plan(accesses, touches, update)`: the pager's schedule of such a step."""
         self._pager = pager
         self._counters = counters
-        self._plan = plan
+        self._planner = planner
         self._schedule = schedule
         self._choice = choice
-        self._planned: tuple[Sequence[Access], Touches, str] = ((), (), "")
+        self._planned: tuple[Sequence[Access], Touches, Arrivals, str] = ((), (), {}, "")
         self._followed: tuple[Schedule | None, int] = (None, choice.look_ahead.nbytes)
 
     @property
@@ -49,12 +60,14 @@ class StepPlans:
     def close_step(self, order: StepOrder | None) -> None:
         """The step is over; `order`: what is expected of the next, None: nobody knows."""
         acts_as = self._schedule.acts_as
-        if order is not None and (order.accesses, order.touches, acts_as) != self._planned:
-            self._planned = order.accesses, order.touches, acts_as
-            self._choice.begin_anew(order, acts_as)
-            self._follow(self._plan(*self._planned))
-            self._counters.step()
-            return
+        if order is not None:
+            arrivals = self._planner.arrivals(order)
+            if (order.accesses, order.touches, arrivals, acts_as) != self._planned:
+                self._planned = order.accesses, order.touches, arrivals, acts_as
+                self._choice.begin_anew(order, acts_as)
+                self._follow(self._planner.plan(order, arrivals, acts_as))
+                self._counters.step()
+                return
         self._pager.begin_step()
         self._choice.step_closed(self._counters.step().seconds)
         schedule, nbytes = self._followed
