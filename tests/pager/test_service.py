@@ -123,6 +123,18 @@ def test_a_demand_evicts_the_page_used_farthest_in_the_future() -> None:
     assert bench.on(HOST) == {0, 1, 3}
 
 
+def test_pages_leased_together_are_noted_in_the_order_asked_for() -> None:
+    bench = Bench(60)
+    bench.bring(1)
+    bench.order(0, 1, 2, 3, 4, 5)
+    asked = bench.ask(0, 1, 2)
+    bench.end(2)
+    bench.end(0)
+    assert asked.granted, "page 1 was there first, page 0 last"
+    assert next(bench.forecast.upcoming(1)) == (3, Lane.COMPUTE, bench.pages[3].key)
+    assert bench.forecast.surprises == 0
+
+
 def test_a_dirty_victim_is_written_back_before_it_goes() -> None:
     bench = Bench(10)
     bench.bring(0, intent=WRITE)
