@@ -19,7 +19,6 @@ import heapq
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
-from tiermem.zero3 import sources
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.handles import Foreign, Handle, Kept, SavedTensorHooks, refuse_changed
 from tiermem.zero3.layout import view_bytes
-from tiermem.zero3.sources import Lease
+from tiermem.zero3.sources import Lease, PendingLease
 
 # A view of less than this part of its storage is left alone: the rest of the storage is most likely somebody's who
 # keeps it anyway (a batch is a slice of the data set), and would be copied for nothing.
@@ -39,32 +37,17 @@ _LEAST_PART = 8
 _UNKNOWN = -1  # the size of a page that has to be made anew
 
 
-class ClosingLease(Lease, AbstractContextManager["ClosingLease"], Protocol):
-    """A lease that is released where its block ends."""
-
-
-class PendingLease(sources.PendingLease, Protocol):
-    """A lease that was asked for, as it is used here."""
-
-    def wait(self) -> ClosingLease:
-        """The lease; waits."""
-        ...
-
-
 class PageRoom(Protocol):
     """The part of the pager used here."""
 
     def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
         """Announce a page, with `replace` in the place of the one of that name; False while that one is in use."""
-        ...
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
         """Ask for a hold on pages."""
-        ...
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the contents of pages."""
-        ...
 
 
 class _Bytes:
@@ -182,7 +165,7 @@ class ActivationStore:
             raise
         return held
 
-    def _lease_fresh(self, key: PageKey, nbytes: int) -> ClosingLease:
+    def _lease_fresh(self, key: PageKey, nbytes: int) -> Lease:
         try:
             return self._pager.start_lease([key], Intent.FRESH).wait()
         except Exception:

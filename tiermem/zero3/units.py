@@ -97,11 +97,6 @@ class ModelUnits:
             for member in unit.members:
                 yield unit.number, member
 
-    def units_of(self, module: nn.Module) -> tuple[int, ...]:
-        """Return the units that own the parameters of `module` and of all modules below it."""
-        owner = {id(member.parameter): unit for unit, member in self.members()}
-        return tuple(dict.fromkeys(owner[id(parameter)] for parameter in module.parameters()))
-
 
 def find_units(model: nn.Module, wanted: Wanted = None, kept: Container[int] = frozenset()) -> ModelUnits:
     """Divide `model`.
