@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
-from tiermem.zero3.handles import Foreign, Handle, Kept, SavedTensorHooks, refuse_changed
+from tiermem.zero3.handles import SavedTensorHooks, leave_to, refuse_changed
 from tiermem.zero3.layout import view_bytes
 from tiermem.zero3.sources import Lease, PendingLease
 
@@ -236,7 +236,7 @@ class ActivationHooks:
     def enter(self) -> None:
         """Put the hooks on top."""
         self._outer = top_hooks()
-        self._pair = (self._pack, self._unpack)
+        self._pair = (self._pack, self._parameters.unpack)
         push_hooks(*self._pair)
 
     def leave(self) -> None:
@@ -260,17 +260,7 @@ class ActivationHooks:
             return handle
         if self._is_worth_it(tensor):
             return self._store.keep(tensor)
-        if self._outer is None:
-            return Kept(tensor)
-        pack, unpack = self._outer
-        return Foreign(pack(tensor), unpack)
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
-            return self._parameters.restore(packed)
-        if isinstance(packed, Foreign):
-            return packed.unpack(packed.packed)
-        return packed.restore()  # type: ignore[no-any-return]
+        return leave_to(self._outer, tensor)
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:

@@ -34,11 +34,9 @@ class Gradients(Protocol):
     @property
     def apart(self) -> Container[int]:
         """Units whose gradients are taken beside those of others, so that no room is made for them ahead."""
-        return ()
 
-    def expect(self, unit: int | None) -> None:  # noqa: ARG002 - of use to whoever does something about it
-        """The unit's gradients are what comes next; None: something else is. By default nothing is done about it."""
-        return
+    def expect(self, unit: int | None) -> None:
+        """The unit's gradients are what comes next; None: something else is."""
 
     def accumulate(self, parameter: int) -> None:
         """Take `p.grad` of this parameter."""
