@@ -27,7 +27,7 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
 from tiermem.optim.window import Loaded, UpdatedPages, Window, Work
-from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.page import Intent, Kind, PageKey
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class UpdatePager(Protocol):
     """The part of the pager that the update uses."""
 
-    async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> UpdatedPages:
+    async def acquire(self, keys: Sequence[PageKey], intent: Intent) -> UpdatedPages:
         """A lease, awaited on the loop; on whatever tier the unit is updated."""
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
