@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, report
+from common import HERE, RESULTS, end_on_sigterm, report
 from turns import Player, PlayerError, take_turns
 
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "train_step"
-NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound")
+NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound", "io-bound-eighth")
 IDEAL = "plain"
 DRIVE = "fio"
 COLUMNS = (
@@ -301,4 +301,5 @@ def stalled(runs: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

@@ -3,7 +3,8 @@
 Owns the order: the CUDA tests, the same under compute-sanitizer where that is installed, then the benchmark. Does not
 test or measure anything itself. Guarantees that the file is there from the first part on and written anew as each
 ends, whatever fails on the way, that it says what was not run and why, and holds the ends of what failing parts said,
-that no part outlives its own limit, and that the exit code is 0 only if tests and benchmark were run whole and passed.
+that no part outlives its own limit, and that the exit code is 0 only if tests and benchmark were run whole and passed,
+and compute-sanitizer too where there is one.
 
     python tools/gpu_suite.py                 on a machine with a GPU
     python tools/gpu_suite.py --simulated     anywhere: the same on a simulated device and a tiny model
@@ -35,15 +36,16 @@ _TEST_SECONDS, _SANITIZER_SECONDS, _BENCH_SECONDS = 150.0, 60.0, 330.0
 _LAST = 10.0  # of the tests' time: when it begins no further test does, and there is a report of those that were run
 _ONE_TEST = 60  # seconds: a test that hangs is ended, and its stack shown
 _KEPT = 4000  # characters of what a failing test, or part, said
+_VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 _SANITIZED = "copy or frames or bytes"  # the tests of the copies alone: everything runs many times slower there
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the suite: whether it passed, and what it has to say."""
+    """One part of the suite: whether it was finished and good (None: it cannot be run here), what it has to say."""
 
     name: str
-    passed: bool
+    passed: bool | None
     seconds: float
     summary: str
     output: str = ""
@@ -78,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parts.append(attempt(name, carry_out, min(most, ends - time.monotonic())))
             path = write(options, parts, raw)
             part = parts[-1]
-            print(f"{'passed' if part.passed else 'FAILED'}  {part.name} ({part.seconds:.0f} s): {part.summary}")
+            print(f"{_VERDICTS[part.passed]}  {part.name} ({part.seconds:.0f} s): {part.summary}")
     print(f"written: {path}")
-    return 0 if all(part.passed for part in parts) else 1
+    return 1 if any(part.passed is False for part in parts) else 0
 
 
 def attempt(name: str, carry_out: Callable[[float], Part], seconds: float) -> Part:
@@ -133,17 +135,18 @@ def run_tests(scratch: Path, options: argparse.Namespace, seconds: float) -> Par
 
 
 def run_sanitizer(seconds: float) -> Part:
-    """Run the tests of the copies under compute-sanitizer, if there is one and time for it."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None or seconds < 10:
-        return Part("compute-sanitizer", True, 0.0, "not run: " + ("no time" if tool else "not installed"))
+    """Run the tests of the copies under compute-sanitizer, if there is one; passed: to their end, and clean."""
+    name, tool = "compute-sanitizer", shutil.which("compute-sanitizer")
+    if tool is None:
+        return Part(name, None, 0.0, "not installed")
+    if seconds < 10:
+        return Part(name, False, 0.0, f"not run: {seconds:.0f} s were left, and it needs 10 or more")
     tests = [sys.executable, "-m", "pytest", "tests/cuda/test_device.py", "-k", _SANITIZED, "-p", "no:cacheprovider"]
     environment = {**os.environ, "TIERMEM_GPU_SUITE": "cuda"}
     done = run([tool, "--error-exitcode", "9", *tests], seconds, environment)
-    # Everything is many times slower there: not to be done in time says nothing about the code.
-    return Part(
-        "compute-sanitizer", done.problem is None or done.ended, done.seconds, done.problem or "clean", done.output
-    )
+    # Everything is many times slower there, so its limit may well be reached; what is not finished shows nothing.
+    found = f"not finished: {done.problem}" if done.ended else done.problem or "clean"
+    return Part(name, done.problem is None, done.seconds, found, "" if done.problem is None else done.output)
 
 
 def run_benchmark(scratch: Path, options: argparse.Namespace, seconds: float, raw: dict[str, Any]) -> Part:
@@ -200,10 +203,8 @@ def write(options: argparse.Namespace, parts: Sequence[Part], raw: dict[str, Any
         free, total = torch.cuda.mem_get_info()
         device = f"{torch.cuda.get_device_name()}, {total / 2**30:.0f} GiB ({free / 2**30:.0f} free)"
         device += f", CUDA {torch.version.cuda}"
-    lines = [f"- GPU: {device}", "", "| part | passed | seconds | |", "|---|---|---|---|"]
-    lines += [
-        f"| {part.name} | {'yes' if part.passed else 'no'} | {part.seconds:.0f} | {part.summary} |" for part in parts
-    ]
+    lines = [f"- GPU: {device}", "", "| part | | seconds | |", "|---|---|---|---|"]
+    lines += [f"| {part.name} | {_VERDICTS[part.passed]} | {part.seconds:.0f} | {part.summary} |" for part in parts]
     body = "\n".join([*lines, "", str(raw.get("body", "The benchmark has measured nothing."))])
     record = {
         "surroundings": surroundings.to_markdown(),

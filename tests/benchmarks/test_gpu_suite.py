@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
     monkeypatch.setattr(suite, "write", noted)
     monkeypatch.setattr(suite, "run_tests", broken)
     monkeypatch.setattr(suite, "run_benchmark", lambda *arguments: measured)
-    monkeypatch.setattr(suite, "run_sanitizer", lambda seconds: suite.Part("compute-sanitizer", True, 0.0, "not run"))
+    monkeypatch.setattr(suite, "run_sanitizer", lambda seconds: suite.Part("compute-sanitizer", None, 0.0, "none"))
     places = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
     assert suite.main(places) == 1
     assert written == [
@@ -99,7 +100,9 @@ def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
         ["tests", "compute-sanitizer", "benchmark"],
     ]
     (raw,) = (tmp_path / "results").glob("*.json")
-    first, _, last = json.loads(raw.read_text())["parts"]
+    first, second, last = json.loads(raw.read_text())["parts"]
+    assert second["passed"] is None
+    assert "| compute-sanitizer | not run | 0 | none |" in next((tmp_path / "results").glob("*.md")).read_text()
     assert first["summary"] == "ValueError: no such report"
     assert "in broken" in first["output"], "where it happened"
     assert last["passed"]
@@ -107,21 +110,52 @@ def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
 
 def test_what_outlives_its_time_is_ended_with_all_it_has_started(suite: ModuleType, tmp_path: Path) -> None:
     mark = tmp_path / "child"
-    child = f"import pathlib, os, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    parent = (
-        f"import subprocess, sys, time, pathlib; subprocess.Popen([sys.executable, '-c', {child!r}]);"
-        f"p = pathlib.Path({str(mark)!r})\n"
-        "while not (p.exists() and p.read_text()): time.sleep(0.01)\n"
-        "print('the child lives', flush=True); time.sleep(600)"
-    )
-    done = suite.run([sys.executable, "-c", parent], 5.0, {})
+    parent = f"sleep 600 & echo $! > {mark}; echo the child lives; wait"
+    done = suite.run(["/bin/sh", "-c", parent], 2.0, {})
     assert done.ended
-    assert done.problem == "not done after 5 s"
+    assert done.problem == "not done after 2 s"
     assert "the child lives" in done.output, "what it said until then"
     pid, ended = int(mark.read_text()), time.monotonic() + 20
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < ended
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("tool", "passed", "summary"),
+    [
+        ("echo 0 errors", True, "clean"),
+        ("echo 3 errors; exit 9", False, "exit code 9: 3 errors"),
+        ("echo so far 0 errors; sleep 600", False, "not finished: not done after 1 s"),
+    ],
+)
+def test_under_the_sanitizer_passed_means_finished_and_clean(
+    tool: str, passed: bool, summary: str, suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, run = tmp_path / "compute-sanitizer", suite.run
+    program.write_text(f"#!/bin/sh\n{tool}\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(suite, "run", lambda command, seconds, environment: run(command, 1.0, environment))
+    part = suite.run_sanitizer(60.0)
+    assert (part.passed, part.summary) == (passed, summary)
+    assert ("errors" in part.output) == (not passed), "what it said until then"
+    late = suite.run_sanitizer(9.0)
+    assert (late.passed, late.seconds) == (False, 0.0)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    none = suite.run_sanitizer(60.0)
+    assert (none.passed, none.summary) == (None, "not installed")
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (None, 0), (False, 1)])
+def test_a_sanitizer_that_was_not_finished_is_no_success_of_the_suite(
+    passed: bool | None, code: int, suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run_tests", "run_benchmark"):
+        monkeypatch.setattr(suite, name, lambda *arguments: suite.Part("good", True, 1.0, ""))
+    monkeypatch.setattr(suite, "run_sanitizer", lambda seconds: suite.Part("compute-sanitizer", passed, 1.0, ""))
+    monkeypatch.setattr(suite, "write", lambda *arguments: tmp_path)
+    assert suite.main(["--directory", str(tmp_path), "--results", str(tmp_path)]) == code
 
 
 def test_tests_that_fail_or_find_no_time_are_in_the_result_with_their_words(

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 from doubles_chain import SteppedTransfer, stepped_chain
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swap.requests import Priority
 from tiermem.errors import CapacityError, InvariantError
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import renewed_gradients
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Forecast, schedule_of
@@ -507,6 +510,43 @@ def test_read_ahead_goes_up_both_edges() -> None:
     assert {0, 1} <= bench.on(DEVICE)
     asked = bench.ask(0)
     assert asked.granted
+
+
+@pytest.mark.parametrize("used_up", [True, False])
+def test_a_gradient_is_fetched_ahead_only_to_be_added_to(used_up: bool) -> None:
+    """Until its update is done it has contents; what is written anew behind that must not be moved for it."""
+    bench, gradient = Bench(40, device=30, look_ahead=20), PageKey(0, Kind.GRAD)
+    bench.pages[0] = bench.residency.add(gradient, 10, saved=True)
+    bench.store[gradient] = 0
+    update, written = (Lane.UPDATE, gradient), (Lane.COMPUTE, gradient)
+    other = (Lane.COMPUTE, bench.pages[1].key)
+    bench.service.ahead.follow(
+        schedule_of([other, update, written] if used_up else [other, written, written, update]), None
+    )
+    bench.forecast.note(*other)
+    if not used_up:
+        bench.forecast.note(*written)
+    bench.pump()
+    bench.settle()
+    assert (0 in bench.on(DEVICE)) == (not used_up)
+    bench.service.ahead.follow(schedule_of([written]), None)
+    bench.pump()
+    bench.settle()
+    assert 0 in bench.on(DEVICE), "it goes by the schedule of now"
+
+
+@given(st.lists(st.tuples(st.sampled_from(Lane), st.integers(0, 2), st.sampled_from((Kind.GRAD, Kind.STATE)))))
+def test_renewed_is_what_the_update_has_used_since_the_computation_did(
+    accesses: list[tuple[Lane, int, Kind]],
+) -> None:
+    schedule = schedule_of((lane, PageKey(unit, kind)) for lane, unit, kind in accesses)
+    expected = set()
+    for position, (lane, unit, kind) in enumerate(accesses):
+        before = [*accesses[position:], *accesses[:position]][::-1]  # what came before it, the latest first
+        users = [whose for whose, *page in before if page == [unit, kind]]
+        if lane is Lane.COMPUTE and kind is Kind.GRAD and users[0] is Lane.UPDATE:
+            expected.add(position)
+    assert renewed_gradients(schedule) == expected
 
 
 def test_what_the_computation_has_written_leaves_the_device_by_itself() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from tiermem.planner.machine import Device, Drive, Host, Machine
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import thinned
 from tiermem.runtime.blueprint import draw
+from tiermem.stats import StepStatistics
 from tiermem.zero3.keep import Keeping
 
 MIB = 1 << 20
@@ -57,18 +62,42 @@ def small_model(*, tied: bool = False) -> LlamaForCausalLM:
     return LlamaForCausalLM(shape)
 
 
-def trained(model: LlamaForCausalLM, runtime: tiermem.Runtime) -> list[tuple[int, int]]:
-    """Bytes read and written in each of three steps, after three."""
-    optimizer, moved = tiermem.AdamW(model.parameters()), []
-    for _ in range(6):
+def trained(model: LlamaForCausalLM, runtime: tiermem.Runtime) -> Iterator[StepStatistics]:
+    """Train; yields what was counted in each step, behind it."""
+    optimizer = tiermem.AdamW(model.parameters())
+    while True:
         tokens = torch.randint(512, (2, 16))
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         last = runtime.statistics().last
         assert last is not None
-        moved.append((last.bytes_read, last.bytes_written))
-    return moved[3:]
+        yield last
+
+
+def to_and_from_disk(steps: Iterator[StepStatistics]) -> list[tuple[int, int]]:
+    """Bytes read and written in each of three steps, after three."""
+    return [(step.bytes_read, step.bytes_written) for step in islice(steps, 3, 6)]
+
+
+def moved_at_rest(runtime: tiermem.Runtime) -> Counter[str]:
+    """Bytes moved over each edge so far, when no update is left and nothing moves.
+
+    A step is closed while its last gradients are on their way down and the next step's parameters on their way up, so
+    what is counted in one step is, by a unit or several, in one run this step's and in the next run the next one's.
+    """
+    runtime.settle()
+    pager = runtime._house.storage.pager
+    core, at_rest = pager._core, 0
+    for _ in range(10_000):
+        # Behind each call the pager may start moves; behind one that finds none it has nothing more to start.
+        busy = pager._loop.call(lambda: core.residency.moves + core._kernels + len(core.service.waiting))
+        at_rest = 0 if busy else at_rest + 1
+        if at_rest == 2:
+            total = runtime.statistics().total
+            return Counter({edge: total.edge(edge).nbytes for edge in EDGES})
+        time.sleep(0.001 * bool(busy))
+    raise AssertionError(f"{busy} moves, kernels and requests after ten seconds without a step")
 
 
 def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation]:
@@ -86,7 +115,7 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
     model = small_model(tied=case.tied)
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype=case.dtype)
     with tiermem.offload(model, config) as runtime:
-        moved = trained(model, runtime)
+        moved = to_and_from_disk(trained(model, runtime))
         order = runtime._house.scheduler.order.expected
         assert order is not None
         assert order.accesses == work.step_order, "units are used in the order that was foreseen"
@@ -158,7 +187,7 @@ def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_cou
         commits=False,
     )
     with tiermem.offload(model, config) as runtime:
-        found = statistics.median(read + written for read, written in trained(model, runtime))
+        found = statistics.median(read + written for read, written in to_and_from_disk(trained(model, runtime)))
     # Host memory is in one piece, and for a place in it kept pages are written, too: up to 13 % was seen. This holds
     # the count against what happens; it does not show that the plan is why: next uses alone move a few percent more.
     assert found == pytest.approx(plans[-1].moved, rel=0.25)
@@ -171,12 +200,14 @@ BESIDE = replace(
     ),
 )
 EDGES = ("host->device", "device->host", "swap->host", "host->swap")
+COUNTED = 3
+LAYER_NBYTES = 2 * (4 * 128 * 128 + 3 * 128 * 344 + 2 * 128)  # attention, feed-forward, two norms, in bfloat16
 
 
 def both_beside_a_device(
     update: str, device: int, host: int, update_on: str, directory: Path
 ) -> tuple[dict[str, float], dict[str, float], int]:
-    """Bytes over each edge in a step (the median of five), those that were foreseen, and how many units are settled."""
+    """Bytes over each edge in three steps together, those that were foreseen, and how many units are settled."""
     config = tiermem.Config(
         device="simulated",
         device_memory=device,
@@ -192,18 +223,12 @@ def both_beside_a_device(
     model = small_model()
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype="bfloat16")
     blueprint = draw(model, config, None)
-    moved: dict[str, list[float]] = {edge: [] for edge in EDGES}
     with tiermem.offload(model, config) as runtime:
-        optimizer = tiermem.AdamW(model.parameters())
-        for step in range(8):
-            tokens = torch.randint(512, (2, 16))
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            last = runtime.statistics().last
-            assert last is not None
-            for edge in EDGES:
-                moved[edge].extend([last.edge(edge).nbytes] if step >= 3 else [])
+        steps = trained(model, runtime)
+        list(islice(steps, 3))
+        before = moved_at_rest(runtime)
+        list(islice(steps, COUNTED))
+        after = moved_at_rest(runtime)
     settings = PlanSettings(
         host_memory=host,
         device_memory=device,
@@ -215,8 +240,8 @@ def both_beside_a_device(
     design = make_design(work, BESIDE, settings)
     assert (design.footprint, design.device) == (blueprint.footprint, blueprint.device), "budgets are shared out alike"
     foreseen = simulate(design).edges
-    real = {edge: statistics.median(moved[edge]) for edge in EDGES}
-    return real, {edge: foreseen.get(edge, 0.0) for edge in EDGES}, len(design.settled)
+    real = {edge: float(after[edge] - before[edge]) for edge in EDGES}
+    return real, {edge: COUNTED * foreseen.get(edge, 0.0) for edge in EDGES}, len(design.settled)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +252,11 @@ def test_what_is_settled_on_a_device_and_what_is_not_move_as_foreseen(
 ) -> None:
     real, foreseen, count = both_beside_a_device(update, device * MIB, 64 * MIB, "auto", tmp_path)
     assert count == settled
-    # Mostly to the byte; on a busy machine a unit more or less crosses while a step is counted. What is 0 stays 0.
-    near = {edge: pytest.approx(foreseen[edge], rel=0.3, abs=0) for edge in EDGES}
-    assert real == near
+    # Device memory is in one piece and the simulated one is not: where it is tight, a layer's parameters may have to
+    # go for a place of that size while others have room in pieces, and come again. Once in a step, and nothing else.
+    again = (real["host->device"] - foreseen["host->device"]) / LAYER_NBYTES
+    assert again in (range(COUNTED + 1) if settled == 1 else (0,))
+    assert real == {**foreseen, "host->device": foreseen["host->device"] + again * LAYER_NBYTES}
     assert (foreseen["host->device"] == 0) == (settled == 8), "of what is settled nothing moves, of the rest something"
 
 
@@ -240,7 +267,7 @@ def test_and_to_and_from_disk_where_host_memory_is_small(update: str, update_on:
     assert (settled > 0) == (update_on == "auto")
     assert real["swap->host"] == pytest.approx(foreseen["swap->host"], rel=0.1)
     assert real["host->swap"] == pytest.approx(foreseen["host->swap"], rel=0.2)
-    assert real["host->device"] == pytest.approx(foreseen["host->device"], rel=0.3)
+    assert real["host->device"] == foreseen["host->device"]
 
 
 def is_small(name: str, parameter: torch.nn.Parameter) -> bool:

@@ -53,6 +53,8 @@ class Ahead:
         self._room = room
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
+        self._renewed: Collection[int] = ()
+        self._period = 1
         # How far the last look came: the position of the first access that it found no room for.
         self._horizon = dict.fromkeys(residency.chain.memory_tiers, -1)
         self._seen = 0
@@ -83,6 +85,7 @@ class Ahead:
         if look_ahead is not None:
             self._appetite = {**self._appetite, Tier.HOST: replace(self._appetite[Tier.HOST], look_ahead=look_ahead)}
         stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
+        self._renewed, self._period = (renewed_gradients(schedule), schedule.period) if schedule else ((), 1)
         self._residency.forecast.set_schedule(schedule, stays, reaches)
         self._residency.reclassify()
 
@@ -228,7 +231,8 @@ class Ahead:
             wanted = top if lane is compute or key.unit in settled else Tier.HOST
             if page is None or page.error is not None or wanted < tier:
                 continue
-            written = bool(page.valid)
+            # What its update is going to use up, or is about to, will be written anew: as what has no contents.
+            written = bool(page.valid) and not (lane is compute and position % self._period in self._renewed)
             if lane is not compute and not written:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
             if tier is not wanted and (top in page.frames or (key.kind is transit and not written)):
@@ -239,3 +243,15 @@ class Ahead:
             if not page.leases.get(tier) and not (page.kept and tier is Tier.HOST):
                 # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
                 yield Candidate(key, page.room, tier in page.frames or not written)
+
+
+def renewed_gradients(schedule: Schedule) -> frozenset[int]:
+    """Where the computation writes a gradient whose contents the update has used up: nobody has to fetch them."""
+    latest: dict[PageKey, Lane] = {}
+    found = set()
+    for position, (lane, key) in (*enumerate(schedule.accesses), *enumerate(schedule.accesses)):  # step upon step
+        if key.kind is Kind.GRAD:
+            if lane is Lane.COMPUTE and latest.get(key) is Lane.UPDATE:
+                found.add(position)
+            latest[key] = lane
+    return frozenset(found)

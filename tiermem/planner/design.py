@@ -260,7 +260,7 @@ def retiled(design: Design, factor: int) -> Design:
         design,
         settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
         footprint=larger,
-        device_budget=device + 2 * grown if device is not None and design.device is not None else device,
+        device_budget=(device or 0) + 2 * grown if design.device else device,
         drive=replace(design.drive, block=block, depth=depth),
         tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
     )
