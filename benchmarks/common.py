@@ -15,6 +15,7 @@ import platform
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -101,6 +102,11 @@ def revision() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM, too, end the program by an exception, so that contenders are ended and swap files removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def resident_bytes() -> int:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration import MODELS, TINY, Calibration, Case, calibrate, measure, predict, train_once, work_of
-from common import RESULTS, describe_surroundings, earlier_result, write_result
+from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, write_result
 from workloads import Workload
 
 from tiermem.planner import workload as planned
@@ -235,4 +235,5 @@ def drive(rates: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

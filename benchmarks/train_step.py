@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, report_runs
+from common import HERE, RESULTS, end_on_sigterm, report_runs
 from turns import Player, PlayerError, take_turns
 
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "train_step"
-NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound")
+NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound", "io-bound-eighth")
 IDEAL = "plain"
 DRIVE = "fio"
 COLUMNS = (
@@ -300,4 +300,5 @@ def detail(runs: Sequence[dict[str, Any]], name: str, scale: float, unit: str) -
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration import MODELS, TINY, Case, calibrate, host_bytes, train_steps, work_of
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, describe_surroundings, end_on_sigterm, write_result
 
 from tiermem.cli.measure import measure_drive
 from tiermem.planner.design import PlanSettings
@@ -199,4 +199,5 @@ def table(
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

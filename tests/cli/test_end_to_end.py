@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 from doubles_python import WarmPython
 
 import tiermem
+from tiermem.cli.main import INTERRUPTED
 from tiermem.cli.presets import find_model
 from tiermem.cli.train import Training, TrainOptions, learning_rate_factor, open_text
 
@@ -139,8 +141,8 @@ def test_a_training_is_resumed_where_it_was_committed(
     with subprocess.Popen([*words, "--commit-every", "2"], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         while process.poll() is None and not list((tmp_path / "run").glob("*.manifest")):
             time.sleep(0.01)
-        process.terminate()  # nobody catches it: the kernel ends the process at once, as it does a killed one
-    assert process.returncode == -signal.SIGTERM
+        process.terminate()
+    assert process.returncode == INTERRUPTED
     resumed = command("train", *common, "--steps", str(steps), "--swap-dir", run, "--resume")
     found = [step["loss"] for step in json.loads(resumed.stdout)["steps"]]
     assert 1 <= len(found) <= steps - 2
@@ -153,6 +155,58 @@ def test_a_training_is_resumed_where_it_was_committed(
     assert verified.returncode == 0
     report = json.loads(verified.stdout)
     assert (report["step"], report["verified"], report["damaged"]) == (steps, True, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("given", [True, False])
+def test_an_interrupted_training_leaves_nothing(
+    warm_python: WarmPython, tmp_path: Path, number: signal.Signals, given: bool
+) -> None:
+    """In its first step where a directory is given, while its pages are being made where none is."""
+    words = [warm_python.path, "-m", "tiermem", "train", "--model", "llama-tiny", "--steps", "100000", "--seq", "32"]
+    where = ("--swap-dir", str(tmp_path)) if given else ()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*words, *where, "--host-memory", "4MiB"], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    ) as process:
+        assert process.stderr is not None
+        while process.poll() is None and not list(tmp_path.rglob("*.swapfile")):
+            time.sleep(0.01)
+        if given:
+            assert process.stderr.readline().startswith("step 1/")
+        process.send_signal(number)
+        errors = process.stderr.read()
+        assert process.wait(60) == INTERRUPTED
+    assert errors.splitlines()[-1] == "tiermem: interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+
+IN_A_FINALIZER = f"""
+import os, signal, time
+from tiermem.cli import main
+
+class Object:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{{}})
+        time.sleep(60)
+
+def run(arguments):
+    Object()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return {INTERRUPTED}
+    return 0
+
+main.run = run
+main.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_that_comes_where_exceptions_are_dropped_comes_again(warm_python: WarmPython, name: str) -> None:
+    done = warm_python.run("-c", IN_A_FINALIZER.format(name))
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "")
 
 
 def test_a_resumed_training_goes_on_at_the_rate_of_its_own_schedule(tmp_path: Path) -> None:

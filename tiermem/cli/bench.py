@@ -8,11 +8,8 @@ and that the files are gone when it ends, interrupted or not.
 from __future__ import annotations
 
 import json as json_module
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Annotated, Any, Self
 
 import typer
@@ -108,7 +105,7 @@ def measure(plan: Plan, console: Console) -> BenchReport:
     console.print(
         f"about {estimate:.0f} s; {plan.write_nbytes / 1e9:.1f} GB are written first, then measured", highlight=False
     )
-    with terminate_as_interrupt(), BenchProgress(console, estimate) as progress:
+    with BenchProgress(console, estimate) as progress:
         return run_bench(plan, progress.begins)
 
 
@@ -148,20 +145,6 @@ class BenchProgress:
         if not self.console.is_terminal and first != self.said:
             self.said = first
             self.console.print(first, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the body as Ctrl-C does, so that its files are removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def copies() -> dict[str, Any]:

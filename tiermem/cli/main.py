@@ -8,9 +8,11 @@ a failure and 2 for wrong usage, and that with `--json` stdout holds one object 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from tiermem.cli.report import TrainReport
 
 INTERRUPTED = 130
+AGAIN_SECONDS = 0.01
 
 app = typer.Typer(name="tiermem", add_completion=False, pretty_exceptions_enable=False)
 
@@ -169,6 +172,22 @@ def fail(message: str, code: int) -> int:
     return code
 
 
+def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
+    """Let a signal end a command as Ctrl-C does, so that swap files are closed, or removed."""
+    raise KeyboardInterrupt
+
+
+def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Repeat soon an interrupt that came where Python drops exceptions, as in a `__del__`; say all others as ever."""
+    if dropped.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+    else:
+        sys.__unraisablehook__(dropped)
+
+
 def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, interrupt)
+    sys.unraisablehook = interrupt_again
     sys.exit(run(sys.argv[1:]))
