@@ -85,7 +85,9 @@ def test_vertical_accumulation_has_the_same_losses_and_reads_less(command: Comma
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["steps"])
     assert [step["loss"] for step in found[0]] == [step["loss"] for step in found[1]]
-    assert found[1][-1]["bytes_read"] < 0.6 * found[0][-1]["bytes_read"]
+    # Of all steps: what the updates of one read is counted in it or, as it comes, in the next. 0.48 to 0.53 were seen.
+    plainly, vertically = (sum(step["bytes_read"] for step in steps) for steps in found)
+    assert vertically < 0.6 * plainly
 
 
 def test_offloaded_activations_give_the_same_losses(command: Command, tmp_path: Path) -> None:
