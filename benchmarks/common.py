@@ -1,4 +1,4 @@
-"""What the benchmarks share: the description of the machine, memory counters, files of results.
+"""What the benchmarks share: the description of the machine, memory counters, processes that are ranks, result files.
 
 Owns the form of a result: Markdown for people and raw JSON beside it, both named by theme, hardware and date. Imports
 neither torch nor tiermem, so that a contender in another environment can use it. Guarantees that a result says what it
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -18,9 +19,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -184,12 +186,24 @@ def report(theme: str, packages: Sequence[str], body: str, raw: Mapping[str, Any
         print(f"\nwritten: {write_result(theme, surroundings, body, whole, folder)}")
 
 
-def report_runs(
-    theme: str, packages: Sequence[str], body: str, runs: Sequence[Mapping[str, Any]], folder: Path | None
-) -> int:
-    """Report runs of contenders; return a program's exit code: 1 if one of them has failed."""
-    report(theme, packages, body, {"runs": runs}, folder)
-    return 0 if all(run["error"] is None for run in runs) else 1
+def on_ranks(target: Callable[..., None], size: int, *arguments: object, seconds: float) -> list[dict[str, Any]]:
+    """Return what each of `size` processes leaves in `<rank>.json` of a folder they share.
+
+    Each calls `target(rank, *arguments, folder)`. Forked, so from a process that has imported everything and computed
+    nothing. Raises RuntimeError if one has not ended well after `seconds`.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        ranks = [context.Process(target=target, args=(rank, *arguments, folder)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(seconds)
+            process.kill()
+        files = [Path(folder, f"{rank}.json") for rank in range(size)]
+        if not all(file.exists() for file in files):
+            raise RuntimeError(f"{target.__name__}{arguments} of {size} ranks did not end")
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def earlier_result(theme: str, surroundings: Surroundings, folder: Path = RESULTS) -> dict[str, Any]:

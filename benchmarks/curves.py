@@ -24,8 +24,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def draw(curves: Mapping[str, Sequence[float]], *, title: str, across: str, up: str) -> str:
-    """Return an SVG of the curves: value number k of each at x = k + 1. `across` and `up` name the axes."""
+def draw(curves: Mapping[str, Sequence[float]], *, title: str) -> str:
+    """Return an SVG of the curves: the loss of step k + 1 is value number k."""
     longest = max(map(len, curves.values()))
     low, high = (pick(value for values in curves.values() for value in values) for pick in (min, max))
     high = high if high > low else low + 1.0
@@ -40,8 +40,8 @@ def draw(curves: Mapping[str, Sequence[float]], *, title: str, across: str, up: 
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" {FONT}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{WIDTH / 2}" y="18" text-anchor="middle">{escape(title)}</text>',
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(across)}</text>',
-        f'<text transform="translate(14 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">{escape(up)}</text>',
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>',
+        f'<text transform="translate(14 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">loss</text>',
     ]
     for tick in range(TICKS + 1):
         value, step = low + (high - low) * tick / TICKS, longest * tick / TICKS

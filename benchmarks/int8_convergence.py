@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw = {"options": {k: v for k, v in vars(options).items() if k != "results"}, "losses": losses}
         path = write_result(THEME, surroundings, body, raw, options.results)
         smooth = {f"{name} moments": running_mean(values, WINDOW) for name, values in losses.items()}
-        picture = draw(smooth, title=f"{options.model}, running mean of {WINDOW} steps", across="step", up="loss")
+        picture = draw(smooth, title=f"{options.model}, running mean of {WINDOW} steps")
         path.with_suffix(".svg").write_text(picture, encoding="utf-8")
         print(f"\nwritten: {path}")
     return 0

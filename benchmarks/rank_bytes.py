@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import describe_surroundings
+from common import describe_surroundings, on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
@@ -47,9 +45,9 @@ def rank_bytes(rank: int, size: int, stage: int, width: int, directory: str) -> 
             optimizer.step()
             optimizer.zero_grad()
         statistics = runtime.statistics()
-        layouts = [shard for shard in runtime._house.shards]  # noqa: SLF001, C416 - measured from inside
+        shards = runtime._house.shards  # noqa: SLF001 - measured from inside
         kinds: dict[str, int] = {"param": 0, "grad": 0}
-        for shard in layouts:
+        for shard in shards:
             for key, nbytes in shard.pages():
                 kinds[key.kind.value] += nbytes
             if stage == 1 and size > 1:
@@ -66,18 +64,7 @@ def rank_bytes(rank: int, size: int, stage: int, width: int, directory: str) -> 
 
 def measure(size: int, stage: int, width: int) -> list[dict[str, Any]]:
     """What each rank of a world keeps. Raises RuntimeError if one does not end in time."""
-    context = multiprocessing.get_context("fork")  # from a process that has imported everything, and computed nothing
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        ranks = [context.Process(target=rank_bytes, args=(rank, size, stage, width, directory)) for rank in range(size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(180)
-            process.kill()
-        files = [Path(directory, f"{rank}.json") for rank in range(size)]
-        if not all(file.exists() for file in files):
-            raise RuntimeError(f"stage {stage} with {size} ranks did not end")
-        return [json.loads(file.read_text()) for file in files]
+    return on_ranks(rank_bytes, size, size, stage, width, seconds=180)
 
 
 def expected(parameters: int, size: int, stage: int) -> int:

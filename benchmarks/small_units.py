@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import describe_surroundings, write_result
+from common import describe_surroundings, on_ranks, write_result
 from torch import nn
 
 import tiermem
@@ -66,19 +64,8 @@ def train(rank: int, shape: tuple[int, int, int], steps: int, directory: str) ->
 
 def measure(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     """Median seconds of a step, and bytes reserved at most, on the first rank. Raises RuntimeError if one hangs."""
-    context = multiprocessing.get_context("fork")  # from a process that has imported everything, and computed nothing
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        ranks = [context.Process(target=train, args=(rank, shape, steps, directory)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(100)
-            process.kill()
-        first = Path(directory, "0.json")
-        if not first.exists() or not Path(directory, "1.json").exists():
-            raise RuntimeError(f"{shape}: a rank did not end")
-        found = json.loads(first.read_text())
-        return {"seconds": statistics.median(found["seconds"]), "reserved": found["reserved"]}
+    found = on_ranks(train, RANKS, shape, steps, seconds=100)[0]
+    return {"seconds": statistics.median(found["seconds"]), "reserved": found["reserved"]}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, end_on_sigterm, report_runs
+from common import HERE, RESULTS, end_on_sigterm, report
 from turns import Player, PlayerError, take_turns
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = run_all(plan)
     by_workload = {name: [run for run in runs if run["workload"] == name] for name in plan.workloads}
     body = "\n\n".join(f"## {name}\n\n{table(own)}\n\n{profile(own)}" for name, own in by_workload.items())
-    return report_runs(THEME, PACKAGES, body, runs, options.results or (None if quick else RESULTS))
+    report(THEME, PACKAGES, body, {"runs": runs}, options.results or (None if quick else RESULTS))
+    return 0 if all(run["error"] is None for run in runs) else 1
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -233,7 +234,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"| {name}{good[0]['details'].get('version', '')} "
             f"| {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} | {to_fio} "
-            f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {detail(good, 'stall_seconds', 1, 's')} "
+            f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {stalled(good)} "
             f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
         )
     if alone:
@@ -293,10 +294,10 @@ def drive(runs: Sequence[dict[str, Any]], name: str) -> str:
     return f"{statistics.median(value for run in runs for value in run[name]) / 1e9:.3f} GB"
 
 
-def detail(runs: Sequence[dict[str, Any]], name: str, scale: float, unit: str) -> str:
-    """Return the median over the measured steps of a detail that only some contenders report."""
-    values = [value for run in runs for value in run["details"].get(name, [])[-len(run["seconds"]) :]]
-    return f"{statistics.median(values) / scale:.2f} {unit}" if values else ""
+def stalled(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the median stall over the measured steps, of contenders that report one."""
+    values = [value for run in runs for value in run["details"].get("stall_seconds", [])[-len(run["seconds"]) :]]
+    return f"{statistics.median(values):.2f} s" if values else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -45,9 +44,7 @@ class Player:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -55,7 +52,7 @@ class Player:
     def step(self) -> float:
         """Let it do a step; return the seconds it took. Raises PlayerError if it has died."""
         started = time.perf_counter()
-        self._say("step\n")
+        self._ask()
         self._answer()
         return time.perf_counter() - started
 
@@ -67,11 +64,11 @@ class Player:
         outcome: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
         return outcome
 
-    def _say(self, text: str) -> None:
+    def _ask(self) -> None:
         stream = self._process.stdin
         try:
             if stream is not None:
-                stream.write(text)
+                stream.write("step\n")
                 stream.flush()
         except BrokenPipeError:
             raise self._died() from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from swap.blocks import ALIGNMENT, align_up, is_aligned
@@ -68,9 +67,7 @@ class AlignedBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

@@ -24,6 +24,7 @@ from itertools import count
 from swap.requests import Block, Operation, Part, Priority, Request
 from swap.settings import DeviceStatistics
 
+_SHARE = 0.25  # of the depth, kept for the operation behind
 _TURNS = 3  # blocks the operation in front may take in a row at depth 1 while the other waits
 
 
@@ -35,9 +36,9 @@ class SharePolicy:
     reserve: int
 
     @classmethod
-    def for_depth(cls, depth: int, share: float = 0.25) -> SharePolicy:
-        """The policy that keeps `share` of `depth`, at least one slot where there are two."""
-        return cls(depth, 0 if depth == 1 else min(max(1, round(depth * share)), depth // 2))
+    def for_depth(cls, depth: int) -> SharePolicy:
+        """The policy that keeps a quarter of `depth`, at least one slot where there are two."""
+        return cls(depth, 0 if depth == 1 else min(max(1, round(depth * _SHARE)), depth // 2))
 
     def prefers_front(self, in_flight: int, in_a_row: int) -> bool:
         """Whether the operation in front, with `in_flight` blocks at the device and the last `in_a_row`, goes next."""
@@ -103,7 +104,7 @@ class DeviceQueue:
         if part.issued == part.nbytes:
             del self._lane(part.request)[part.sequence]
         if not self.in_flight:
-            self._busy_since(now)
+            self.counters.seconds_busy -= now  # completed in `finish`
         self.in_flight.add(block)
         self.bytes_in_flight += nbytes
         self.counters.high_water_bytes_in_flight = max(self.counters.high_water_bytes_in_flight, self.bytes_in_flight)
@@ -124,7 +125,7 @@ class DeviceQueue:
         else:
             self.counters.bytes_written += block.nbytes
         if not self.in_flight:
-            self.counters.seconds_busy += now  # completes what _busy_since began
+            self.counters.seconds_busy += now
 
     def drop(self, part: Part) -> int:
         """Take what is queued of a part out again; return the number of blocks that will never be issued."""
@@ -155,9 +156,6 @@ class DeviceQueue:
             blocks_in_flight=len(self.in_flight),
             high_water_bytes_in_flight=counters.high_water_bytes_in_flight,
         )
-
-    def _busy_since(self, now: float) -> None:
-        self.counters.seconds_busy -= now
 
     def _lane(self, request: Request) -> OrderedDict[int, Part]:
         return self._lanes[request.operation, request.priority]

@@ -110,7 +110,9 @@ def recover(
     if verify_bytes:
         errors = verify(space, manifest.entries, mode=verify_mode)
         if errors:
-            raise errors[0] if len(errors) == 1 else _several(errors)
+            if len(errors) == 1:
+                raise errors[0]
+            raise FormatError(f"{len(errors)} extents of the last commit are damaged, the first: {errors[0]}")
     store.settle(manifest, space=space)
     return Recovered(manifest, generations, mark)
 
@@ -147,10 +149,6 @@ def verify(space: SwapSpace, entries: Iterable[Entry], *, mode: Literal["first",
     if errors and mode == "first":
         raise errors[0]
     return errors
-
-
-def _several(errors: Sequence[SwapIOError]) -> SwapError:
-    return FormatError(f"{len(errors)} extents of the last commit are damaged, the first: {errors[0]}")
 
 
 def _is_locked(path: str, system: SystemCalls) -> bool:

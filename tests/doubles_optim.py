@@ -157,7 +157,7 @@ def add_unit(pager: FakePager, state: UnitState, frozen_numel: int = 0) -> None:
     """Make the pages of a unit known, with room for frozen parameters behind the trainable ones."""
     pager.add_page(PageKey(state.unit, Kind.PARAM), (state.numel + frozen_numel) * state.dtype.itemsize)
     for tile in range(state.tiles):
-        pager.add_page(PageKey(state.unit, Kind.GRAD, tile), state.grad_nbytes(tile))
+        pager.add_page(PageKey(state.unit, Kind.GRAD, tile), state.tile_length(tile) * state.dtype.itemsize)
         pager.add_page(PageKey(state.unit, Kind.STATE, tile), state.state_nbytes(tile))
 
 

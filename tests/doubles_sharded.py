@@ -34,6 +34,7 @@ class Sharded:
         self.masters: dict[int, torch.Tensor] = {}
         self.needed: list[int] = []
         self.completed: list[int] = []
+        self.deviations = 0  # steps whose order was another than that of the step before
         self.changing: set[int] = set()
         placeholders = Placeholders()
         self.parameters = Materializer(self.pager, placeholders, self.store_master, init=init, weights=weights).run(
@@ -65,7 +66,9 @@ class Sharded:
         return True
 
     def finish_step(self) -> None:
+        before = self.scheduler.order.expected
         self.scheduler.finish_step()
+        self.deviations += before is not None and before != self.scheduler.order.expected
         self.changing.clear()
 
     def leased(self):
@@ -76,12 +79,11 @@ class Sharded:
         if slot.parameter not in self.scheduler.gradients.numbers(unit):
             return None
         layout = self.layouts[unit]
-        tiles = [
-            self.pager.home[layout.gradient_key(tile)]
-            if layout.gradient_key(tile) in self.pager.home
-            else torch.zeros(layout.tile_nbytes(tile), dtype=torch.uint8)
-            for tile in range(layout.tiles)
-        ]
+        tiles = []
+        for tile in range(layout.tiles):
+            numel = min(layout.tile_numel, layout.trainable_numel - tile * layout.tile_numel)
+            nothing = torch.zeros(numel * layout.dtype.itemsize, dtype=torch.uint8)
+            tiles.append(self.pager.home.get(layout.gradient_key(tile), nothing))
         return slot_view(torch.cat(tiles), slot)
 
     def value(self, name: str) -> torch.Tensor:

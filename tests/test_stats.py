@@ -26,7 +26,7 @@ def test_a_step_holds_what_happened_in_it() -> None:
     counters.move_finished("swap->host", 10)
     counters.count(cache_hits=1)
     clock.now += 1
-    counters.begin_step()
+    counters.step()
     counters.move_started("swap->host")
     counters.move_started("host->swap")
     clock.now += 4
@@ -39,7 +39,7 @@ def test_a_step_holds_what_happened_in_it() -> None:
     assert (step.cache_hits, step.cache_misses, step.evictions, step.discards, step.held_frames) == (0, 3, 2, 1, 1)
     assert step.edge("swap->host") == EdgeStatistics("swap->host", 20, 1, 4.0)
     statistics = counters.snapshot([TierStatistics("HOST", 9, 8, 9)])
-    assert (statistics.last, statistics.steps) == (step, 1)
+    assert (statistics.last, statistics.steps) == (step, 2)
     assert (statistics.total.seconds, statistics.total.bytes_read, statistics.total.cache_hits) == (8.0, 30, 1)
     assert statistics.tiers[0].high_water == 9
 
@@ -62,7 +62,7 @@ def test_busy_seconds_count_overlapping_moves_once_and_are_split_at_the_step() -
     assert counters.snapshot().total.edge("swap->host") == EdgeStatistics("swap->host", 10, 2, 5.0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["count", "step", "begin", "move", "look"]), st.integers(0, 9))))
+@given(st.lists(st.tuples(st.sampled_from(["count", "step", "move", "look"]), st.integers(0, 9))))
 def test_the_total_is_the_sum_of_everything(script: list[tuple[str, int]]) -> None:
     clock = Clock()
     counters = Counters(clock)
@@ -79,8 +79,6 @@ def test_the_total_is_the_sum_of_everything(script: list[tuple[str, int]]) -> No
         elif action == "step":
             counters.step()
             steps += 1
-        elif action == "begin":
-            counters.begin_step()
         statistics = counters.snapshot()
         assert statistics == counters.snapshot()
         assert (statistics.total.cache_hits, statistics.total.bytes_read, statistics.steps) == (hits, moved, steps)
@@ -107,13 +105,11 @@ def test_who_wants_to_know_is_told_of_every_step() -> None:
     clock = Clock()
     told: list[tuple[float, float]] = []
     counters = Counters(clock, lambda started, ended: told.append((started, ended)))
-    clock.now += 2
-    counters.begin_step()
-    clock.now += 3
+    clock.now += 5
     counters.step()
     clock.now += 1
     counters.step()
-    assert told == [(102.0, 105.0), (105.0, 106.0)]
+    assert told == [(100.0, 105.0), (105.0, 106.0)]
 
 
 def test_nothing_happened() -> None:

@@ -23,6 +23,7 @@ from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_
 _MOSTLY = 0.5  # share of a stall
 _BUSY = 0.7  # share of the time before a stall above which an edge counts as busy
 _LATE = 0.2  # share of a stall after which a move counts as begun late
+_SHOWN = 5  # of the waits, the longest
 
 
 class Cause(enum.Enum):
@@ -104,7 +105,7 @@ class OverlapReport:
             ],
         }
 
-    def to_lines(self, longest: int = 5) -> list[str]:
+    def to_lines(self) -> list[str]:
         """For people: one sentence each."""
         if not self.steps:
             return ["the timeline holds no whole step"]
@@ -115,7 +116,7 @@ class OverlapReport:
         lines += [
             f"{wait.seconds:.2f} s in {wait.stalls} waits during {wait.during}"
             + (f", for {wait.edge}" if wait.edge else "")
-            for wait in self.waits[:longest]
+            for wait in self.waits[:_SHOWN]
         ]
         lines += [
             f"{use.name}: busy {use.busy_seconds:.2f} s, {100 * use.hidden_share:.0f} % of it hidden"

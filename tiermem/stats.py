@@ -1,7 +1,7 @@
 """What was moved, how long it took, and who waited.
 
 Owns the frozen records that `statistics()` returns and the one accumulator behind them. Does not know pages or files;
-an edge is a name such as "swap->host". Guarantees that what is counted appears in exactly one step or between steps,
+an edge is a name such as "swap->host". Guarantees that what is counted appears in exactly one step or since the last,
 that the total is the sum of all of it, and that counting is safe from any thread.
 """
 
@@ -135,7 +135,7 @@ def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
 class Statistics:
     """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
-    `last` is None before the first step closed. `total` includes what happened between steps.
+    `last` is None before the first step closed. `total` includes what happened since.
     """
 
     last: StepStatistics | None = None
@@ -313,17 +313,16 @@ class Counters:
             self._open.stall_seconds += stall_seconds
             self._open.rank_seconds += rank_seconds
 
-    def begin_step(self) -> None:
-        """Say that a step begins now: what was counted since the last step closed goes into the total only."""
-        with self._lock:
-            self._close_span()
-
     def step(self) -> StepStatistics:
         """Close the present step and return it; the next one begins."""
         with self._lock:
-            started = self._opened_at
-            closed = self._last = self._close_span()
+            started, now = self._opened_at, self._clock()
+            closed = self._last = self._span(now)
+            self._total = self._total.plus(closed)
             self._steps += 1
+            self._open, self._opened_at = _Tally(), now
+            for record in self._edges.values():
+                record.reset(now)
         self._on_step(started, started + closed.seconds)
         return closed
 
@@ -337,14 +336,3 @@ class Counters:
         """Return what was counted since the present span was opened."""
         edges = tuple(record.accrued(name, now) for name, record in self._edges.items())
         return self._open.frozen(now - self._opened_at, edges)
-
-    def _close_span(self) -> StepStatistics:
-        """File the present span under the total, return it, and open an empty one."""
-        now = self._clock()
-        closed = self._span(now)
-        self._total = self._total.plus(closed)
-        self._open = _Tally()
-        self._opened_at = now
-        for record in self._edges.values():
-            record.reset(now)
-        return closed

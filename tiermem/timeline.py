@@ -3,17 +3,15 @@
 Owns a bounded record of spans of time and of levels, and how they are written for Perfetto or chrome://tracing. Does
 not know what they mean; a lane is a row of the picture ("compute", "swap->host"). Guarantees that recording is cheap,
 safe from any thread and never fails, that the newest events are kept when there are too many, and that overlapping
-events of one lane are all visible. Off is a type: `NullTimeline`.
+events of one lane are all visible.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,15 +59,6 @@ class Timeline:
         """Add an event. `details` are shown when it is clicked; they are not to be changed afterwards."""
         self._events.append(Event(name, lane, start, end, details))
 
-    @contextmanager
-    def span(self, name: str, lane: str, details: Mapping[str, object] = _NO_DETAILS) -> Iterator[None]:
-        """Record how long the body of a `with` takes, also if it raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.record(name, lane, start, time.perf_counter(), details)
-
     def level(self, name: str, moment: float, value: float) -> None:
         """Say that `name`, such as the reserved bytes of a tier, has this value from `moment` on."""
         self._levels.append((name, moment, value))
@@ -82,32 +71,10 @@ class Timeline:
         """Return the events kept, in order of recording."""
         return list(self._events.copy())
 
-    def clear(self) -> None:
-        """Forget all events."""
-        self._events.clear()
-        self._levels.clear()
-
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the events as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open."""
         text = json.dumps(chrome_trace(self.events(), self.levels(), process=os.getpid()), default=str)
         Path(path).write_text(text, encoding="utf-8")
-
-
-class NullTimeline(Timeline):
-    """Records nothing and writes a valid trace without events."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(capacity=0)
-
-    def record(
-        self, name: str, lane: str, start: float, end: float, details: Mapping[str, object] = _NO_DETAILS
-    ) -> None:
-        """Do nothing."""
-
-    def level(self, name: str, moment: float, value: float) -> None:
-        """Do nothing."""
 
 
 def chrome_trace(events: Sequence[Event], levels: Sequence[Level] = (), *, process: int) -> dict[str, object]:

@@ -156,7 +156,9 @@ def run_case(
         max_bytes_in_flight=case.block_size * case.queue_depth,
     )
     depth = case.queue_depth if case.backend != "inline" else 1
-    views = [ground.buffer.view[start : start + request_nbytes] for start in _starts(request_nbytes, depth)]
+    views = [
+        ground.buffer.view[start : start + request_nbytes] for start in range(0, request_nbytes * depth, request_nbytes)
+    ]
     ramp = 0.0 if cached or nbytes is not None else min(seconds * _RAMP_SHARE, _LONGEST_RAMP)
     try:
         with Engine(settings, backend=make_backend(settings.backend, ground.system)) as engine:
@@ -225,10 +227,6 @@ class _Pass:
             if now >= (end if len(load.done) >= enough else patience):
                 return
             load.finished.wait(min(max(end - now, _SHORTEST_LOOK), _LONGEST_LOOK))
-
-
-def _starts(nbytes: int, count: int) -> range:
-    return range(0, nbytes * count, nbytes)
 
 
 def _sample(done: Sequence[tuple[float, float]], began: _Moment, ended: _Moment, nbytes: int) -> Sample:

@@ -21,6 +21,7 @@ from swap.syscalls import SystemCalls
 
 _ATTENTION = 0.2  # seconds
 _NO_END = 3600.0  # seconds for a slice that ends by bytes
+_SPREAD = 0.2  # of the mean
 
 
 Progress = Callable[[str, float], None]
@@ -123,18 +124,18 @@ class Sweep:
         return Case(case.pattern, case.backend, case.block_size, case.queue_depth, direct)
 
 
-def settled_at(series: Series, *, windows: int = STEADY_WINDOWS, spread: float = 0.2) -> float | None:
+def settled_at(series: Series) -> float | None:
     """Seconds after which bandwidth stayed the same, None if it never did.
 
-    The same: in every later stretch of `windows` windows the highest and the lowest are within `spread` of their mean,
-    the criterion by which storage is usually tested (SNIA SSS PTS, "steady state").
+    The same: in every later stretch of `STEADY_WINDOWS` windows the highest and the lowest are within a fifth of their
+    mean, the criterion by which storage is usually tested (SNIA SSS PTS, "steady state").
     """
     rates = series.bytes_per_second
     begin = None
-    for start in range(len(rates) - windows, -1, -1):
-        stretch = rates[start : start + windows]
-        mean = sum(stretch) / windows
-        if mean <= 0 or max(stretch) - min(stretch) > spread * mean:
+    for start in range(len(rates) - STEADY_WINDOWS, -1, -1):
+        stretch = rates[start : start + STEADY_WINDOWS]
+        mean = sum(stretch) / STEADY_WINDOWS
+        if mean <= 0 or max(stretch) - min(stretch) > _SPREAD * mean:
             break
         begin = start
     return None if begin is None else begin * series.window_seconds

@@ -173,5 +173,5 @@ def test_the_report_covers_everything(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_too_few_open_files_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_cpu", lambda: (None, None))
-    monkeypatch.setattr(doctor, "open_files", lambda: 8)
+    monkeypatch.setattr(doctor, "soft_limit", lambda _: 8)
     assert any("ulimit -n" in problem for problem in doctor.examine([tmp_path]).problems)

@@ -81,7 +81,7 @@ def test_a_slab_is_locked_and_its_frames_are_for_files_and_tensors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         slab = HostSlab(8 * UNIT, runtime, piece=4 * UNIT)
-    assert slab.locked == 8 * UNIT == sum(runtime.locked.values())
+    assert slab._lock.nbytes == 8 * UNIT == sum(runtime.locked.values())
     arena = SlabArena(slab, Tier.HOST, poison=True)
     frame = arena.allocate(UNIT + 5)
     assert frame is not None
@@ -109,7 +109,7 @@ def test_what_cannot_be_locked_works_with_one_warning_that_names_the_cost(limit:
         slab = HostSlab(8 * UNIT, Runtime(limit), piece=4 * UNIT, measure=measure)
     assert len(caught) == 1
     assert ("24.0 GB/s" in str(caught[0].message)) == bool(limit)
-    assert slab.locked == limit
+    assert slab._lock.nbytes == limit
     assert asked == [8 * UNIT - limit, limit][: 2 if limit else 1]
     assert SlabArena(slab, Tier.HOST).allocate(8 * UNIT) is not None
     slab.close()

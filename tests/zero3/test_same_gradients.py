@@ -17,7 +17,7 @@ def test_layers_one_after_another(hold, early):
     sharded = compare(mlp(), mlp_step, steps=3, hold=hold, early=early)
     assert sharded.pager.most_units == 1
     assert sharded.completed == ([2, 1, 0] * 2 if early else [])
-    assert sharded.scheduler.order.deviations == 0
+    assert sharded.deviations == 0
 
 
 def test_bfloat16_equals_a_bfloat16_model():
@@ -37,7 +37,7 @@ def test_tied_embedding_with_and_without_checkpointing(mode, early):
     torch.manual_seed(1)
     sharded = compare(Stack(mode=mode), loss_of, steps=3, early=early)
     assert sharded.gatherer.statistics().lingering == 0
-    assert sharded.scheduler.order.deviations == 0
+    assert sharded.deviations == 0
 
 
 def test_checkpoint_without_early_stop():
@@ -92,7 +92,7 @@ def test_gradient_that_comes_in_some_steps_only():
             return sum(self.experts[int(number)](x) for number in chosen)
 
     sharded = compare(Routed(), mlp_step, steps=6, early=True)
-    assert sharded.scheduler.order.deviations > 0
+    assert sharded.deviations > 0
 
 
 @pytest.mark.parametrize("hold", [False, True])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, plan_layout
-from tiermem.zero3.shards import Shard, bucket_ranges, owned_ranges
+from tiermem.zero3.shards import Shard, bucket_ranges
 
 DTYPES = st.sampled_from([torch.float32, torch.int64, torch.bool])
 SHAPES = st.lists(st.lists(st.integers(0, 90), max_size=2).map(tuple), min_size=1, max_size=6)
@@ -31,7 +31,8 @@ def test_the_pieces_of_all_ranks_cover_every_parameter_once(layout):
     seen = {slot.parameter: [] for slot in layout.slots}
     slots = {slot.parameter: slot for slot in layout.slots}
     for rank in range(layout.ranks):
-        for number, first, count in owned_ranges([layout], rank):
+        for piece in Shard(layout, rank).owned():
+            number, first, count = piece.slot.parameter, piece.begin, piece.length
             assert count > 0
             assert first % (64 if slots[number].trainable else 1) == 0
             seen[number].append((first, count))
@@ -94,4 +95,4 @@ def test_one_rank_owns_the_whole_without_padding(numel):
     layout = plan_layout(0, "u", infos, dtype=torch.float32, tile_numel=2048)
     assert layout.nbytes == max(1, numel * 4)
     assert Shard(layout).nbytes == layout.nbytes
-    assert owned_ranges([layout], 0) == ([(0, 0, numel)] if numel else [])
+    assert [(piece.begin, piece.length) for piece in Shard(layout).owned()] == ([(0, numel)] if numel else [])

@@ -122,7 +122,7 @@ def save_pretrained(
     """
     with ExitStack() as last:
 
-        def begin() -> _Folder:
+        def begin() -> _Here | _Elsewhere:
             if max_shard_nbytes <= 0:
                 raise ConfigError(f"max_shard_size: expected a positive size, found {max_shard_nbytes}")
             if not writes:
@@ -136,16 +136,6 @@ def save_pretrained(
                 # Agreed on each time: a full disk is noticed now, not after everything else has been gathered.
                 together("save the model", partial(folder.write, name, data))
         together("finish saving the model", partial(folder.finish, files))
-
-
-class _Folder(Protocol):
-    """Where tensors go."""
-
-    def write(self, name: str, data: memoryview) -> None:
-        """Write the next bytes of a tensor."""
-
-    def finish(self, files: Mapping[str, str]) -> None:
-        """Write what stands beside the tensors, and give the folder its name."""
 
 
 class _Elsewhere:
@@ -169,7 +159,7 @@ class _Here:
         self._held: set[str] = set()
 
     def write(self, name: str, data: memoryview) -> None:
-        """See `_Folder`; in the next file, if the tensor is there."""
+        """Write the next bytes of a tensor; in the next file, if the tensor is there."""
         while name not in self._held:
             if self._writer is not None:
                 self._writer.finish()
@@ -182,7 +172,7 @@ class _Here:
             self._writer.write(name, data)
 
     def finish(self, files: Mapping[str, str]) -> None:
-        """See `_Folder`."""
+        """Write what stands beside the tensors, and give the folder its name."""
         if self._writer is not None:
             self._writer.finish()
         for name, text in files.items():

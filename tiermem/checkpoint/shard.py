@@ -128,20 +128,12 @@ class MarkedShard:
         self._holdings = holdings_of(shards)
         self._states = states
         self._store = StateStore(pages, states)
-        self._moments = {each.slot.parameter for each in self._holdings if self._has_moments(each.unit, each.slot)}
-
-    @property
-    def moments(self) -> set[int]:
-        """The parameters that have moments here. Of all ranks together they are what `agree` wants."""
-        return self._moments
-
-    def agree(self, moments: set[int]) -> None:
-        """Take it that these parameters have moments; where there are none yet they are zero."""
-        self._moments = moments
+        # The parameters that have moments here; of several ranks those that have any on one of them, here as zeros.
+        self.moments = {each.slot.parameter for each in self._holdings if self._has_moments(each.unit, each.slot)}
 
     def holdings(self) -> list[Holding]:
         """Unit by unit."""
-        return [replace(each, has_moments=each.slot.parameter in self._moments) for each in self._holdings]
+        return [replace(each, has_moments=each.slot.parameter in self.moments) for each in self._holdings]
 
     def blocks(self, holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained parameters slice by slice, others at once."""

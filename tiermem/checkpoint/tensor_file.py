@@ -72,7 +72,6 @@ class TensorFile:
 
     path: Path
     tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
     data_offset: int
 
     @contextmanager
@@ -125,7 +124,6 @@ def open_tensors(path: Path) -> TensorFile:
     data_offset = LENGTH_NBYTES + int.from_bytes(length, "little")
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
             found = [(name, str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices]
     except (SafetensorError, OSError, ValueError, OverflowError) as error:
@@ -138,7 +136,7 @@ def open_tensors(path: Path) -> TensorFile:
         offset += tensors[name].nbytes
     if offset != size:
         raise FormatError(f"expected {str(path)!r} to have {offset} bytes, found {size}")
-    return TensorFile(path, tensors, metadata, data_offset)
+    return TensorFile(path, tensors, data_offset)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

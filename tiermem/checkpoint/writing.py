@@ -90,11 +90,11 @@ def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = 
     return Part(tuple(files), tuple(kept))
 
 
-def write_buffers(draft: Draft, buffers: Mapping[str, torch.Tensor], *, rank: int = 0) -> Part:
-    """Write the model's buffers (CPU tensors) into a file of their own; nothing if there are none."""
+def write_buffers(draft: Draft, buffers: Mapping[str, torch.Tensor]) -> Part:
+    """Write the model's buffers (CPU tensors) into a file of their own, the first rank's; nothing if there are none."""
     if not buffers:
         return Part((), ())
-    name = f"rank-{rank:05d}-buffers.safetensors"
+    name = "rank-00000-buffers.safetensors"
     flat = {key: values.detach().contiguous().reshape(-1) for key, values in buffers.items()}
     writer = draft.tensors(name, [TensorSpec(key, values.dtype, tuple(values.shape)) for key, values in flat.items()])
     for key, values in flat.items():
@@ -105,7 +105,7 @@ def write_buffers(draft: Draft, buffers: Mapping[str, torch.Tensor], *, rank: in
         shape = tuple(values.shape)
         planes = {VALUE: (Piece(0, key, 0, values.numel(), written.tensors[key]),)}
         kept.append((key, Kept(BUFFER, (key,), shape, contiguous_stride(shape), _dtype(values.dtype), planes)))
-    return Part((DataFile(name, rank, written.nbytes, written.header),), tuple(kept))
+    return Part((DataFile(name, 0, written.nbytes, written.header),), tuple(kept))
 
 
 def finish_snapshot(

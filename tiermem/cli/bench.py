@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self
 
 import typer
@@ -131,9 +130,7 @@ class BenchProgress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.bar.stop()
 
     def begins(self, what: str, seconds: float) -> None:

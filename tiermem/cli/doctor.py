@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from tiermem.cli.findings import (
     about_nodes,
     about_software,
 )
-from tiermem.cli.limits import cgroup_limit, file_size, locked_memory, open_files
+from tiermem.cli.limits import cgroup_limit, soft_limit
 from tiermem.memory import numa
 from tiermem.memory.cuda import bus_address
 from tiermem.optim.compiled import why_not
@@ -95,7 +96,7 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
     memory = psutil.virtual_memory()
     gpus = find_gpus()
     model, sets = find_cpu()
-    files, nodes = open_files(), numa.memory_nodes()
+    files, nodes = soft_limit(resource.RLIMIT_NOFILE), numa.memory_nodes()
     problems = [problem for drive in drives for problem in drive.problems()]
     if files is not None and files < 16 + 4 * len(drives):
         problems.append(f"only {files} files may be open at once: raise it with `ulimit -n {ENOUGH_FILES}`")
@@ -107,13 +108,13 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
         memory_bytes=memory.total,
         memory_available_bytes=memory.available,
         cgroup_limit_bytes=cgroup_limit(memory.total),
-        memlock_bytes=locked_memory(),
+        memlock_bytes=soft_limit(resource.RLIMIT_MEMLOCK),
         swap_dirs=drives,
         problems=tuple(problems),
         cpu_model=model,
         instruction_sets=sets,
         open_files=files,
-        file_size_bytes=file_size(),
+        file_size_bytes=soft_limit(resource.RLIMIT_FSIZE),
         gpus=gpus,
         no_compiled_loops=why_not(),
         numa_nodes=nodes,

@@ -49,22 +49,8 @@ def limit_files(root: Path = _ROOT) -> Iterator[Path]:
     yield groups / _V2_FILE
 
 
-def locked_memory() -> int | None:
-    """Return the bytes this process may lock; None: without limit."""
-    return _soft(resource.RLIMIT_MEMLOCK)
-
-
-def open_files() -> int | None:
-    """Return how many files this process may have open; None: without limit."""
-    return _soft(resource.RLIMIT_NOFILE)
-
-
-def file_size() -> int | None:
-    """Return the bytes a file of this process may have; None: without limit."""
-    return _soft(resource.RLIMIT_FSIZE)
-
-
-def _soft(which: int) -> int | None:
+def soft_limit(which: int) -> int | None:
+    """Return what `resource.getrlimit` says this process may have of `which`; None: without limit."""
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
 

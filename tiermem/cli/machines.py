@@ -7,6 +7,7 @@ or numbers of threads is not taken for it, and that a file which cannot be under
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -60,13 +61,11 @@ def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine
         except (OSError, ValueError):  # damaged, or of an older version: measured anew
             file.unlink(missing_ok=True)
     machine = measure_machine(directories)
-    try:
+    with contextlib.suppress(OSError):  # a home that cannot be written: the measurement is good all the same
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(machine_to_dict(machine), indent=1) + "\n", encoding="utf-8")
         partial.replace(file)
-    except OSError:  # a home that cannot be written: the measurement is good all the same
-        return machine
     return machine
 
 

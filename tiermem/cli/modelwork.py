@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 import tiermem
-from tiermem.cli.presets import build_model
+from tiermem.cli.presets import empty_model
 from tiermem.errors import ConfigError
 from tiermem.planner.workload import UnitWork, Workload, order_of, unit_flops
 from tiermem.runtime.blueprint import draw
@@ -46,12 +45,7 @@ def model_workload(
     config: Any, name: str, *, batch: int, seq: int, batches: int, dtype: str, moments: str = "float32"
 ) -> Workload:
     """The step of the model that `config` describes. Raises ConfigError if it is no causal language model."""
-    try:
-        with torch.device("meta"):
-            model = build_model(config)
-    except ValueError as error:
-        raise ConfigError(f"not a causal language model: {str(error).strip().partition(chr(10))[0]}") from error
-    model.tie_weights()
+    model = empty_model(config)
     width = getattr(config, "hidden_size", 0)
     found = workload_of(model, name, batch=batch, seq=seq, batches=batches, dtype=dtype, width=width)
     return replace(found, moments=moments)

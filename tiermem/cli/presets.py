@@ -96,11 +96,8 @@ def build_model(config: Any) -> Any:
     return factory.from_config(config)
 
 
-def count_parameters(config: Any) -> int:
-    """Return the number of parameters of the model `config` describes, shared ones once, without allocating any.
-
-    Raises `ConfigError` if it describes no causal language model.
-    """
+def empty_model(config: Any) -> Any:
+    """Return the model without storage. Raises `ConfigError` if `config` describes no causal language model."""
     try:
         with torch.device("meta"):
             model = build_model(config)
@@ -108,4 +105,9 @@ def count_parameters(config: Any) -> int:
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"not a causal language model: {first_line}") from error
     model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model
+
+
+def count_parameters(config: Any) -> int:
+    """Return the number of parameters of the model `config` describes, shared ones once; raises as `empty_model`."""
+    return sum(parameter.numel() for parameter in empty_model(config).parameters())

@@ -20,11 +20,9 @@ class Scalars(Protocol):
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Add a point to a curve."""
-        ...
 
     def close(self) -> None:
         """Write what is left."""
-        ...
 
 
 def check_scalars(directory: Path | None) -> None:

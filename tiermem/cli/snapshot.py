@@ -6,11 +6,10 @@ and compared, that a run which is going on is left alone, and that what it write
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.table import Table
 import swap
 from swap import Manifest
 from tiermem.checkpoint.exporting import CommitSource, SnapshotSource, recorded
-from tiermem.checkpoint.pretrained import TensorSource, save_pretrained
+from tiermem.checkpoint.pretrained import save_pretrained
 from tiermem.checkpoint.reading import Snapshot, is_snapshot, open_snapshot
 from tiermem.checkpoint.resharding import reshard
 from tiermem.checkpoint.shard import MarkedPages
@@ -53,10 +52,6 @@ class SnapshotReport:
     world_size: int | None = None
     files: int | None = None
 
-    def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(asdict(self))
-
     def to_table(self) -> Table:
         """Return the report for people."""
         table = Table(show_header=False, box=None)
@@ -83,10 +78,6 @@ class WrittenReport:
     path: str
     files: int
     nbytes: int
-
-    def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(asdict(self))
 
     def to_table(self) -> Table:
         """Return the report for people."""
@@ -118,11 +109,12 @@ def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> Written
     """Write the weights as `from_pretrained` reads them; waits. Raises what `verify` raises, and for a full disk."""
     if _is_snapshot(paths):
         snapshot = open_snapshot(paths[0])
-        _save(SnapshotSource(snapshot), recorded(snapshot.record).files, to, max_shard_nbytes)
+        files = recorded(snapshot.record).files
+        save_pretrained(to, SnapshotSource(snapshot), files, max_shard_nbytes=max_shard_nbytes)
     else:
         with _opened(paths) as (manifest, space, mark):
             source = CommitSource(manifest.user, MarkedPages(space, mark))
-            _save(source, recorded(manifest.user).files, to, max_shard_nbytes)
+            save_pretrained(to, source, recorded(manifest.user).files, max_shard_nbytes=max_shard_nbytes)
     return _written("weights", paths, to)
 
 
@@ -136,10 +128,6 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
     for damage in reshard(open_snapshot(paths[0]), to, ranks=ranks).verify():
         raise swap.FormatError(f"what was written is damaged: {damage}")
     return _written(f"snapshot for {ranks} ranks", paths, to)
-
-
-def _save(source: TensorSource, files: Mapping[str, str], to: Path, max_shard_nbytes: int) -> None:
-    save_pretrained(to, source, files, max_shard_nbytes=max_shard_nbytes)
 
 
 def _is_snapshot(paths: Sequence[Path]) -> bool:

@@ -6,7 +6,9 @@ Guarantees one JSON object on stdout with `--json`, and exit code 1 for damage.
 
 from __future__ import annotations
 
+import json as json_module
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
@@ -68,6 +70,6 @@ def reshard_command(
 def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
     """Print a report."""
     if json:
-        sys.stdout.write(report.to_json() + "\n")
+        sys.stdout.write(json_module.dumps(asdict(report)) + "\n")
     else:
         Console().print(report.to_table())

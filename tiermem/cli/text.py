@@ -63,7 +63,6 @@ class TokenSource(Protocol):
 
     def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
         """Return `length` consecutive tokens (int64) from a place chosen by `generator`."""
-        ...
 
 
 class ByteTokens:

@@ -272,7 +272,7 @@ def host_budget(config: tiermem.Config, runtime: tiermem.Runtime) -> int:
     """Return the budget of host memory in bytes: the one asked for, or the one that "auto" came to."""
     if config.host_nbytes is not None:
         return config.host_nbytes
-    return next(tier.budget for tier in runtime.statistics().tiers if tier.name.casefold() == Tier.HOST.name.casefold())
+    return next(tier.budget for tier in runtime.statistics().tiers if tier.name == Tier.HOST.name)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,6 @@ class TuneReport:
         """Whether the default stays."""
         return self.chosen is self.tuning.default
 
-    @property
-    def measured_seconds(self) -> float | None:
-        """Of the choice; None if nothing was measured."""
-        return next((seconds for trial, seconds in self.measured if trial is self.chosen), None)
-
     def to_json(self) -> str:
         """Return the report as one JSON object."""
         times = {id(trial): seconds for trial, seconds in self.measured}
@@ -79,7 +73,7 @@ class TuneReport:
                 "settings": changed(self.chosen.settings),
                 **changed(self.chosen.settings),
                 "predicted_seconds": self.chosen.seconds,
-                "measured_seconds": self.measured_seconds,
+                "measured_seconds": times.get(id(self.chosen)),
                 "default_predicted_seconds": default.seconds,
                 "default_measured_seconds": times.get(id(default)),
                 "default_is_best": self.is_default_best,
@@ -168,15 +162,13 @@ def run(
 
 def tuned(config: Config, trial: Trial, default: Trial) -> Config:
     """The configuration with what the trial changes; what it leaves alone stays as it was given, "auto" included."""
-    before, after = changed(default.settings), changed(trial.settings)
-    return dataclasses.replace(config, **{name: value for name, value in after.items() if value != before[name]})
-
-
-def median_step(config: Config, run_steps: Callable[[Config, int], Sequence[float]], steps: int) -> float:
-    """Median seconds of `steps` steps after the first few."""
-    return statistics.median(run_steps(config, WARM_UP + steps)[WARM_UP:])
+    return dataclasses.replace(config, **_differences(trial, default))
 
 
 def _words(trial: Trial, default: Trial) -> str:
+    return ", ".join(f"{name} {value}" for name, value in _differences(trial, default).items()) or "the default"
+
+
+def _differences(trial: Trial, default: Trial) -> dict[str, Any]:
     before, after = changed(default.settings), changed(trial.settings)
-    return ", ".join(f"{name} {value}" for name, value in after.items() if value != before[name]) or "the default"
+    return {name: value for name, value in after.items() if value != before[name]}

@@ -7,6 +7,7 @@ trains from the same weights on the same batches, in a folder of its own that is
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tiermem.cli.machines import load_profile, this_machine
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.presets import find_model
 from tiermem.cli.train import Training, TrainOptions, open_text
-from tiermem.cli.tune import TuneReport, median_step, run
+from tiermem.cli.tune import WARM_UP, TuneReport, run
 from tiermem.config import Config
 
 
@@ -48,7 +49,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
     )
     machine = load_profile(choice.machine) if choice.machine else this_machine(config.swap_paths, again=choice.again)
 
-    def seconds(candidate: Config, steps: int) -> list[float]:
+    def measure(candidate: Config) -> float:
         with ExitStack() as folders:
             directories = [
                 folders.enter_context(tempfile.TemporaryDirectory(prefix="tiermem-tune-", dir=directory))
@@ -57,12 +58,10 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
             mine = dataclasses.replace(candidate, swap_dirs=directories, commits=False)
             training = Training(options, mine, model_config=model, source=source)
             try:
-                return [training.step(number).seconds for number in range(steps)]
+                seconds = [training.step(number).seconds for number in range(WARM_UP + choice.steps)]
             finally:
                 training.close()
-
-    def measure(candidate: Config) -> float:
-        return median_step(candidate, seconds, choice.steps)
+        return statistics.median(seconds[WARM_UP:])
 
     return run(
         workload,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -38,11 +37,9 @@ class Fence(Protocol):
 
     def passed(self) -> bool:
         """Whether everything asked for before is done. Never waits."""
-        ...
 
     def hold(self) -> None:
         """Have whatever the calling thread asks of the accelerator from now on wait for it. The caller does not."""
-        ...
 
 
 class Frame:
@@ -89,105 +86,93 @@ class Frame:
         return torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaStatistics:
-    """Bytes of an arena. `reserved` is what live frames occupy, `asked` what was asked for in them.
-
-    `warm` is memory kept for reuse beside the live frames: `reserved + warm <= capacity`. `address_space` is reserved
-    addresses, which cost nothing. `node`: the NUMA node that is preferred for it; None: the system chooses.
-    """
-
-    tier: Tier
-    capacity: int
-    reserved: int
-    high_water: int
-    asked: int
-    warm: int
-    frames: int
-    address_space: int
-    node: int | None = None
-
-
 class Arena(Protocol):
     """Frames of one tier."""
 
     @property
     def tier(self) -> Tier:
         """The tier the frames are on."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Bytes all frames together may occupy."""
-        ...
 
     @property
     def reserved(self) -> int:
         """Bytes live frames occupy."""
-        ...
 
     @property
     def high_water(self) -> int:
         """Most bytes that were ever reserved."""
-        ...
 
     def allocate(self, nbytes: int) -> Frame | None:
         """Return a frame of at least `nbytes`, or None if there is no room now. Never waits."""
-        ...
 
     def free(self, frame: Frame) -> None:
         """Take a frame back; its bytes may be reused at once."""
-        ...
 
     def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
         """Which of `candidates` must be freed before `allocate(nbytes)` succeeds; None if freeing all is not enough."""
-        ...
 
     def fence(self) -> Fence | None:
         """What the calling thread has asked of the device that computes on these frames; None: it is all done."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
-
-    def statistics(self) -> ArenaStatistics:
-        """Return the numbers of this moment."""
-        ...
 
 
-class HostArena(Budgeted):
-    """The frames of host memory: see `Arena`, and README.md for how memory is kept within `capacity` bytes.
+class LiveFrames(Budgeted):
+    """What both kinds of arena do alike: their budget, the frames handed out, and what is refused in the same words."""
 
-    `poison` overwrites frames with NaN when they are freed and when they are handed out, so that a test sees who
-    reads them too late or too early. `tier` is another one when host memory plays a device. `address_factor` says how
-    much address space to reserve, in capacities. Raises ConfigError for a capacity below one frame, CapacityError if
-    the system denies even one capacity of addresses.
-    """
-
-    def __init__(self, capacity: int, *, tier: Tier = Tier.HOST, poison: bool = False, address_factor: int = 8) -> None:
+    def __init__(self, tier: Tier, capacity: int, *, poison: bool) -> None:
         if capacity < FRAME_ALIGNMENT:
             raise ConfigError(
                 f"expected a {tier.name} budget of at least {FRAME_ALIGNMENT} bytes, found {capacity}; "
                 f"raise {tier.name.lower()}_memory"
             )
-        if address_factor < 1:
-            raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
         self._budget = Budget(tier, capacity)
         self._poison = poison
+        self._live: dict[int, Frame] = {}
+        self._closed = False
+
+    def _reserve(self, nbytes: int) -> int | None:
+        """Reserve a frame's bytes; return how many a frame of `nbytes` takes, None if the budget has no room now."""
+        if nbytes < 1 or self._closed:
+            raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
+        rounded = round_up(nbytes)
+        return rounded if self._budget.try_reserve(rounded) else None
+
+    def _forget(self, frame: Frame) -> None:
+        """Take a frame out of those that are live; the bytes stay reserved."""
+        if self._live.get(frame.offset) is not frame:
+            raise InvariantError(
+                f"the frame at offset {frame.offset} ({frame.nbytes} bytes) is not live in this arena: freed twice?"
+            )
+        del self._live[frame.offset]
+
+
+class HostArena(LiveFrames):
+    """The frames of host memory: see `Arena`, and README.md for how memory is kept within `capacity` bytes.
+
+    `poison` overwrites frames with NaN when they are freed and when they are handed out, so that a test sees who
+    reads them too late or too early. `address_factor` says how much address space to reserve, in capacities. Raises
+    ConfigError for a capacity below one frame, CapacityError if the system denies even one capacity of addresses.
+    """
+
+    def __init__(self, capacity: int, *, poison: bool = False, address_factor: int = 8) -> None:
+        super().__init__(Tier.HOST, capacity, poison=poison)
+        if address_factor < 1:
+            raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
         usable = capacity // FRAME_ALIGNMENT * FRAME_ALIGNMENT  # pages are given back whole, so the limit is whole too
         self._area_nbytes = usable * address_factor
         self._ranges = RangeAllocator(limit=usable, block=HUGE_PAGE)
         self._areas: list[Mapping] = []
         self._area_offsets: list[int] = []
-        self._live: dict[int, Frame] = {}
-        self._asked = 0
-        self._closed = False
         while not self._add_area():
             if self._area_nbytes <= usable:
                 raise CapacityError(
-                    f"the system denied {format_bytes(capacity)} of address space for {tier.name}; lower "
-                    f"{tier.name.lower()}_memory, or see `ulimit -v` and vm.overcommit_memory"
+                    f"the system denied {format_bytes(capacity)} of address space for HOST; lower host_memory, "
+                    "or see `ulimit -v` and vm.overcommit_memory"
                 )
             self._area_nbytes = round_up(max(usable, self._area_nbytes // 2))
 
@@ -196,10 +181,8 @@ class HostArena(Budgeted):
 
         Raises InvariantError for less than one byte or after `close`.
         """
-        if nbytes < 1 or self._closed:
-            raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
-        rounded = round_up(nbytes)
-        if not self._budget.try_reserve(rounded):
+        rounded = self._reserve(nbytes)
+        if rounded is None:
             return None
         placement = self._ranges.allocate(rounded)
         if placement is None and self._add_area():
@@ -217,7 +200,6 @@ class HostArena(Budgeted):
         if self._poison:
             frame.tensor.fill_(_POISON)
         self._live[frame.offset] = frame
-        self._asked += nbytes
         return frame
 
     def free(self, frame: Frame) -> None:
@@ -225,16 +207,11 @@ class HostArena(Budgeted):
 
         Raises InvariantError if the frame is not a live frame of this arena: freed before, or another's.
         """
-        if self._live.get(frame.offset) is not frame:
-            raise InvariantError(
-                f"the frame at offset {frame.offset} ({frame.nbytes} bytes) is not live in this arena: freed twice?"
-            )
-        del self._live[frame.offset]
+        self._forget(frame)
         if self._poison:
             frame.tensor.fill_(_POISON)
         self._ranges.release(frame.offset)
         self._budget.release(frame.nbytes)
-        self._asked -= frame.asked
 
     def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
         """Which of `candidates`, the first ones first, must be freed before `allocate(nbytes)` succeeds; None: too few.
@@ -264,19 +241,6 @@ class HostArena(Budgeted):
         self._live.clear()
         for area in self._areas:
             area.close()
-
-    def statistics(self) -> ArenaStatistics:
-        """Return the numbers of this moment."""
-        return ArenaStatistics(
-            tier=self.tier,
-            capacity=self.capacity,
-            reserved=self.reserved,
-            high_water=self.high_water,
-            asked=self._asked,
-            warm=self._ranges.warm,
-            frames=len(self._live),
-            address_space=sum(area.nbytes for area in self._areas),
-        )
 
     def _add_area(self) -> bool:
         """Reserve one more area of addresses; False if the system denies it."""

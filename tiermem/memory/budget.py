@@ -7,8 +7,7 @@ thread that owns residency.
 
 from __future__ import annotations
 
-from tiermem.errors import CapacityError, ConfigError, InvariantError
-from tiermem.memory.sizes import format_bytes
+from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.tiers import Tier
 
 
@@ -62,15 +61,6 @@ class Budget:
         self._reserved += nbytes
         self._high_water = max(self._high_water, self._reserved)
         return True
-
-    def reserve(self, nbytes: int) -> None:
-        """Reserve `nbytes`, or change nothing and raise CapacityError."""
-        if not self.try_reserve(nbytes):
-            raise CapacityError(
-                f"{self._tier.name} needs {nbytes} bytes ({format_bytes(nbytes)}) but only {self.free} "
-                f"({format_bytes(self.free)}) of its {self._capacity} are free; high-water mark {self._high_water}; "
-                f"give {self._tier.name} a larger budget"
-            )
 
     def release(self, nbytes: int) -> None:
         """Give back `nbytes`; raises InvariantError if fewer are reserved."""

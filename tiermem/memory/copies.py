@@ -27,11 +27,9 @@ class Flight(Protocol):
 
     def remaining(self) -> float:
         """Seconds after which to look again; 0.0 when it has arrived. Raises what went wrong on the way."""
-        ...
 
     def land(self) -> None:
         """Called once, when it has arrived. Raises what went wrong."""
-        ...
 
 
 class Copy:

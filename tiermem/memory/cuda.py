@@ -60,8 +60,6 @@ class CudaSlab:
     and before torch gets them back, so is whatever used them here.
     """
 
-    node: int | None = None
-
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self._device = device

@@ -31,30 +31,24 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Where torch computes on its frames."""
-        ...
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier."""
-        ...
 
     def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the HOST tier, in memory that suits its copies."""
-        ...
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """Copy between a HOST and a DEVICE frame, `up` to the device, once the fences of both have passed.
 
         Never waits. `done(error)` is called once, on some thread, when the bytes are there or have failed to come.
         """
-        ...
 
     def work_beside(self) -> None:
         """What the calling thread asks for from now on runs beside what others ask for; fences bring both in order."""
-        ...
 
     def close(self) -> None:
         """Wait for copies under way and end the threads; before the arenas are closed."""
-        ...
 
 
 def copy_whole(copy: Copy) -> None:
@@ -107,7 +101,6 @@ class SimulatedDevice:
     """
 
     def __init__(self, link: Link) -> None:
-        self.link = link
         self.torch_device = torch.device("cpu")
         self._up = CopyLine("tiermem-copy-up", SimulatedDirection(link.up, link.latency).launch)
         self._down = CopyLine("tiermem-copy-down", SimulatedDirection(link.down, link.latency).launch)

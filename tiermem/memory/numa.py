@@ -19,7 +19,6 @@ from typing import NamedTuple
 SYSTEM = Path("/sys")
 _PREFERRED = 1  # MPOL_PREFERRED: this node while it has room, then any other. MPOL_BIND would end the run instead.
 _DEFAULT = 0
-_NODE_OF_ADDRESS = 3  # MPOL_F_NODE | MPOL_F_ADDR: the node on which the page at an address lies
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
@@ -92,14 +91,6 @@ def prefer(address: int, nbytes: int, node: int, *, call: SystemCall | None = No
     # The kernel looks at one bit less than it is told of.
     system("mbind", address, nbytes, _PREFERRED, ctypes.addressof(mask), words * _BITS + 1, 0)
     return True
-
-
-def node_of(address: int, *, call: SystemCall | None = None) -> int:
-    """The node on which the page at `address` lies; it is touched for that. Raises OSError if the system refuses."""
-    system = system_call if call is None else call
-    found = ctypes.c_int(-1)
-    system("get_mempolicy", ctypes.addressof(found), 0, 0, address, _NODE_OF_ADDRESS)
-    return found.value
 
 
 def why_not(node: int, *, call: SystemCall | None = None) -> str | None:

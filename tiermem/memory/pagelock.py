@@ -33,15 +33,12 @@ class HostRegistry(Protocol):
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802 - their name
         """Lock a range."""
-        ...
 
     def cudaHostUnregister(self, address: int) -> object:  # noqa: N802 - their name
         """Unlock the range that begins there."""
-        ...
 
     def cudaGetErrorString(self, answer: Any) -> str:  # noqa: N802 - their name
         """What an answer means; its own text says "???" for all but success."""
-        ...
 
 
 class PageLock:
@@ -115,11 +112,6 @@ class HostSlab:
             return node if numa.prefer(self._mapping.address, self.nbytes, node) else None
         except OSError:  # slower copies are no reason not to train
             return None
-
-    @property
-    def locked(self) -> int:
-        """How many bytes are page-locked."""
-        return 0 if self._lock is None else self._lock.nbytes
 
     def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
         """See `Slab`."""

@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined,unused-ignore]
 
-from tiermem.errors import ConfigError, InvariantError
-from tiermem.memory.arena import FRAME_ALIGNMENT, ArenaStatistics, Fence, Frame, round_up
-from tiermem.memory.budget import Budget, Budgeted
+from tiermem.errors import InvariantError
+from tiermem.memory.arena import FRAME_ALIGNMENT, Fence, Frame, LiveFrames, round_up
 from tiermem.memory.ranges import Range, RangeSet, cheapest_window
 from tiermem.memory.tiers import Tier
 
@@ -29,34 +28,22 @@ class Slab(Protocol):
     @property
     def nbytes(self) -> int:
         """Its size."""
-        ...
-
-    @property
-    def node(self) -> int | None:
-        """The NUMA node that its pages are asked to lie on; None: nobody asked."""
-        ...
 
     def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
         """The frame over bytes [offset, offset + nbytes), with a storage of its own that keeps the memory alive."""
-        ...
 
     def fill(self, frame: Frame, value: int) -> None:
         """Set every byte of the frame once its fences have passed; a fence of the frame's stands for that."""
-        ...
 
     def fence(self) -> Fence | None:
         """What the calling thread has asked of the device that works on the memory; None: it is all done."""
-        ...
 
     def close(self) -> None:
         """Give the memory back, or, where a tensor still looks at it, have the last one do so."""
-        ...
 
 
 class TensorSlab:
     """The bytes of one tensor: memory of whatever allocator made it, on the processor."""
-
-    node: int | None = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """`tensor`: 1-D uint8."""
@@ -99,39 +86,28 @@ class _Freed(NamedTuple):
     fences: tuple[Fence, ...]
 
 
-class SlabArena(Budgeted):
+class SlabArena(LiveFrames):
     """The frames of one slab: see `tiermem.memory.arena.Arena`. Raises ConfigError for less than one frame.
 
     `poison` overwrites frames with NaN when they are freed and when they are handed out.
     """
 
     def __init__(self, slab: Slab, tier: Tier, *, poison: bool = False) -> None:
-        if slab.nbytes < FRAME_ALIGNMENT:
-            raise ConfigError(
-                f"expected a {tier.name} budget of at least {FRAME_ALIGNMENT} bytes, found {slab.nbytes}; "
-                f"raise {tier.name.lower()}_memory"
-            )
+        super().__init__(tier, slab.nbytes, poison=poison)
         usable = slab.nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
         self._slab = slab
-        self._budget = Budget(tier, slab.nbytes)
-        self._poison = poison
         self._free = RangeSet()
         self._free.add(0, usable)
         self._largest = 0
-        self._live: dict[int, Frame] = {}
         self._freed: list[_Freed] = []
-        self._asked = 0
-        self._closed = False
 
     def allocate(self, nbytes: int) -> Frame | None:
         """Return a frame of at least `nbytes`, or None if there is no room in one piece now. Never waits.
 
         Raises InvariantError for less than one byte or after `close`.
         """
-        if nbytes < 1 or self._closed:
-            raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
-        rounded = round_up(nbytes)
-        if not self._budget.try_reserve(rounded):
+        rounded = self._reserve(nbytes)
+        if rounded is None:
             return None
         start = self._place(rounded)
         if start is None:
@@ -143,7 +119,6 @@ class SlabArena(Budgeted):
         if self._poison:
             self._slab.fill(frame, _POISON)
         self._live[frame.offset] = frame
-        self._asked += nbytes
         return frame
 
     def free(self, frame: Frame) -> None:
@@ -151,18 +126,13 @@ class SlabArena(Budgeted):
 
         Raises InvariantError if the frame is not a live frame of this arena: freed before, or another's.
         """
-        if self._live.get(frame.offset) is not frame:
-            raise InvariantError(
-                f"the frame at offset {frame.offset} ({frame.nbytes} bytes) is not live in this arena: freed twice?"
-            )
-        del self._live[frame.offset]
+        self._forget(frame)
         if self._poison:
             self._slab.fill(frame, _POISON)
         if frame.fences:
             self._freed.append(_Freed(frame.offset, frame.offset + frame.nbytes, frame.fences))
         self._free.add(frame.offset, frame.offset + frame.nbytes)
         self._budget.release(frame.nbytes)
-        self._asked -= frame.asked
 
     def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
         """Which of `candidates` must be freed before `allocate(nbytes)` succeeds; None if freeing all is not enough.
@@ -183,21 +153,6 @@ class SlabArena(Budgeted):
             self._closed = True
             self._live.clear()
             self._slab.close()
-
-    def statistics(self) -> ArenaStatistics:
-        """Return the numbers of this moment. All of the slab is memory: what no frame has is `warm`."""
-        usable = self.capacity // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-        return ArenaStatistics(
-            tier=self.tier,
-            capacity=self.capacity,
-            reserved=self.reserved,
-            high_water=self.high_water,
-            asked=self._asked,
-            warm=usable - self.reserved,
-            frames=len(self._live),
-            address_space=self._slab.nbytes,
-            node=self._slab.node,
-        )
 
     def _place(self, length: int) -> int | None:
         """Where a frame of this length goes: large ones to the low end, small ones (tiles) to the high end.

@@ -26,7 +26,8 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     for norm in norms:
         by_dtype.setdefault(norm.dtype, []).append(norm)
     ordered = [norm for group in by_dtype.values() for norm in group]
-    return _norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
+    return total
 
 
 def clip_coefficient(total: torch.Tensor, max_norm: float) -> float:
@@ -42,8 +43,3 @@ def clip_coefficient(total: torch.Tensor, max_norm: float) -> float:
 def is_finite(value: torch.Tensor | float) -> bool:
     """Whether a norm is neither infinite nor NaN."""
     return math.isfinite(float(value))
-
-
-def _norm(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
-    return norm

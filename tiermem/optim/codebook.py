@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 
 DECADES = 7
-ONE = 255  # the code of 1.0 in both books
 
 
 @dataclass(frozen=True, eq=False, slots=True)

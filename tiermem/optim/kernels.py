@@ -33,7 +33,7 @@ from tiermem.errors import InvariantError
 from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
 from tiermem.optim.codebook import CodeBook, signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
-from tiermem.optim.planes import BlockPlanes, StatePlanes, TilePlanes
+from tiermem.optim.planes import BlockPlanes, MixedPlanes, StatePlanes
 from tiermem.optim.shares import Shares
 from tiermem.optim.split import join, join_masked, split, split_masked
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT
@@ -115,7 +115,7 @@ class Workspace:
 def adamw_tile(
     parameter: torch.Tensor,
     grad: torch.Tensor,
-    planes: TilePlanes,
+    planes: StatePlanes | MixedPlanes,
     runs: Sequence[Run],
     workspace: Workspace,
     grad_scale: float = 1.0,

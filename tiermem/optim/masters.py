@@ -64,14 +64,7 @@ class StateStore:
         """The float32 master of a parameter, 1-D."""
         state, segment = self._find(unit, parameter)
         out = torch.empty(segment.numel, dtype=torch.float32)
-        key = PageKey(unit, Kind.PARAM)
-        held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
-        try:
-            begin = (state.param_start + segment.start) * state.dtype.itemsize
-            nbytes = segment.numel * state.dtype.itemsize
-            narrow = held.tensor(key)[begin : begin + nbytes].view(state.dtype).clone()
-        finally:
-            held.release()
+        narrow = self._parameter(state, segment.start, segment.numel)
         for cut in state.cuts(segment):
             part = slice(cut.begin, cut.begin + cut.length)
             if not self._read(state, cut, partial(_copy_master, narrow[part], out[part])):
@@ -98,14 +91,7 @@ class StateStore:
         A part of a cut begins at a multiple of 256 elements from its start, and ends at one or where the cut does.
         """
         state, segment = self._find(unit, parameter)
-        key = PageKey(unit, Kind.PARAM)
-        held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
-        try:
-            begin = (state.param_start + segment.start + cut.begin) * state.dtype.itemsize
-            nbytes = cut.length * state.dtype.itemsize
-            narrow = held.tensor(key)[begin : begin + nbytes].view(state.dtype).clone()
-        finally:
-            held.release()
+        narrow = self._parameter(state, segment.start + cut.begin, cut.length)
         master, first, second = (torch.zeros(cut.length) for _ in range(3))
 
         def copy(planes: Planes) -> None:
@@ -140,6 +126,16 @@ class StateStore:
         if state is None:
             raise InvariantError(f"unit {unit} has no optimizer state")
         return state, state.segment_of(parameter)
+
+    def _parameter(self, state: UnitState, start: int, numel: int) -> torch.Tensor:
+        """A copy of elements of the PARAM page, counted from the first that is updated here."""
+        key = PageKey(state.unit, Kind.PARAM)
+        held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
+        try:
+            begin, itemsize = state.param_start + start, state.dtype.itemsize
+            return held.tensor(key)[begin * itemsize : (begin + numel) * itemsize].view(state.dtype).clone()
+        finally:
+            held.release()
 
     # Bytes are looked at inside an action only, so that no view of a frame outlives its lease.
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -145,21 +144,6 @@ class BlockPlanes:
             blocks.scales.zero_()
         if self.mark_bits is not None:
             self.mark_bits.zero_()
-
-
-class TilePlanes(Protocol):
-    """A whole tile."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tile."""
-
-    @property
-    def master(self) -> torch.Tensor | None:
-        """The masters of the whole tile, for float16 parameters."""
-
-    def part(self, begin: int, length: int) -> StatePlanes | BlockPlanes:
-        """A run of elements of one parameter, or, where all moments are float32, any run."""
 
 
 @dataclass(frozen=True, slots=True)

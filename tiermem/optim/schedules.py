@@ -43,9 +43,9 @@ class UpdateSchedule(ABC):
         """The name of the schedule by which the next step will go."""
         return self.name
 
-    @abstractmethod
-    def gradients_complete(self, unit: int, starter: Starter) -> bool:
+    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - for most it is too early
         """All gradients of a unit have arrived, in backward. Returns whether its update was started."""
+        return False
 
     @abstractmethod
     def step(self, units: Sequence[int], starter: Starter) -> None:
@@ -63,10 +63,6 @@ class StepSchedule(UpdateSchedule):
 
     name = "step"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - part of the interface
-        """Too early."""
-        return False
-
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and wait."""
         for unit in units:
@@ -78,10 +74,6 @@ class ForwardSchedule(UpdateSchedule):
     """`step()` queues in forward order and returns; the updates run in the shadow of the next forward."""
 
     name = "forward"
-
-    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - part of the interface
-        """Too early."""
-        return False
 
     def step(self, units: Sequence[int], starter: Starter) -> None:
         """Start all and return."""

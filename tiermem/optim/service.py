@@ -1,8 +1,8 @@
 """What the AdamW face, the schedules and the runtime ask of each other.
 
 Owns the protocols between the rooms and the small records they exchange. Does not know who implements them. Guarantees
-that parameters are named by their global index here, so that no module
-and no tensor but a gradient norm crosses this line.
+that parameters are named by their global index here, so that no module and no tensor but a gradient norm crosses this
+line.
 """
 
 from __future__ import annotations
@@ -70,9 +70,6 @@ class UpdateService(Protocol):
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed; if some were, the step ends with that."""
-
-    def wait_updates(self) -> None:
-        """Wait until all queued updates are done. Raises the error of one that failed."""
 
 
 class GradientBook(Protocol):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
 from tiermem.optim.window import Loaded, UpdatedPages, Window, Work
-from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.page import Intent, Kind, PageKey
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +36,7 @@ T = TypeVar("T")
 class UpdatePager(Protocol):
     """The part of the pager that the update uses."""
 
-    async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> UpdatedPages:
+    async def acquire(self, keys: Sequence[PageKey], intent: Intent) -> UpdatedPages:
         """A lease, awaited on the loop; on whatever tier the unit is updated."""
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
@@ -79,15 +78,10 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatistics:
-    """What the updates have done: counts, and the seconds the kernels ran (on a device: took to be asked for).
-
-    `device_tiles`: those among `tiles` that were updated on a device.
-    """
+    """How many units and tiles were updated; `device_tiles`: those of the tiles that were updated on a device."""
 
     units: int = 0
     tiles: int = 0
-    elements: int = 0
-    kernel_seconds: float = 0.0
     device_tiles: int = 0
 
 
@@ -189,13 +183,13 @@ class UnitStream:
         above = self._is_above(state.unit)
         try:
             kernel = self._run_above if above else self._run_kernel
-            seconds = await self.pager.run_worker(kernel, state, update, loaded)
+            await self.pager.run_worker(kernel, state, update, loaded)
         except BaseException as error:
             loaded.fail(error)
             raise
         loaded.release()
         self._discard(update, [loaded.work.tile])
-        self._count(tiles=1, elements=sum(run.length for run in loaded.work.runs), seconds=seconds, above=above)
+        self._count(tiles=1, device_tiles=int(above))
 
     def _discard(self, update: UnitUpdate, tiles: Iterable[int]) -> None:
         """Forget gradient tiles that nobody wants any more."""
@@ -235,21 +229,20 @@ class UnitStream:
         """Whether the unit is updated on a device."""
         return self._above is not None and unit in self._above.units
 
-    def _run_above(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> float:
+    def _run_above(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> None:
         """As `_run_kernel`, on the device: whoever has the frames next, on whatever thread, comes after it."""
         if self._above is not None and self._workspace_above is None:
             self._above.enter()
             self._workspace_above = Workspace(device=self._above.device)
         try:
-            return self._run_kernel(state, update, loaded, self._workspace_above)
+            self._run_kernel(state, update, loaded, self._workspace_above)
         finally:
             loaded.hand_over()
 
     def _run_kernel(
         self, state: UnitState, update: UnitUpdate, loaded: Loaded, workspace: Workspace | None = None
-    ) -> float:
-        """On the worker: the only place where bytes change. Returns the seconds it took."""
-        started = time.perf_counter()
+    ) -> None:
+        """On the worker: the only place where bytes change."""
         tile, length = loaded.work.tile, state.tile_length(loaded.work.tile)
         begin = (state.param_start + tile * state.tile_numel) * state.dtype.itemsize
         whole = loaded.param.tensor(PageKey(state.unit, Kind.PARAM))
@@ -263,17 +256,8 @@ class UnitStream:
                 planes.master.copy_(parameter)
         workspace = workspace if workspace is not None else self._workspace
         adamw_tile(parameter, grad.view(state.dtype), planes, loaded.work.runs, workspace, update.grad_scale)
-        return time.perf_counter() - started
 
-    def _count(
-        self, *, units: int = 0, tiles: int = 0, elements: int = 0, seconds: float = 0.0, above: bool = False
-    ) -> None:
+    def _count(self, *, units: int = 0, tiles: int = 0, device_tiles: int = 0) -> None:
         with self._lock:
             done = self._done
-            self._done = StreamStatistics(
-                done.units + units,
-                done.tiles + tiles,
-                done.elements + elements,
-                done.kernel_seconds + seconds,
-                done.device_tiles + tiles * above,
-            )
+            self._done = StreamStatistics(done.units + units, done.tiles + tiles, done.device_tiles + device_tiles)

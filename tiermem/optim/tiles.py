@@ -139,10 +139,6 @@ class UnitState:
                 found.setdefault(cut.tile, []).append((cut, segment.quantized))
         return {tile: _mix(cuts) for tile, cuts in found.items() if any(quantized for _, quantized in cuts)}
 
-    def grad_nbytes(self, tile: int) -> int:
-        """Size of GRAD page `tile` in bytes."""
-        return self.tile_length(tile) * self.dtype.itemsize
-
     def cuts(self, segment: Segment) -> list[TileRange]:
         """How a segment falls into tiles; `begin` counts from the segment's start."""
         return tile_ranges(segment.start, segment.numel, self.tile_numel)

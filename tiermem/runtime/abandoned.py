@@ -34,12 +34,7 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
             warnings.warn(f"closing the runtime over {directories}: {error}", ResourceWarning, stacklevel=2)
 
     # The garbage may have been collected on a thread that closing waits for: the pager's, or the update's.
-    closing = threading.Thread(target=close, name="tiermem-close") if _is_ours() else None
-    if closing is None:
-        close()
+    if threading.current_thread().name.startswith("tiermem-"):
+        threading.Thread(target=close, name="tiermem-close").start()
     else:
-        closing.start()
-
-
-def _is_ours() -> bool:
-    return threading.current_thread().name.startswith("tiermem-")
+        close()

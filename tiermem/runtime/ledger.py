@@ -216,11 +216,6 @@ class Steps:
         if spent:
             self._close_step(updated=True)
 
-    def wait_updates(self) -> None:
-        """Wait until all queued updates are done."""
-        self._check_open()
-        self._coordinator.wait_updates()
-
     def _check_open(self) -> None:
         self._home.check()
         if self._closed:

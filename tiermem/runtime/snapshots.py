@@ -151,7 +151,7 @@ class Snapshots:
         shard = MarkedShard(MarkedPages(self._storage.space, mark), blueprint.shards, blueprint.states)
         count = sum(len(layout.slots) for layout in blueprint.layouts)
         told = line.tell([int(number in shard.moments) for number in range(count)])
-        shard.agree({number for number in range(count) if any(own[number] for own in told)})
+        shard.moments = {number for number in range(count) if any(own[number] for own in told)}
 
         def write() -> None:
             part = Part((), ())  # of several copies of the model the first is written

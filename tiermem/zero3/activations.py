@@ -19,7 +19,6 @@ import heapq
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
-from tiermem.zero3 import sources
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
-from tiermem.zero3.handles import Foreign, Handle, Kept, SavedTensorHooks, refuse_changed
+from tiermem.zero3.handles import SavedTensorHooks, leave_to, refuse_changed
 from tiermem.zero3.layout import view_bytes
-from tiermem.zero3.sources import Lease
+from tiermem.zero3.sources import Lease, PendingLease
 
 # A view of less than this part of its storage is left alone: the rest of the storage is most likely somebody's who
 # keeps it anyway (a batch is a slice of the data set), and would be copied for nothing.
@@ -39,32 +37,17 @@ _LEAST_PART = 8
 _UNKNOWN = -1  # the size of a page that has to be made anew
 
 
-class ClosingLease(Lease, AbstractContextManager["ClosingLease"], Protocol):
-    """A lease that is released where its block ends."""
-
-
-class PendingLease(sources.PendingLease, Protocol):
-    """A lease that was asked for, as it is used here."""
-
-    def wait(self) -> ClosingLease:
-        """The lease; waits."""
-        ...
-
-
 class PageRoom(Protocol):
     """The part of the pager used here."""
 
     def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
         """Announce a page, with `replace` in the place of the one of that name; False while that one is in use."""
-        ...
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
         """Ask for a hold on pages."""
-        ...
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the contents of pages."""
-        ...
 
 
 class _Bytes:
@@ -182,7 +165,7 @@ class ActivationStore:
             raise
         return held
 
-    def _lease_fresh(self, key: PageKey, nbytes: int) -> ClosingLease:
+    def _lease_fresh(self, key: PageKey, nbytes: int) -> Lease:
         try:
             return self._pager.start_lease([key], Intent.FRESH).wait()
         except Exception:
@@ -253,7 +236,7 @@ class ActivationHooks:
     def enter(self) -> None:
         """Put the hooks on top."""
         self._outer = top_hooks()
-        self._pair = (self._pack, self._unpack)
+        self._pair = (self._pack, self._parameters.unpack)
         push_hooks(*self._pair)
 
     def leave(self) -> None:
@@ -277,17 +260,7 @@ class ActivationHooks:
             return handle
         if self._is_worth_it(tensor):
             return self._store.keep(tensor)
-        if self._outer is None:
-            return Kept(tensor)
-        pack, unpack = self._outer
-        return Foreign(pack(tensor), unpack)
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
-            return self._parameters.restore(packed)
-        if isinstance(packed, Foreign):
-            return packed.unpack(packed.packed)
-        return packed.restore()  # type: ignore[no-any-return]
+        return leave_to(self._outer, tensor)
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:

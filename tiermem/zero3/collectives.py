@@ -22,16 +22,13 @@ class Collectives(Protocol):
     @property
     def rank(self) -> int:
         """This process's number, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """How many processes take part."""
-        ...
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill `whole` with the `shard` of every rank, in rank order. 1-D uint8; `whole` is `size` times as long."""
-        ...
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[bool]) -> None:
         """Give every rank its slice of `sent`, and receive from each of `senders` what it has for this rank.
@@ -39,27 +36,21 @@ class Collectives(Protocol):
         1-D, equal slices in rank order. Where a rank does not send, its slice of `received` is undefined afterwards,
         and its `sent` is not looked at.
         """
-        ...
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Replace `values` (any shape) by those of rank 0."""
-        ...
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, in rank order; equally many on each."""
-        ...
 
     def tell_floats(self, numbers: torch.Tensor) -> list[list[float]]:
         """As `tell`, of a 1-D tensor in float64; where it is on a device, its values are waited for."""
-        ...
 
     def tell_text(self, text: str) -> list[str]:
         """The text of every rank, in rank order."""
-        ...
 
     def close(self, reason: str | None = None) -> None:
         """Leave. `reason`: why, if it is before the others expect it; they read it when they miss this rank."""
-        ...
 
 
 class SingleProcess:

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from tiermem.errors import TiermemError
 from tiermem.stats import Counters
-from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, NullTimeline, Timeline
+from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, Timeline
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.grid import Grid
 
@@ -79,7 +79,7 @@ class Conductor:
         self,
         grid: Grid,
         names: Sequence[str],
-        timeline: Timeline | None = None,
+        timeline: Timeline,
         begin: Callable[[], None] = lambda: None,
         counters: Counters | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Conductor:
         `begin`: called first on the issuer's thread: on a device it asks for things beside the computation.
         """
         self.grid = grid
-        self._timeline = timeline or NullTimeline()
+        self._timeline = timeline
         self._counters = counters
         self._names = names
         self._issuer = ThreadPoolExecutor(1, "tiermem-ranks", initializer=begin)

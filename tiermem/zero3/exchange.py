@@ -21,19 +21,18 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.pager.page import Intent, PageKey
+from tiermem.pager.page import Intent
 from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
-from tiermem.zero3.neighbours import Gradients
-from tiermem.zero3.reduce import norm_dtype, plain
+from tiermem.zero3.reduce import StepGradients, norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Pager
 from tiermem.zero3.sums import mean_over_ranks
 
 
-class RankGradients(Gradients):
+class RankGradients(StepGradients):
     """As `reduce.GradientStore`, for several ranks. `parameters` by global number.
 
     `accumulate` and the other verbs are for the compute thread; `serve` runs on the conductor's.
@@ -54,9 +53,8 @@ class RankGradients(Gradients):
         `buckets`: if they are `late` they are kept until all line up (ZeRO's stage 1), so that several backwards cost
         one exchange.
         """
-        self._pager = pager
+        super().__init__(pager, [shard.layout for shard in shards], parameters)
         self._shards = tuple(shards)
-        self._parameters = tuple(parameters)
         self._conductor = conductor
         self._beside = beside
         self._buckets = buckets
@@ -65,8 +63,6 @@ class RankGradients(Gradients):
         }
         self._open: Bucket | None = None
         self._under_way: tuple[Bucket, Future[None]] | None = None
-        self._norms: dict[int, torch.Tensor] = {}
-        self._written: set[PageKey] = set()
         self._lined_up = -1
         conductor.connect(self.serve)
 
@@ -150,26 +146,13 @@ class RankGradients(Gradients):
 
         Nothing to wait for where nothing was done together since the last time, which is the same on every rank.
         """
-        self.release()
-        self._wait()
+        self._end()
         for shard in self._buckets.kept():
             self._add_up(self._buckets.take(shard))
             self._wait()
         if self._conductor.announced != self._lined_up:
             self._conductor.run(Operation(Act.SETTLE))
             self._lined_up = self._conductor.announced
-
-    def numbers(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of the unit's parameters that have a gradient in this step on some rank, by place."""
-        return tuple(number for number in self.trainable(unit) if number in self._norms)
-
-    def trainable(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of all the unit's trainable parameters, by place."""
-        return tuple(slot.parameter for slot in self._shards[unit].layout.trainable)
-
-    def norm(self, parameter: int) -> torch.Tensor:
-        """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
-        return self._norms[parameter]
 
     def read(self, parameter: int) -> torch.Tensor | None:
         """Return a copy of this step's gradient in the parameter's shape, or None if it has none. Collective."""
@@ -189,13 +172,6 @@ class RankGradients(Gradients):
         )
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
-    def reset(self) -> None:
-        """Begin a new step: the pages now belong to whoever took note of them."""
-        self.release()
-        self._wait()
-        self._written.clear()
-        self._norms.clear()
-
     def forget(self, parameters: Sequence[int]) -> None:
         """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
         for parameter in parameters:
@@ -203,15 +179,6 @@ class RankGradients(Gradients):
         for shard in self._shards:
             if not self.numbers(shard.unit):
                 self._written.difference_update(shard.layout.gradient_key(tile) for tile in range(shard.tiles))
-
-    def drop(self) -> None:
-        """Forget this step's gradients and their pages."""
-        self.release()
-        self._wait()
-        pages = list(self._written)
-        self.reset()
-        if pages:
-            self._pager.start_discard(pages)
 
     def serve(self, unit: int, bucket: Bucket | None, senders: Sequence[bool]) -> None:
         """Take part in adding a unit up, with this rank's gradients or without any. On the conductor's thread."""
@@ -230,6 +197,10 @@ class RankGradients(Gradients):
             if present[index]:
                 total = math.sqrt(sum(each[index] for each in own))
                 self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype))
+
+    def _end(self) -> None:
+        self.release()
+        self._wait()
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None

@@ -74,6 +74,11 @@ class Foreign:
         self.unpack = unpack
 
 
+def leave_to(outer: tuple[Pack, Unpack] | None, tensor: torch.Tensor) -> Kept | Foreign:
+    """What the graph keeps of an ordinary tensor: itself, or what the pair of hooks outside makes of it."""
+    return Kept(tensor) if outer is None else Foreign(outer[0](tensor), outer[1])
+
+
 class _Scope:
     """One push of the hooks: remembers the pair it covers, which autograd itself would no longer call."""
 
@@ -97,17 +102,10 @@ class _Scope:
         handle = self.hooks.recognise(tensor)
         if handle is not None:
             return handle
-        if self.outer is None:
-            return Kept(tensor)
-        pack, unpack = self.outer
-        return Foreign(pack(tensor), unpack)
+        return leave_to(self.outer, tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
-            return self.hooks.restore(packed)
-        if isinstance(packed, Foreign):
-            return packed.unpack(packed.packed)
-        return packed.restore()  # type: ignore[no-any-return]
+        return self.hooks.unpack(packed)
 
 
 class _Stack(threading.local):
@@ -197,6 +195,14 @@ class SavedTensorHooks:
             )
         base = self._demand(handle.unit)
         return view_bytes(base, handle.dtype, handle.offset, handle.shape, handle.stride)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor again, whatever was kept of it: a handle, itself, or what others made of it."""
+        if isinstance(packed, Handle):
+            return self.restore(packed)
+        if isinstance(packed, Foreign):
+            return packed.unpack(packed.packed)
+        return packed.restore()  # type: ignore[no-any-return]
 
     def owns(self, pack: Pack) -> bool:
         """Whether this is one of the pack hooks that `enter` pushes."""

@@ -121,11 +121,6 @@ class UnitLayout:
         """The page that holds tile `tile` of the gradient."""
         return PageKey(self.unit, Kind.GRAD, tile)
 
-    def tile_nbytes(self, tile: int) -> int:
-        """Bytes of gradient tile `tile`."""
-        numel = min(self.tile_numel, self.trainable_numel - tile * self.tile_numel)
-        return numel * self.dtype.itemsize
-
     def ranges(self, slot: Slot) -> list[TileRange]:
         """The pieces of a trainable slot by tile."""
         return tile_ranges(slot.start, slot.numel, self.tile_numel)

@@ -38,15 +38,12 @@ class WeightSource(Protocol):
 
     def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
         """The dtype in which to ask for the parameter, which has dtype `own` in the model; None if it is not there."""
-        ...
 
     def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
         """Write the parameter known by any of `names` into `values` (CPU); False if it is not there."""
-        ...
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Give the model's buffers the values that are there."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,18 +17,15 @@ class Listener(Protocol):
 
     def unit_needed(self, unit: int) -> None:
         """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""
-        ...
 
     def may_update(self, unit: int) -> bool:
         """Whether this rank would take an update of the unit up, once all ranks have said so; nothing is begun."""
-        ...
 
     def gradients_complete(self, unit: int) -> bool:
         """All gradients that this step will bring for the unit are in its pages; no lease on it is held here.
 
         Returns whether an update takes them now, after which no more may come.
         """
-        ...
 
 
 class Gradients(Protocol):
@@ -37,59 +34,45 @@ class Gradients(Protocol):
     @property
     def apart(self) -> Container[int]:
         """Units whose gradients are taken beside those of others, so that no room is made for them ahead."""
-        return ()
 
-    def expect(self, unit: int | None) -> None:  # noqa: ARG002 - of use to whoever does something about it
-        """The unit's gradients are what comes next; None: something else is. By default nothing is done about it."""
-        return
+    def expect(self, unit: int | None) -> None:
+        """The unit's gradients are what comes next; None: something else is."""
 
     def accumulate(self, parameter: int) -> None:
         """Take `p.grad` of this parameter."""
-        ...
 
     def release(self, unit: int | None = None) -> None:
         """Let go of the unit written last; with `unit`, only if that is the one."""
-        ...
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """Let go of a unit that has all its gradients here; `then(unit)` follows when all ranks' are added up.
 
         On the calling thread: now, or in a later call of these verbs; not at all where another rank says less.
         """
-        ...
 
     def catch_up(self, unit: int) -> None:
         """The unit is used next: what `complete` has promised for it is done first."""
-        ...
 
     def line_up(self) -> None:
         """Wait until all ranks have come here, with all their gradients."""
-        ...
 
     def numbers(self, unit: int) -> tuple[int, ...]:
         """The unit's parameters that have a gradient in this step, by place."""
-        ...
 
     def trainable(self, unit: int) -> tuple[int, ...]:
         """All the unit's trainable parameters, by place."""
-        ...
 
     def norm(self, parameter: int) -> torch.Tensor:
         """The L2 norm of a gradient accumulated so far, 0-d."""
-        ...
 
     def read(self, parameter: int) -> torch.Tensor | None:
         """A copy of a gradient in the parameter's shape."""
-        ...
 
     def reset(self) -> None:
         """Begin a new step: the pages now belong to whoever took note of them."""
-        ...
 
     def forget(self, parameters: Sequence[int]) -> None:
         """Forget these parameters' gradients only."""
-        ...
 
     def drop(self) -> None:
         """Forget this step's gradients and their pages."""
-        ...

@@ -56,7 +56,6 @@ class OrderRecorder:
         self._contributions: Counter[int] = Counter()
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
-        self._deviations = 0
 
     @property
     def expected(self) -> StepOrder | None:
@@ -67,11 +66,6 @@ class OrderRecorder:
     def position(self) -> int:
         """How many accesses this step has made."""
         return len(self._accesses)
-
-    @property
-    def on_course(self) -> bool:
-        """Whether this step has, so far, done what is expected (False while nothing is)."""
-        return self._expected is not None and self._on_course
 
     def upcoming(self) -> int | None:
         """The unit that comes next if this step goes on as expected; None if nobody knows, or none comes."""
@@ -96,11 +90,6 @@ class OrderRecorder:
             if coming.unit not in self._apart:
                 return coming.unit if coming.phase is Phase.GRADIENT else None
         return None
-
-    @property
-    def deviations(self) -> int:
-        """How many finished steps differed from the one before."""
-        return self._deviations
 
     def access(self, unit: int, phase: Phase) -> None:
         """Note the next access."""
@@ -141,10 +130,7 @@ class OrderRecorder:
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
         if not contributions and self._expected is not None:
             contributions = self._expected.contributions
-        step = StepOrder(tuple(self._accesses), contributions, tuple(self._touches))
-        if self._expected is not None and step != self._expected:
-            self._deviations += 1
-        self._expected = step
+        step = self._expected = StepOrder(tuple(self._accesses), contributions, tuple(self._touches))
         self._accesses = []
         self._contributions = Counter()
         self._touches = []

@@ -21,7 +21,50 @@ from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.sources import Lease, Pager, PendingLease
 
 
-class GradientStore:
+class StepGradients:
+    """What is known of this step's gradients, wherever they come from: their norms, and the pages they were put in."""
+
+    apart: Container[int] = ()
+
+    def __init__(self, pager: Pager, layouts: Sequence[UnitLayout], parameters: Sequence[nn.Parameter]) -> None:
+        self._pager = pager
+        self._parameters = tuple(parameters)
+        self._trainable = tuple(tuple(slot.parameter for slot in layout.trainable) for layout in layouts)
+        self._written: set[PageKey] = set()
+        self._norms: dict[int, torch.Tensor] = {}
+
+    def numbers(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of the unit's parameters that have a gradient in this step (on some rank), by place."""
+        return tuple(number for number in self._trainable[unit] if number in self._norms)
+
+    def trainable(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of all the unit's trainable parameters, by place."""
+        return self._trainable[unit]
+
+    def norm(self, parameter: int) -> torch.Tensor:
+        """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
+        return self._norms[parameter]
+
+    def reset(self) -> None:
+        """Begin a new step: the pages now belong to whoever took note of them."""
+        self._end()
+        self._written.clear()
+        self._norms.clear()
+
+    def drop(self) -> None:
+        """Forget this step's gradients and their pages."""
+        self._end()
+        pages = list(self._written)
+        self.reset()
+        if pages:
+            self._pager.start_discard(pages)
+
+    def _end(self) -> None:
+        """Have nothing open or under way."""
+        raise NotImplementedError
+
+
+class GradientStore(StepGradients):
     """Takes gradients of parameters (by global number) and keeps them as pages.
 
     `hold_tiles`: lease all tiles of a unit at its first gradient and keep them until `release` or until another
@@ -39,17 +82,13 @@ class GradientStore:
         hold_tiles: bool = True,
         apart: Container[int] = (),
     ) -> None:
+        super().__init__(pager, layouts, parameters)
         self.apart = apart
-        self._pager = pager
         self._layouts = tuple(layouts)
-        self._parameters = tuple(parameters)
         self._hold_tiles = hold_tiles
         self._places: dict[int, tuple[int, Slot]] = {
             slot.parameter: (layout.unit, slot) for layout in layouts for slot in layout.trainable
         }
-        self._trainable = tuple(tuple(slot.parameter for slot in layout.trainable) for layout in layouts)
-        self._written: set[PageKey] = set()
-        self._norms: dict[int, torch.Tensor] = {}
         self._held: tuple[int, Lease] | None = None
         self._asked: tuple[int, PendingLease] | None = None
 
@@ -113,18 +152,6 @@ class GradientStore:
     def line_up(self) -> None:
         """Wait for other ranks: there are none."""
 
-    def numbers(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of the unit's parameters that have a gradient in this step, by place."""
-        return tuple(number for number in self._trainable[unit] if number in self._norms)
-
-    def trainable(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of all the unit's trainable parameters, by place."""
-        return self._trainable[unit]
-
-    def norm(self, parameter: int) -> torch.Tensor:
-        """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
-        return self._norms[parameter]
-
     def read(self, parameter: int) -> torch.Tensor | None:
         """Return a copy of this step's gradient in the parameter's shape, or None if it has none; waits."""
         if parameter not in self._norms:
@@ -147,12 +174,6 @@ class GradientStore:
             whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
         return whole.as_strided(slot.shape, slot.stride)
 
-    def reset(self) -> None:
-        """Begin a new step: the pages now belong to whoever took note of them."""
-        self.release()
-        self._written.clear()
-        self._norms.clear()
-
     def forget(self, parameters: Sequence[int]) -> None:
         """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
         self.release()
@@ -162,12 +183,8 @@ class GradientStore:
             if not self.numbers(layout.unit):
                 self._written.difference_update(layout.gradient_key(tile) for tile in range(layout.tiles))
 
-    def drop(self) -> None:
-        """Forget this step's gradients and their pages."""
-        pages = list(self._written)
-        self.reset()
-        if pages:
-            self._pager.start_discard(pages)
+    def _end(self) -> None:
+        self.release()
 
     def _let_go(self, unit: int | None) -> None:
         if self._held is not None and unit in (None, self._held[0]):

@@ -209,13 +209,6 @@ def shards_of(layouts: Sequence[UnitLayout], rank: int, *, whole: bool = False, 
     return tuple(Shard(layout, rank, whole, copies) for layout in layouts)
 
 
-def owned_ranges(layouts: Sequence[UnitLayout], rank: int) -> list[tuple[int, int, int]]:
-    """What a rank answers for: (parameter number, first element in memory order, count), in order of units."""
-    return [
-        (piece.slot.parameter, piece.begin, piece.length) for layout in layouts for piece in Shard(layout, rank).owned()
-    ]
-
-
 def _cut(start: int, length: int, window: int, width: int) -> tuple[int, int]:
     """The part of [start, start + length) inside [window, window + width)."""
     return max(start, window), min(start + length, window + width)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,24 +25,20 @@ from tiermem.zero3.shards import Shard
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Lease(Protocol):
-    """The part of a pager's lease used here."""
+class Lease(AbstractContextManager["Lease"], Protocol):
+    """The part of a pager's lease used here; `with` releases it where its block ends."""
 
     def tensor(self, key: PageKey) -> torch.Tensor:
         """The page's bytes, 1-D uint8."""
-        ...
 
     def hand_over(self) -> None:
         """Another thread goes on: there `tensor` comes after what this one has asked of a device."""
-        ...
 
     def release(self) -> None:
         """Give the hold back."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """Give the hold back; the contents are garbage."""
-        ...
 
 
 class PendingLease(Protocol):
@@ -49,11 +46,9 @@ class PendingLease(Protocol):
 
     def wait(self) -> Lease:
         """The lease; waits."""
-        ...
 
     def give_up(self) -> None:
         """Nobody wants it any more."""
-        ...
 
 
 class Pager(Protocol):
@@ -61,19 +56,15 @@ class Pager(Protocol):
 
     def add_page(self, key: PageKey, nbytes: int) -> object:
         """Announce a page."""
-        ...
 
     def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
         """Hold pages near the computation, or (update's lane) in host memory; waits."""
-        ...
 
     def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
         """Ask for a hold on pages near the computation; does not wait."""
-        ...
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the contents of pages."""
-        ...
 
 
 class HeldUnit(Protocol):
@@ -82,16 +73,13 @@ class HeldUnit(Protocol):
     @property
     def base(self) -> torch.Tensor:
         """All bytes of the unit: 1-D uint8, beginning their storage."""
-        ...
 
     @property
     def viewers(self) -> int:
         """How many hold on to the bytes while nobody but the lease does."""
-        ...
 
     def release(self) -> None:
         """Give them back; what was written is kept if they were taken to be written."""
-        ...
 
 
 class UnitSource(Protocol):
@@ -99,24 +87,19 @@ class UnitSource(Protocol):
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Hold a unit; waits. Collective: all ranks take the same units in the same order."""
-        ...
 
     def start(self, unit: int) -> None:
         """Begin to fetch the unit that will be taken next. Does not wait; another one fetched ahead is given up."""
-        ...
 
     @property
     def ahead(self) -> int | None:
         """The unit that is fetched ahead, if there is one."""
-        ...
 
     def give_up(self) -> None:
         """Give back what was fetched ahead and not taken: it may change."""
-        ...
 
     def changed(self, unit: int) -> None:
         """The ranks update their parts of this unit; all of them say so, for the same units."""
-        ...
 
 
 class Leased:

@@ -62,7 +62,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Unit:
-    """Parameters gathered together: the module that stands for them, those it owns, and units it reads besides.
+    """Parameters gathered together: the module that stands for them, and those it owns.
 
     `kept`: whether they stay in memory by choice.
     """
@@ -71,7 +71,6 @@ class Unit:
     name: str
     root: nn.Module
     members: tuple[Member, ...]
-    borrowed: tuple[int, ...]
     kept: bool = False
 
 
@@ -96,11 +95,6 @@ class ModelUnits:
         for unit in self.units:
             for member in unit.members:
                 yield unit.number, member
-
-    def units_of(self, module: nn.Module) -> tuple[int, ...]:
-        """Return the units that own the parameters of `module` and of all modules below it."""
-        owner = {id(member.parameter): unit for unit, member in self.members()}
-        return tuple(dict.fromkeys(owner[id(parameter)] for parameter in module.parameters()))
 
 
 def find_units(model: nn.Module, wanted: Wanted = None, kept: Container[int] = frozenset()) -> ModelUnits:
@@ -134,12 +128,10 @@ def find_units(model: nn.Module, wanted: Wanted = None, kept: Container[int] = f
     owner = {id(member.parameter): number for number, part in enumerate(parts) for member in part[2]}
 
     points = tuple(_points(modules, roots, owner))
-    needs = {id(point.module): point.units for point in points}
     units = []
     for number, (name, module, members, apart) in enumerate(parts):
-        borrowed = tuple(unit for unit in needs.get(id(module), ()) if unit != number)
         stays = id(members[0].parameter) in kept
-        units.append(Unit(number, f"{name} ({apart})" if apart else name, module, members, borrowed, stays))
+        units.append(Unit(number, f"{name} ({apart})" if apart else name, module, members, stays))
     return ModelUnits(model, tuple(units), points)
 
 
