@@ -175,7 +175,12 @@ def threads() -> dict[str, Thread]:
     return found
 
 
-_KINDS = {"MainThread": "compute", "tiermem-pager": "pager", "tiermem-update": "update"}
+_KINDS = {
+    "MainThread": "compute",
+    "tiermem-pager": "pager",
+    "tiermem-update": "update",
+    "tiermem-update-share": "update",
+}
 
 
 def _switches(thread: int) -> int:

@@ -4,6 +4,7 @@ What needs a GPU is in tests/cuda and run by tools/gpu_suite.py, which sets TIER
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,17 @@ if "TIERMEM_GPU_SUITE" not in os.environ:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long ones, so that no worker is left with one while the others have nothing to do."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settled_heap() -> None:
+    """Look for garbage in what came since the file before, and no more in what has stayed.
+
+    What torch and transformers bring is more than a million objects: each look through all of them takes most of a
+    second, in every test that asks for one, and twice as a worker ends.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

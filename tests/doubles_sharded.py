@@ -10,6 +10,7 @@ from doubles_pager import MemoryPager
 from torch import nn
 
 from tiermem.pager.page import Kind
+from tiermem.stats import Counters
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.layout import Slot, slot_view
 from tiermem.zero3.lend import lend
@@ -41,7 +42,8 @@ class Sharded:
             self.divided, self.layouts
         )
         source = LocalUnits(self.pager, self.layouts)
-        self.gatherer = Gatherer(source, self.layouts, self.parameters, placeholders)
+        self.counters = Counters()
+        self.gatherer = Gatherer(source, self.layouts, self.parameters, placeholders, self.counters)
         store = GradientStore(self.pager, self.layouts, self.parameters, hold_tiles=hold)
         self.scheduler = GatherScheduler(self.divided, self.parameters, self.gatherer, store, self, early=early)
         self.slots: dict[str, tuple[int, Slot]] = {

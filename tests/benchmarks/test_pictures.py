@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -14,52 +12,58 @@ import pytest
 from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
-Draw = Callable[..., subprocess.CompletedProcess[str]]
+Drawn = Callable[[str], Path]
+RESULTS = ROOT / "benchmarks" / "results"
+SWEPT = {
+    "backend": "threads", "block_size": 1 << 20, "queue_depth": 8, "direct": True,
+    "gigabytes_per_second": 1.0, "latency_ms": {"p99": 2.0},
+}  # fmt: skip
+WITH_PLOTS = importlib.util.find_spec("matplotlib") is not None
 
 
-@pytest.fixture
-def draw(warm_python: WarmPython) -> Draw:
-    return partial(warm_python.run, str(ROOT / "benchmarks" / "pictures.py"))
+@pytest.fixture(scope="module")
+def drawn(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    """All pictures, drawn by one process from the committed results and two made up; gives the one of a name.
 
-
-def test_the_committed_live_view_is_the_one_that_is_drawn(draw: Draw, tmp_path: Path) -> None:
-    done = draw("--pictures", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    drawn = (tmp_path / "live_view.svg").read_text()
-    ET.fromstring(drawn)
-    (result,) = (ROOT / "benchmarks" / "results").glob("live_view_*.json")
-    step = json.loads(result.read_text())["steps"][-1]
-    text = "".join(ET.fromstring(drawn).itertext()).replace("\N{NO-BREAK SPACE}", " ")
-    assert f"{step['loss']:.4f}" in text
-    assert "swap->host" in text
-    committed = (ROOT / "docs" / "pictures" / "live_view.svg").read_text()
-    assert "".join(ET.fromstring(committed).itertext()).replace("\N{NO-BREAK SPACE}", " ") == text
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_sweep_becomes_a_picture_or_the_extra_is_named(draw: Draw, tmp_path: Path) -> None:
-    one = {
-        "backend": "threads", "block_size": 1 << 20, "queue_depth": 8, "direct": True,
-        "gigabytes_per_second": 1.0, "latency_ms": {"p99": 2.0},
-    }  # fmt: skip
-    sweep = {"directories": ["/d"], **{pattern: {"all": [one]} for pattern in ("read", "write", "mixed")}}
-    (tmp_path / "bench_x.json").write_text(json.dumps(sweep))
-    done = draw("--results", str(tmp_path), "--pictures", str(tmp_path / "pictures"))
-    if "skipped" in done.stdout:
-        assert done.returncode == 1
-        pytest.skip("needs the extra `plots`")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "pictures" / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_contenders_beside_each_other_become_a_picture(draw: Draw, tmp_path: Path) -> None:
+    Importing matplotlib takes longer than drawing.
+    """
+    results = tmp_path_factory.mktemp("results")
+    for pattern in ("live_view_*.json", "bench_*.json", "train_step_side_by_side_*.json"):
+        for result in RESULTS.glob(pattern):
+            (results / result.name).symlink_to(result)
+    sweep = {"directories": ["/d"], **{pattern: {"all": [SWEPT]} for pattern in ("read", "write", "mixed")}}
+    (results / "bench_made_up.json").write_text(json.dumps(sweep))
     one = {"workload": "io-bound", "error": None, "baseline_rss_bytes": 1 << 20, "peak_rss_bytes": 9 << 20}
     runs = [{**one, "contender": name, "seconds": [1.0, 2.0, 4.0]} for name in ("plain", "tiermem x=1", "fio")]
     runs.append({"workload": "io-bound", "contender": "deepspeed nvme", "error": "it died"})
-    (tmp_path / "train_step_side_by_side_x.json").write_text(json.dumps({"runs": runs}))
-    done = draw("--results", str(tmp_path), "--pictures", str(tmp_path / "pictures"))
-    if "skipped" in done.stdout:
-        pytest.skip("needs the extra `plots`")
+    (results / "train_step_side_by_side_made_up.json").write_text(json.dumps({"runs": runs}))
+    program = str(ROOT / "benchmarks" / "pictures.py")
+    done = warm_python.run(program, "--results", str(results), "--pictures", str(results / "pictures"))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "pictures" / "side_by_side.png").read_bytes().startswith(b"\x89PNG")
+
+    def picture(name: str) -> Path:
+        told = "made_up.json: skipped" if name == "bench.png" else "side_by_side.png: skipped"
+        if not WITH_PLOTS and name != "live_view.svg":
+            assert told in done.stdout or name == "plan.png"
+            pytest.skip("needs the extra `plots`")
+        assert "skipped" not in done.stdout
+        assert f"{name} from " in done.stdout
+        return results / "pictures" / name
+
+    return picture
+
+
+def test_the_committed_live_view_is_the_one_that_is_drawn(drawn: Drawn) -> None:
+    text_of = lambda path: "".join(ET.fromstring(path.read_text()).itertext())
+    text = text_of(drawn("live_view.svg")).replace("\N{NO-BREAK SPACE}", " ")
+    (result,) = RESULTS.glob("live_view_*.json")
+    step = json.loads(result.read_text())["steps"][-1]
+    assert f"{step['loss']:.4f}" in text
+    assert "swap->host" in text
+    committed = text_of(ROOT / "docs" / "pictures" / "live_view.svg")
+    assert committed.replace("\N{NO-BREAK SPACE}", " ") == text
+
+
+@pytest.mark.parametrize("name", ["plan.png", "bench.png", "side_by_side.png"])
+def test_plans_sweeps_and_contenders_become_pictures_or_the_extra_is_named(drawn: Drawn, name: str) -> None:
+    assert drawn(name).read_bytes().startswith(b"\x89PNG")

@@ -21,7 +21,17 @@ from tiermem.cli.train import Training, TrainOptions, learning_rate_factor, open
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 1 << 20
+SMALL = {  # 1.25 million parameters, 19 MB of state
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+}
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -32,19 +42,22 @@ def command(warm_python: WarmPython) -> Command:
 
 @pytest.mark.parametrize("update", ["backward", "forward", "step"])
 def test_a_model_beyond_its_budget_learns(command: Command, tmp_path: Path, update: str) -> None:
+    model, swap = tmp_path / "config.json", tmp_path / "swap"
+    model.write_text(json.dumps(SMALL))
+    swap.mkdir()
     done = command(
-        *("train", "--model", "llama-5m", "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "2e-3", "--json"),
-        *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", update),
+        *("train", "--model", str(model), "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "4e-3"),
+        *("--json", "--host-memory", "1536KiB", "--swap-dir", str(swap), "--update", update),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["host_memory"] == 8 * MIB
+    assert report["host_memory"] == 1536 << 10
     assert report["state_bytes"] > 8 * report["host_memory"]
     steps = report["steps"]
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     assert all(step["bytes_read"] > 0 and step["bytes_written"] > 0 for step in steps[2:])
     assert all(0 <= step["stall_seconds"] <= step["seconds"] for step in steps)
-    assert list(tmp_path.iterdir()) == [], "swap files were left behind"
+    assert list(swap.iterdir()) == [], "swap files were left behind"
 
 
 def test_vertical_accumulation_has_the_same_losses_and_reads_less(command: Command, tmp_path: Path) -> None:
@@ -72,7 +85,9 @@ def test_vertical_accumulation_has_the_same_losses_and_reads_less(command: Comma
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["steps"])
     assert [step["loss"] for step in found[0]] == [step["loss"] for step in found[1]]
-    assert found[1][-1]["bytes_read"] < 0.6 * found[0][-1]["bytes_read"]
+    # Of all steps: what the updates of one read is counted in it or, as it comes, in the next. 0.48 to 0.53 were seen.
+    plainly, vertically = (sum(step["bytes_read"] for step in steps) for steps in found)
+    assert vertically < 0.6 * plainly
 
 
 def test_offloaded_activations_give_the_same_losses(command: Command, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,8 @@ from tiermem.planner.tilesizes import SMALLEST_TILE
 MIB = 1 << 20
 PLENTY = 4 << 30
 PAGE = rounded(1)
+# Which of many fillers goes, by one draw and not by hundreds.
+RANDOM = st.integers(0, (1 << 32) - 1).map(random.Random)
 
 
 def unit(numel: int, nested: int = 0, count: int = 0, frozen: int = 0) -> UnitSize:
@@ -120,11 +124,12 @@ def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
         rounded(min(SMALLEST_TILE * 4, pages * PAGE)),
     )
     filler: list[Frame] = []
+    victims = data.draw(RANDOM)
     for nbytes in (size.param_nbytes, grad):
         wanted = data.draw(st.integers(0, arena.capacity // PAGE))
         filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
         while (frame := arena.allocate(nbytes)) is None:
-            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))
+            arena.free(filler.pop(victims.randrange(len(filler))))
     for frame in filler:
         arena.free(frame)
     assert arena.allocate(state) is not None
@@ -150,12 +155,13 @@ def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
             [size.param_nbytes, *gathered, received, tile, size.bucket_nbytes] if beside else [*gathered, *holds[:1]]
         )
     filler: list[Frame] = []
+    victims = data.draw(RANDOM)
     for nbytes in holds:
         wanted = data.draw(st.integers(0, arena.capacity // PAGE))
         filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
         while arena.allocate(nbytes) is None:
             assert filler, f"no place for {nbytes} bytes"
-            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))
+            arena.free(filler.pop(victims.randrange(len(filler))))
         assert arena.reserved <= needed
 
 
@@ -229,9 +235,10 @@ def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_on
     # The computation gets on beside all that the update holds; the update beside what it holds without gradient tiles.
     holds = data.draw(st.sampled_from([[*update, *compute, tiles[0]], [*compute, *update]]))
     filler: list[Frame] = []
+    victims = data.draw(RANDOM)
     for nbytes in holds:
         wanted = data.draw(st.integers(0, arena.capacity // PAGE))
         filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
         while arena.allocate(nbytes) is None:
             assert filler, f"no place for {nbytes} bytes"
-            arena.free(filler.pop(data.draw(st.integers(0, len(filler) - 1))))
+            arena.free(filler.pop(victims.randrange(len(filler))))

@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_passed_over() -> None:
 
 
 def test_a_drive_throttled_to_a_fifth_asks_for_another_depth() -> None:
-    work = transformer(6_000_000, batch=2, seq=64)
+    work = transformer(3_000_000, batch=2, seq=64)
     host = Host(flops={"bfloat16": 1e12}, update_rate={"bfloat16": 1e9})
 
     def machine(share: float) -> Machine:
@@ -57,7 +57,7 @@ def test_a_drive_throttled_to_a_fifth_asks_for_another_depth() -> None:
         drive = Drive(read=5e9 * share, write=4e9 * share, mixed=4e9 * share, latency=2e-3)
         return Machine(name="test", source="described for a test", host=host, drive=drive)
 
-    start = replace(START, host_memory=24 * MIB, queue_depth=1, block_size=1 * MIB)
+    start = replace(START, host_memory=12 * MIB, queue_depth=1, block_size=1 * MIB)
     chosen = {}
     for share in (1.0, 0.2):
         tuning = tune(work, machine(share), start)

@@ -68,6 +68,24 @@ def test_looking_at_parameters_masters_and_gradients(update, tmp_path):
         assert weight.isnan().all()  # the placeholder
 
 
+def test_frames_that_somebody_still_looks_at_are_counted(tmp_path):
+    both, seen = Both(Stack, tmp_path, "forward"), []
+    with both.runtime as runtime:
+        both.step(tokens_batch)
+        assert runtime.statistics().total.held_frames == 0
+        hook = both.model.layers[0].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach()))
+        tokens_batch(both.model).backward()
+        assert not seen[0].isnan().any(), "it was not overwritten"
+        with pytest.raises(tiermem.TiermemError, match="clone"):
+            both.optimizer.step()
+        seen.clear()
+        hook.remove()
+        both.optimizer.zero_grad()
+        both.step(tokens_batch, 2)
+        assert runtime.statistics().total.held_frames == 1
+        both.check()
+
+
 def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
     both = Both(Stack, tmp_path, "forward")
     with both.runtime as runtime:

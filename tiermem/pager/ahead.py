@@ -231,8 +231,9 @@ class Ahead:
             wanted = top if lane is compute or key.unit in settled else Tier.HOST
             if page is None or page.error is not None or wanted < tier:
                 continue
-            # What its update is going to use up, or is about to, will be written anew: as what has no contents.
-            written = bool(page.valid) and not (lane is compute and position % self._period in self._renewed)
+            # What its update in HOST is going to use up will be written anew on the DEVICE: as what has no contents.
+            anew = tier is not Tier.HOST and lane is compute and position % self._period in self._renewed
+            written = bool(page.valid) and not anew
             if lane is not compute and not written:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
             if tier is not wanted and (top in page.frames or (key.kind is transit and not written)):

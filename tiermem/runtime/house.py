@@ -185,7 +185,7 @@ def _furnish(
     names = [layout.name for layout in layouts]
     conductor = _conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
-    gatherer = Gatherer(source, layouts, parameters, placeholders)
+    gatherer = Gatherer(source, layouts, parameters, placeholders, storage.counters)
     schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=beginning.past)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.stats import Counters
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout, slot_view
@@ -81,10 +82,12 @@ class Gatherer:
         layouts: Sequence[UnitLayout],
         parameters: Sequence[nn.Parameter],
         placeholders: Placeholders,
+        counters: Counters,
     ) -> None:
         self._source = source
         self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
         self._placeholders = placeholders
+        self._counters = counters
         self._lingering: set[int] = set()
         self._gathers = 0
         self._leaks = 0
@@ -184,6 +187,7 @@ class Gatherer:
             if not self._units[unit].counted:
                 self._units[unit].counted = True
                 self._leaks += 1
+                self._counters.count(held_frames=1)
 
     def recheck(self) -> None:
         """Release the units that linger and are no longer looked at."""
