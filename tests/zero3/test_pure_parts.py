@@ -123,6 +123,44 @@ def test_order_is_frozen_and_deviation_recorded_again():
     assert len(step.accesses) == 3
 
 
+FORWARD, BACKWARD, GRADIENT = ((lambda unit, phase=phase: Access(unit, phase)) for phase in Phase)
+
+
+def test_each_batch_comes_to_a_unit_s_gradients_once():
+    order = OrderRecorder()
+    for step in range(2):
+        for batch in range(3):
+            record(order, [(0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD)])
+            for unit, parameter in ((1, 5), (1, 6), (0, 7), (0, 8)):
+                if (parameter, batch) != (6, 1):  # without a gradient in the second batch
+                    order.gradient(unit, parameter)
+                    order.contribution(parameter)
+                arrived = order.batch_arrived(unit, (5, 6) if unit else (7, 8))
+                assert arrived == (step == 1 and parameter in (6, 8) and (parameter, batch) != (6, 1))
+        found = order.finish()
+    assert found.accesses == (FORWARD(0), FORWARD(1), BACKWARD(1), GRADIENT(1), GRADIENT(0)) * 3
+    assert found.contributions == {5: 3, 6: 2, 7: 3, 8: 3}
+
+
+def test_batches_that_come_to_gradients_one_after_the_other_find_them_held():
+    order = OrderRecorder(apart={2})
+    for unit, parameter in ((1, 5), (2, 6), (1, 5), (2, 6), (1, 5), (0, 7), (0, 7)):
+        order.gradient(unit, parameter)
+        order.contribution(parameter)
+    # Unit 2 is a part of unit 1 and apart: its tiles are leased again and again, beside those that are held.
+    assert order.finish().accesses == (GRADIENT(1), GRADIENT(2), GRADIENT(2), GRADIENT(0))
+
+
+def test_gradients_that_were_dropped_come_anew():
+    order = OrderRecorder()
+    for _ in range(2):
+        order.gradient(1, 5)
+        order.contribution(5)
+        order.access(0, Phase.FORWARD)
+        order.forget_contributions()
+    assert order.finish().accesses == (GRADIENT(1), FORWARD(0)) * 2
+
+
 def test_placeholders_are_truthful_and_free():
     placeholders = Placeholders()
     cpu = torch.device("cpu")

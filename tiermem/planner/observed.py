@@ -139,14 +139,12 @@ def one_batch(accesses: Sequence[Access]) -> tuple[tuple[Access, ...], int]:
 
     Raises ConfigError where a unit's gradient comes in several parts, which is not simulated.
     """
-    gradients = [access for access in accesses if access.phase is Phase.GRADIENT]
-    if len(set(gradients)) < len(gradients):
-        raise ConfigError("the gradient of a unit arrives in several parts")
-    for batches in range(accesses.count(accesses[0]), 1, -1) if accesses else ():
-        length, rest = divmod(len(accesses) - len(gradients), batches)
-        order = tuple(accesses[: length + len(gradients)])
-        later = tuple(access for access in order if access.phase is not Phase.GRADIENT)
-        if not rest and order + later * (batches - 1) == tuple(accesses):
+    for batches in range(accesses.count(accesses[0]), 0, -1) if accesses else ():
+        order = tuple(accesses[: len(accesses) // batches])
+        if order * batches == tuple(accesses):
+            gradients = [access for access in order if access.phase is Phase.GRADIENT]
+            if len(set(gradients)) < len(gradients):
+                raise ConfigError("the gradient of a unit arrives in several parts")
             return order, batches
     return tuple(accesses), 1
 

@@ -97,9 +97,8 @@ class Workload:
 
     @property
     def step_order(self) -> tuple[Access, ...]:
-        """The accesses of a whole step: a unit's gradient pages are first touched by the first batch."""
-        later = tuple(access for access in self.order if access.phase is not Phase.GRADIENT)
-        return self.order + later * (self.batches - 1)
+        """The accesses of a whole step."""
+        return self.order * self.batches
 
     def sharded(self, ranks: int) -> Workload:
         """The step as one of `ranks` sees its pages: each unit's elements divided, its computation whole."""

@@ -116,6 +116,9 @@ class RankGradients(StepGradients):
         if exchanged or (self._buckets.two and self._under_way is not None and self._under_way[0].shard.unit != unit):
             self._buckets.ask(self._shards[unit])
 
+    def batch_complete(self, unit: int) -> None:
+        """Nothing: other ranks may see it differently, and the bucket is added up before the next one is filled."""
+
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """Say to the others, with the bucket, that it is this rank's last one of the unit; see `Gradients`."""
         if self._open is not None and self._open.shard.unit == unit:

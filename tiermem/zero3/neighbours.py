@@ -44,6 +44,9 @@ class Gradients(Protocol):
     def release(self, unit: int | None = None) -> None:
         """Let go of the unit written last; with `unit`, only if that is the one."""
 
+    def batch_complete(self, unit: int) -> None:
+        """The unit has the gradients of this batch; more will come. By default nothing is done about it."""
+
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """Let go of a unit that has all its gradients here; `then(unit)` follows when all ranks' are added up.
 

@@ -54,6 +54,7 @@ class OrderRecorder:
         self._expected: StepOrder | None = None
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
+        self._batches: Counter[int] = Counter()  # how many have brought gradients, by unit
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
 
@@ -103,6 +104,20 @@ class OrderRecorder:
         """Note that a page of activations is written or read after the accesses so far."""
         self._touches.append((self.position, key))
 
+    def gradient(self, unit: int, parameter: int) -> None:
+        """Note that a gradient is about to arrive: an access to the unit's, if it is the first of its batch.
+
+        None where nothing came in between: micro-batches that go through a unit together find its gradients held,
+        unless they are taken apart.
+        """
+        if self._contributions[parameter] < self._batches[unit]:
+            return
+        self._batches[unit] += 1
+        coming = Access(unit, Phase.GRADIENT)
+        held = next((access for access in reversed(self._accesses) if access.unit not in self._apart), None)
+        if unit in self._apart or held != coming:
+            self.access(unit, Phase.GRADIENT)
+
     def contribution(self, parameter: int) -> int:
         """Note that a gradient arrived; returns how many have arrived for this parameter in this step."""
         self._contributions[parameter] += 1
@@ -111,6 +126,7 @@ class OrderRecorder:
     def forget_contributions(self) -> None:
         """Say that the gradients of this step were dropped: it begins again as far as they are concerned."""
         self._contributions.clear()
+        self._batches.clear()
 
     def all_arrived(self, parameters: tuple[int, ...]) -> bool:
         """Whether every one of `parameters` has had exactly the contributions the last step had, and one at least."""
@@ -120,6 +136,13 @@ class OrderRecorder:
         return any(self._contributions[number] for number in parameters) and all(
             self._contributions[number] == before.get(number, 0) for number in parameters
         )
+
+    def batch_arrived(self, unit: int, parameters: tuple[int, ...]) -> bool:
+        """Whether every one of the unit's `parameters` has had what this batch brings, if it is as in the last step."""
+        if self._expected is None:
+            return False
+        before, batches = self._expected.contributions, self._batches[unit]
+        return all(self._contributions[number] >= min(batches, before.get(number, 0)) for number in parameters)
 
     def finish(self) -> StepOrder:
         """Freeze the present step, make it what is expected of the next, and begin that one.
@@ -133,6 +156,7 @@ class OrderRecorder:
         step = self._expected = StepOrder(tuple(self._accesses), contributions, tuple(self._touches))
         self._accesses = []
         self._contributions = Counter()
+        self._batches = Counter()
         self._touches = []
         self._on_course = True
         return step

@@ -141,6 +141,10 @@ class GradientStore(StepGradients):
             self._asked = None
             pending.give_up()
 
+    def batch_complete(self, unit: int) -> None:
+        """The unit has its gradients of this batch: let go of its tiles."""
+        self._let_go(unit)
+
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """The unit's gradients are all here: let go of its tiles and say so."""
         self._let_go(unit)

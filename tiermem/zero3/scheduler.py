@@ -290,13 +290,16 @@ class GatherScheduler:
             )
         if unit not in self._touched:
             self._listener.unit_needed(unit)
-            self.order.access(unit, Phase.GRADIENT)
             self._touched[unit] = False
+        self.order.gradient(unit, parameter)
         self._gradients.accumulate(parameter)
         self.order.contribution(parameter)
         if self.order.all_arrived(self._gradients.trainable(unit)):
             self.announce(unit)
             self._gradients.release(unit)
+            self._gradients.expect(self.order.upcoming_gradients())
+        elif self.lockstep is None and self.order.batch_arrived(unit, self._gradients.trainable(unit)):
+            self._gradients.batch_complete(unit)
             self._gradients.expect(self.order.upcoming_gradients())
 
     def announce(self, unit: int) -> None:
