@@ -140,6 +140,11 @@ def test_each_batch_comes_to_a_unit_s_gradients_once():
         found = order.finish()
     assert found.accesses == (FORWARD(0), FORWARD(1), BACKWARD(1), GRADIENT(1), GRADIENT(0)) * 3
     assert found.contributions == {5: 3, 6: 2, 7: 3, 8: 3}
+    for batch in range(4):
+        for parameter in (7, 8):
+            order.gradient(0, parameter)
+            order.contribution(parameter)
+            assert order.batch_arrived(0, (7, 8)) == (parameter == 8 and batch < 3), "one batch more: nobody knows"
 
 
 def test_batches_that_come_to_gradients_one_after_the_other_find_them_held():

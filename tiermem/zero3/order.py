@@ -138,11 +138,17 @@ class OrderRecorder:
         )
 
     def batch_arrived(self, unit: int, parameters: tuple[int, ...]) -> bool:
-        """Whether every one of the unit's `parameters` has had what this batch brings, if it is as in the last step."""
+        """Whether every one of the unit's `parameters` has had what this batch brings, if it is as in the last step.
+
+        False for a batch more than that step had: nobody knows what it brings.
+        """
         if self._expected is None:
             return False
-        before, batches = self._expected.contributions, self._batches[unit]
-        return all(self._contributions[number] >= min(batches, before.get(number, 0)) for number in parameters)
+        batches = self._batches[unit]
+        before = [self._expected.contributions.get(number, 0) for number in parameters]
+        return batches <= max(before, default=0) and all(
+            self._contributions[number] >= min(batches, count) for number, count in zip(parameters, before, strict=True)
+        )
 
     def finish(self) -> StepOrder:
         """Freeze the present step, make it what is expected of the next, and begin that one.
