@@ -1,7 +1,17 @@
-"""A machine that was not measured, models described by their units, and a simulation one step at a time."""
+"""A machine that was not measured, models described by their units, a simulation and a training one step at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+from tiermem.pager.ahead import Ahead
+from tiermem.pager.plan import Plan
 from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
 from tiermem.planner.clock import Signal
 from tiermem.planner.machine import Drive, Host, Machine
@@ -19,6 +29,14 @@ MACHINE = Machine(
         update_beside_compute=0.3,
     ),
     drive=Drive(read=2e9, write=1.5e9, mixed=1.2e9),
+)
+
+# As the inline backend: a transfer has ended when it was started.
+INSTANT = Machine(
+    name="test",
+    source="described for a test",
+    host=Host(flops={"bfloat16": 1e12, "float32": 1e12}, update_rate={"bfloat16": 1e9, "float32": 1e9}),
+    drive=Drive(read=1e14, write=1e14, mixed=1e14, latency=0.0),
 )
 
 
@@ -43,3 +61,30 @@ def run_steps(world: World, count: int) -> list[StepStatistics]:
         assert world.clock.run_until(ended), "a design that was accepted does not stand still"
         steps.append(world.counters.step())
     return steps
+
+
+def trained(model: nn.Module, runtime: tiermem.Runtime, *, batches: int = 1) -> Iterator[StepStatistics]:
+    """Train a language model of 512 words; yields what was counted in each step, behind it."""
+    optimizer = tiermem.AdamW(model.parameters())
+    while True:
+        for _ in range(batches):
+            tokens = torch.randint(512, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        last = runtime.statistics().last
+        assert last is not None
+        yield last
+
+
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The pager's plans, from now on; the list grows with them."""
+    plans: list[Plan] = []
+    make_plan = Ahead.make_plan
+
+    def noted(ahead: Ahead, *arguments: Any) -> Plan:
+        plans.append(make_plan(ahead, *arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(Ahead, "make_plan", noted)
+    return plans

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_models import small_llama
+from doubles_planner import INSTANT, plans_made, trained
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
 from tiermem.cli.modelwork import workload_of
-from tiermem.pager.ahead import Ahead
 from tiermem.pager.page import Kind
-from tiermem.pager.plan import Plan
 from tiermem.planner.design import PlanSettings, make_design
 from tiermem.planner.footprint import rounded
-from tiermem.planner.machine import Device, Drive, Host, Machine
+from tiermem.planner.machine import Device
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import thinned
 from tiermem.runtime.blueprint import draw
@@ -30,13 +31,6 @@ from tiermem.stats import StepStatistics
 from tiermem.zero3.keep import Keeping
 
 MIB = 1 << 20
-# As the inline backend: a transfer has ended when it was started.
-INSTANT = Machine(
-    name="test",
-    source="described for a test",
-    host=Host(flops={"bfloat16": 1e12, "float32": 1e12}, update_rate={"bfloat16": 1e9, "float32": 1e9}),
-    drive=Drive(read=1e14, write=1e14, mixed=1e14, latency=0.0),
-)
 
 
 @dataclass(frozen=True)
@@ -48,31 +42,10 @@ class Case:
     look_ahead: int | str
 
 
-def small_model(*, tied: bool = False) -> LlamaForCausalLM:
+def small_model(*, tied: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        vocab_size=512,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(shape)
-
-
-def trained(model: LlamaForCausalLM, runtime: tiermem.Runtime) -> Iterator[StepStatistics]:
-    """Train; yields what was counted in each step, behind it."""
-    optimizer = tiermem.AdamW(model.parameters())
-    while True:
-        tokens = torch.randint(512, (2, 16))
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        last = runtime.statistics().last
-        assert last is not None
-        yield last
+    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": 5, "heads": 4, "key_value_heads": 4}
+    return small_llama(words=512, **shape, tie_word_embeddings=tied, use_cache=False)
 
 
 def to_and_from_disk(steps: Iterator[StepStatistics]) -> list[tuple[int, int]]:
@@ -166,14 +139,7 @@ def test_what_fits_moves_nothing_in_either(update: str, tmp_path: Path) -> None:
 def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_counts(
     update: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans: list[Plan] = []
-    make_plan = Ahead.make_plan
-
-    def noted(ahead: Ahead, *arguments: Any) -> Plan:
-        plans.append(make_plan(ahead, *arguments))
-        return plans[-1]
-
-    monkeypatch.setattr(Ahead, "make_plan", noted)
+    plans = plans_made(monkeypatch)
     model = small_model()
     numel = sum(parameter.numel() for parameter in model.parameters())
     config = tiermem.Config(

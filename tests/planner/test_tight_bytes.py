@@ -7,58 +7,36 @@ that several parameters share again and again.
 from __future__ import annotations
 
 import statistics
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from doubles_models import small_llama
+from doubles_planner import INSTANT, plans_made, trained
+from torch import nn
 
 import tiermem
 from tiermem.cli.modelwork import workload_of
-from tiermem.pager.ahead import Ahead
 from tiermem.pager.plan import Plan
 from tiermem.planner.design import PlanSettings, make_design
-from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.simulate import Simulation, simulate
 
-# As the inline backend: a transfer has ended when it was started.
-INSTANT = Machine(
-    name="test",
-    source="described for a test",
-    host=Host(flops={"float32": 1e12}, update_rate={"float32": 1e9}),
-    drive=Drive(read=1e14, write=1e14, mixed=1e14, latency=0.0),
-)
 
-
-def model() -> LlamaForCausalLM:
+def model() -> nn.Module:
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        hidden_size=112,
-        intermediate_size=300,
-        num_hidden_layers=6,
-        num_attention_heads=7,
-        vocab_size=512,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(shape)
+    shape: dict[str, Any] = {"width": 112, "mlp_width": 300, "layers": 6, "heads": 7, "key_value_heads": 7}
+    return small_llama(words=512, **shape, tie_word_embeddings=False, use_cache=False)
 
 
 def both(
     update: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *, batches: int = 1, share: float = 0.15
 ) -> tuple[float, float, Plan, Simulation]:
     """Bytes read and written in a step (the median of three), what its plan counts, and the simulated step."""
-    plans: list[Plan] = []
-    make_plan = Ahead.make_plan
-
-    def noted(ahead: Ahead, *arguments: Any) -> Plan:
-        plans.append(make_plan(ahead, *arguments))
-        return plans[-1]
-
-    monkeypatch.setattr(Ahead, "make_plan", noted)
-    trained = model()
-    work = workload_of(trained, "small", batch=2, seq=16, batches=batches, dtype="float32")
+    plans = plans_made(monkeypatch)
+    llama = model()
+    work = workload_of(llama, "small", batch=2, seq=16, batches=batches, dtype="float32")
     host = round(work.parameters * 12 * share) // 4096 * 4096
     design = make_design(work, INSTANT, PlanSettings(host_memory=host, update=update, tile_nbytes=128 << 10))
     config = tiermem.Config(
@@ -73,17 +51,9 @@ def both(
         commits=False,
     )
     moved, surprises = [], [0]
-    with tiermem.offload(trained, config) as runtime:
+    with tiermem.offload(llama, config) as runtime:
         forecast = runtime._house.storage.pager._core.residency.forecast
-        optimizer = tiermem.AdamW(trained.parameters())
-        for step in range(6):
-            for _ in range(batches):
-                tokens = torch.randint(512, (2, 16))
-                trained(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            last = runtime.statistics().last
-            assert last is not None
+        for step, last in enumerate(islice(trained(llama, runtime, batches=batches), 6)):
             moved.extend([(last.bytes_read, last.bytes_written)] if step >= 3 else [])
             surprises.append(forecast.surprises)
     assert surprises[-1] == surprises[-3], "the schedule knows every access of the computation"

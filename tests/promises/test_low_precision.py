@@ -80,7 +80,7 @@ def train(model, step, dtype, steps) -> list[float]:
     ("param_dtype", "update", "budget", "steps"),
     [
         ("bfloat16", "forward", "tight", STEPS),
-        ("bfloat16", "backward", "least", 20),
+        ("bfloat16", "backward", "least", STEPS),
         ("bfloat16", "step", "generous", 5),
         ("float16", "forward", "tight", 8),
         ("float16", "backward", "least", 8),
