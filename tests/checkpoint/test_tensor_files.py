@@ -298,8 +298,8 @@ import gc, sys, torch
 from torch import nn
 import tiermem
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
-from tiermem.memory.heap import LARGE_BLOCK, return_large_blocks
-return_large_blocks(LARGE_BLOCK)
+from tiermem.memory.heap import return_large_blocks
+return_large_blocks()
 folder = sys.argv[1]
 with tiermem.deferred_init():
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(int(sys.argv[2]))))

@@ -150,6 +150,17 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(("available", "returned"), [(3 << 30, False), (2 << 30, True)])
+def test_large_blocks_are_given_back_only_where_memory_is_short(
+    available: int, returned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("tiermem.cli.train.available_host_memory", lambda: available)
+    monkeypatch.setattr("tiermem.cli.train.return_large_blocks", lambda: calls.append(None))
+    assert main.run([*SHORT, "--host-memory", "96MiB"]) == 0
+    assert bool(calls) == returned
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_swap_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)

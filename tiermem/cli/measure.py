@@ -32,6 +32,7 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.zero3.reduce import gradient_norm
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # A product of the size of a small model's layers on a few hundred tokens, and a tile as training updates.
@@ -251,6 +252,6 @@ def _move_gradient(dtype: torch.dtype) -> Callable[[], None]:
 
     def move() -> None:
         page.copy_(gradient)
-        torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        gradient_norm(gradient)
 
     return move

@@ -30,14 +30,18 @@ from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
 from tiermem.cli.scalars import add_step, check_scalars, open_scalars
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
+from tiermem.config import resolve_host_memory
 from tiermem.errors import ConfigError
-from tiermem.memory.heap import LARGE_BLOCK, return_large_blocks
+from tiermem.memory.heap import return_large_blocks
+from tiermem.memory.machine import available_host_memory
 from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
 MAX_GRAD_NORM = 1.0
 SWITCH_SECONDS = 0.0005
+# What is left beside the budget for the C library to be free with. "auto" leaves this where the machine has it.
+_ROOMY = 2 << 30
 WARM_UP_SHARE = 0.1
 FINAL_LR_SHARE = 0.1
 # Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
@@ -206,7 +210,9 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
-    return_large_blocks(LARGE_BLOCK)
+    available = available_host_memory() // launch.size
+    if available - resolve_host_memory(config, available) < _ROOMY:
+        return_large_blocks()
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
     training = Training(options, config, model_config=model_config, source=source, launch=launch)

@@ -20,7 +20,6 @@ from tiermem.checkpoint.pretrained import other_names
 from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
-from tiermem.memory.heap import share_heap
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import UpdateSchedule
@@ -151,7 +150,6 @@ def build(
 
     `device`: instead of the one `config` names; the house closes it.
     """
-    share_heap()  # before the first thread
     swap_nbytes = blueprint.swap_nbytes(wanted_copies(config, _update(config, company)))
     budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device, blueprint.kept)
     storage = company.together(

@@ -26,7 +26,7 @@ from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
-from tiermem.zero3.reduce import StepGradients, norm_dtype, plain
+from tiermem.zero3.reduce import StepGradients, gradient_norm, norm_dtype, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Pager
 from tiermem.zero3.sums import mean_over_ranks
@@ -261,8 +261,9 @@ class RankGradients(StepGradients):
                 if slot.parameter in self._norms:
                     fresh.add_(kept)
                 kept.copy_(fresh)
-                norm = torch.linalg.vector_norm(fresh, dtype=norm_dtype(fresh.dtype))
-                squares[index].add_(norm.double().square())  # not looked at here, so that a device is not waited for
+                squares[index].add_(
+                    gradient_norm(fresh).double().square()
+                )  # not looked at here, so that a device is not waited for
         except BaseException as error:
             lease.fail(error)
             raise
