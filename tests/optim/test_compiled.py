@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +159,39 @@ def test_loops_with_other_bits_are_refused(afresh: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib, "import_module", lambda name: fake)
     assert Workspace().loops is None
     assert "update_split" in str(compiled.why_not())
+
+
+_THREADS = """
+import os, threading, time
+import torch
+from tiermem.optim.compiled import why_not
+
+def of_others():  # threads that Python did not start: OpenMP's
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+def tried():
+    before, reason = of_others(), why_not()
+    deadline = time.monotonic() + 20
+    while of_others() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    after = of_others()
+    torch.ones(1 << 20).add_(1)
+    print(after - before, of_others() - before, reason)
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).add_(1)
+thread = threading.Thread(target=tried)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc/self/task")
+def test_the_trial_leaves_the_updater_without_threads_of_openmp() -> None:
+    """Else the computation's own would sleep after every operation (see `_find`)."""
+    run = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    left, control, reason = run.stdout.split(maxsplit=2)
+    assert left == "0", run.stdout
+    if reason.strip() == "None" and torch.backends.openmp.is_available():
+        assert control == "1", "an operation on the thread itself would have left one"

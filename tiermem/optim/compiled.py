@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,17 @@ def why_not() -> str | None:
 
 @functools.cache
 def _find() -> CompiledLoops | str:
+    """The loops, or why there are none; tried on a thread that is gone afterwards.
+
+    A second thread that has once computed with torch on several cores keeps OpenMP threads of its own for as long as it
+    lives. GNU's OpenMP then counts more threads than cores, and all of them, the computation's too, sleep at the end of
+    every operation instead of being ready for the next. Measured with two cores: 4,000 sleeps in a step, 3 % of it.
+    """
+    with ThreadPoolExecutor(1, "tiermem-trial") as passing:
+        return passing.submit(_try).result()
+
+
+def _try() -> CompiledLoops | str:
     try:
         loops = CompiledLoops(importlib.import_module("tiermem.optim.loops"))
         different = differences(loops)
