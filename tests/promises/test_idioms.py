@@ -72,6 +72,19 @@ def two_optimizers(trainee: Trainee) -> None:
             optimizer.zero_grad()
 
 
+def other_numbers_of_batches(trainee: Trainee) -> None:
+    """What a step was expected to bring after the one before comes, or less, or more; and all of it is clipped."""
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2, max_grad_norm=0.01)
+    for count in (3, 3, 1, 1, 2, 4):
+        for batch in range(count):
+            backward(trainee, trainee.model(tokens()).square().mean())
+            if batch == 0:
+                trainee.note_gradients()
+        optimizer.step()
+        trainee.note(torch.as_tensor(optimizer.grad_norm))
+        optimizer.zero_grad()
+
+
 def forward_twice(trainee: Trainee) -> None:
     optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
     for _ in range(3):
@@ -223,6 +236,7 @@ def compiled(of: str) -> Script:
 SCRIPTS: dict[str, Script] = {
     "groups change": groups_change,
     "two optimizers": two_optimizers,
+    "other numbers of batches": other_numbers_of_batches,
     "forward twice": forward_twice,
     "two models": two_models,
     "parts outside their parent": parts_outside,

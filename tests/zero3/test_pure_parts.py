@@ -148,6 +148,17 @@ def test_each_batch_comes_to_a_unit_s_gradients_once():
             assert order.batch_arrived(0, (7, 8)) == (parameter == 8 and batch < 3), "one batch more: nobody knows"
 
 
+def test_a_gradient_is_known_to_grow_by_the_step_before():
+    order = OrderRecorder()
+    for expected in ([False] * 3, [True, True, False, False]):  # nobody knows; three came, here comes a fourth
+        for more in expected:
+            assert order.more_after(7) == more
+            order.gradient(0, 7)
+            order.contribution(7)
+        assert not order.more_after(8), "it never had one"
+        order.finish()
+
+
 def test_batches_that_come_to_gradients_one_after_the_other_find_them_held():
     order = OrderRecorder(apart={2})
     for unit, parameter in ((1, 5), (2, 6), (1, 5), (2, 6), (1, 5), (0, 7), (0, 7)):

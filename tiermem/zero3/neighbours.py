@@ -38,8 +38,8 @@ class Gradients(Protocol):
     def expect(self, unit: int | None) -> None:
         """The unit's gradients are what comes next; None: something else is."""
 
-    def accumulate(self, parameter: int) -> None:
-        """Take `p.grad` of this parameter."""
+    def accumulate(self, parameter: int, *, more: bool = False) -> None:
+        """Take `p.grad` of this parameter. `more`: others will be added to it, so that its norm means nothing yet."""
 
     def release(self, unit: int | None = None) -> None:
         """Let go of the unit written last; with `unit`, only if that is the one."""

@@ -123,6 +123,11 @@ class OrderRecorder:
         self._contributions[parameter] += 1
         return self._contributions[parameter]
 
+    def more_after(self, parameter: int) -> bool:
+        """Whether the gradient that is arriving is not the parameter's last, if this step goes on as expected."""
+        before = 0 if self._expected is None else self._expected.contributions.get(parameter, 0)
+        return self._contributions[parameter] + 1 < before
+
     def forget_contributions(self) -> None:
         """Say that the gradients of this step were dropped: it begins again as far as they are concerned."""
         self._contributions.clear()

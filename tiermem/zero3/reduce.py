@@ -22,6 +22,8 @@ from tiermem.zero3.sources import Lease, Pager, PendingLease
 
 _PIECE = 3 << 16  # elements of a gradient whose norm is taken at once: its bytes and their float32 stay in the cache
 
+_NOT_YET = torch.tensor(float("nan"))  # the norm of a gradient that was expected to grow
+
 
 class StepGradients:
     """What is known of this step's gradients, wherever they come from: their norms, and the pages they were put in."""
@@ -108,10 +110,11 @@ class GradientStore(StepGradients):
             keys, intent = self._wanted(layout, range(layout.tiles))
             self._asked = (unit, self._pager.start_lease(keys, intent))
 
-    def accumulate(self, parameter: int) -> None:
+    def accumulate(self, parameter: int, *, more: bool = False) -> None:
         """Move `p.grad` of this parameter into its pages, adding to what it had in this step; waits for the pages.
 
-        Sparse gradients are made dense. Raises what the pager raises.
+        `more`: further gradients are expected, so that the norm is taken only if somebody asks for it. Sparse gradients
+        are made dense. Raises what the pager raises.
         """
         owner = self._parameters[parameter]
         gradient, owner.grad = owner.grad, None
@@ -125,10 +128,17 @@ class GradientStore(StepGradients):
             self.release()
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
-        self._store(layout, slot, flat, add=parameter in self._norms)
+        self._store(layout, slot, flat, add=parameter in self._norms, into_flat=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
-        self._norms[parameter] = gradient_norm(flat)
+        self._norms[parameter] = _NOT_YET if more else gradient_norm(flat)
+
+    def norm(self, parameter: int) -> torch.Tensor:
+        """As of every `StepGradients`; waits for the pages of a gradient that was expected to grow, and did not."""
+        norm = super().norm(parameter)
+        if norm is _NOT_YET:
+            norm = self._norms[parameter] = gradient_norm(self._whole(parameter))
+        return norm
 
     def release(self, unit: int | None = None) -> None:
         """Give back the tiles of the unit written last, and the room of one whose gradients have not come.
@@ -162,6 +172,11 @@ class GradientStore(StepGradients):
         """Return a copy of this step's gradient in the parameter's shape, or None if it has none; waits."""
         if parameter not in self._norms:
             return None
+        _, slot = self._places[parameter]
+        return self._whole(parameter).as_strided(slot.shape, slot.stride)
+
+    def _whole(self, parameter: int) -> torch.Tensor:
+        """A copy of what the pages hold of a gradient, 1-D in memory order."""
         self.release()
         unit, slot = self._places[parameter]
         layout = self._layouts[unit]
@@ -178,7 +193,7 @@ class GradientStore(StepGradients):
                 lease.release()
         if whole is None:
             whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
-        return whole.as_strided(slot.shape, slot.stride)
+        return whole
 
     def forget(self, parameters: Sequence[int]) -> None:
         """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
@@ -219,8 +234,8 @@ class GradientStore(StepGradients):
             raise InvariantError(f"some gradient tiles of unit {layout.name} are written in this step and some are not")
         return keys, Intent.FRESH if all(fresh) else Intent.WRITE
 
-    def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool) -> None:
-        """Write `flat` to the pages; with `add`, first add to `flat` what they hold, so that it is the whole."""
+    def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool, into_flat: bool) -> None:
+        """Write `flat` to the pages, or with `add` add it to what they hold; `into_flat`: `flat` is the sum, too."""
         held = self._held[1] if self._held is not None and self._held[0] == layout.unit else None
         for piece in layout.ranges(slot):
             lease = held or self._lease(layout, [piece.tile])
@@ -228,9 +243,10 @@ class GradientStore(StepGradients):
                 page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
                 fresh = flat[piece.begin : piece.begin + piece.length]
-                if add:
-                    fresh.add_(kept)
-                kept.copy_(fresh)
+                if add and not into_flat:
+                    kept.add_(fresh)
+                else:
+                    kept.copy_(fresh.add_(kept) if add else fresh)
             except BaseException as error:
                 if held is not None:
                     self._held = None

@@ -292,7 +292,7 @@ class GatherScheduler:
             self._listener.unit_needed(unit)
             self._touched[unit] = False
         self.order.gradient(unit, parameter)
-        self._gradients.accumulate(parameter)
+        self._gradients.accumulate(parameter, more=self.order.more_after(parameter))
         self.order.contribution(parameter)
         if self.order.all_arrived(self._gradients.trainable(unit)):
             self.announce(unit)
