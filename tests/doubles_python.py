@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -92,9 +93,11 @@ def _main(listener: socket.socket) -> None:
         importlib.import_module(name)
     compiled_loops()
     gc.freeze()
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        sys.exit(f"expected one thread before a fork, found {threads}")
+    deadline = time.monotonic() + 20
+    while (threads := len(os.listdir("/proc/self/task"))) != 1:  # one that was joined is still ending
+        if time.monotonic() > deadline:
+            sys.exit(f"expected one thread before a fork, found {threads}")
+        time.sleep(0.001)
     sys.path[:] = sys.path[2:]  # the folder of this file, and the root
     while listener in select.select([listener, sys.stdin], [], [])[0]:  # until nobody could ask any more
         wire, _ = listener.accept()
