@@ -22,10 +22,11 @@ from tiermem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of `size` processes, number `rank`."""
+    """One of `size` processes, number `rank`; `neighbours` of them, itself among them, are on this machine."""
 
     rank: int = 0
     size: int = 1
+    neighbours: int = 1
 
     def check_rows(self, rows: int) -> None:
         """Raise `ConfigError` unless a batch of `rows` rows can be divided evenly."""
@@ -63,6 +64,7 @@ def launched() -> Iterator[Launch]:
     attempt = PrefixStore(f"tiermem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
     try:
-        yield Launch(dist.get_rank(), dist.get_world_size())
+        size = dist.get_world_size()
+        yield Launch(dist.get_rank(), size, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     finally:
         dist.destroy_process_group()

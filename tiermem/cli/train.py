@@ -210,7 +210,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
-    available = available_host_memory() // launch.size
+    available = available_host_memory() // launch.neighbours
     if available - resolve_host_memory(config, available) < _ROOMY:
         return_large_blocks()
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.

@@ -84,8 +84,11 @@ def _find() -> CompiledLoops | str:
     lives. GNU's OpenMP then counts more threads than cores, and all of them, the computation's too, sleep at the end of
     every operation instead of being ready for the next. Measured with two cores: 4,000 sleeps in a step, 3 % of it.
     """
-    with ThreadPoolExecutor(1, "tiermem-trial") as passing:
-        return passing.submit(_try).result()
+    try:
+        with ThreadPoolExecutor(1, "tiermem-trial") as passing:
+            return passing.submit(_try).result()
+    except RuntimeError as error:  # a process that is ending, or that may have no more threads
+        return f"no thread could be started to try the compiled loops ({error})"
 
 
 def _try() -> CompiledLoops | str:

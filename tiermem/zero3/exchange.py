@@ -261,9 +261,8 @@ class RankGradients(StepGradients):
                 if slot.parameter in self._norms:
                     fresh.add_(kept)
                 kept.copy_(fresh)
-                squares[index].add_(
-                    gradient_norm(fresh).double().square()
-                )  # not looked at here, so that a device is not waited for
+                # Not looked at here, so that a device is not waited for.
+                squares[index].add_(gradient_norm(fresh).double().square())
         except BaseException as error:
             lease.fail(error)
             raise
