@@ -116,7 +116,7 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
 )
 def test_where_nothing_overlaps_a_step_moves_the_bytes_foreseen(case: Case, tmp_path: Path) -> None:
     # Nothing is timed here: what is left is who asks first, the computation's thread or the loop. Where words are tied
-    # that depends on what else the machine does, by one tile's write or several: 2 % more at rest, 7 % beside other work.
+    # that depends on what else the machine does, by one tile's write or several: 2 % more at rest, 7 % beside others.
     real, foreseen = both(case, tmp_path)
     near = 0.15 if case.tied else 0.03
     assert foreseen.bytes_read == pytest.approx(statistics.median(read for read, _ in real), rel=near)
