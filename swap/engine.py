@@ -116,10 +116,11 @@ class Engine:
         # Views are made where they are used: a local one would stay with this frame, and that with a traceback.
         check = Check(aligned_view(buffer), expected) if checksum or expected is not None else None
         parts = cut(spans, aligned_view(buffer))
-        request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
-        queues = {part.file.device: self._queue(part.file.device) for part in request.parts}
+        queues = {part.file.device: self._queue(part.file.device) for part in parts}
         with self._lock:
             self._check_open()
+            # Not before: a request and its parts know each other, and a refused one would keep the buffer's views.
+            request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
             self._requests += 1
             for part in request.parts:
                 blocks = block_count(part.nbytes, self.settings.block_size)

@@ -142,6 +142,22 @@ def test_a_misplaced_request_is_refused_at_once(engine: Engine, file: SwapFile) 
         engine.start(swap.Operation.READ, [(file, 0, 4096)], AlignedBuffer(8192).view, priority=swap.Priority.DEMAND)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_request_that_is_refused_lets_go_of_its_buffer_at_once(engine: Engine, file: SwapFile, *, used: bool) -> None:
+    if used:  # then the engine knows the device
+        round_trip(engine, file)
+    engine.close()
+    buffer = AlignedBuffer(BLOCK)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(swap.SwapClosedError):
+            engine.start_read(file, 4096, buffer.view, checksum=True)
+        buffer.close()
+    finally:
+        gc.enable()
+
+
 def test_an_on_done_that_raises_is_not_lost(kind: str, file: SwapFile) -> None:
     engine = Engine(EngineSettings(backend=kind, block_size=BLOCK))
 
