@@ -136,7 +136,8 @@ def trained(
 ) -> dict[str, Any]:
     """Losses of this rank, and what all ranks must agree on: norm, weights, masters, sizes."""
     settings = {key: how.pop(key) for key in list(how) if key not in ("steps", "accumulate", "clip", "batch")}
-    given = {name: settings.pop(name) for name in ("mesh", "keep", "keep_dtype") if name in settings}
+    given = {name: settings.pop(name) for name in ("mesh", "keep", "keep_dtype", "coalesce") if name in settings}
+    given.setdefault("coalesce", 0)  # these models are all small: all of one would be a unit
     torch.manual_seed(seed)
     model = make()
     with tiermem.offload(model, config_for(directory, **settings), **given) as runtime:
@@ -191,6 +192,11 @@ def odd_tight(directory: Path, rank: int, size: int) -> Any:
 
 def odd_bfloat16(directory: Path, rank: int, size: int) -> Any:
     return trained(Odd, directory, rank, size, param_dtype="bfloat16")
+
+
+def odd_coalesced(directory: Path, rank: int, size: int) -> Any:
+    """Small layers in units of 16 KiB, in which there are layers without a gradient."""
+    return trained(Odd, directory, rank, size, coalesce="16KiB", accumulate=2)
 
 
 def stage_1(directory: Path, rank: int, size: int) -> Any:
@@ -260,7 +266,7 @@ def sub_group(directory: Path, rank: int, size: int) -> Any:
 def another_order(directory: Path, rank: int, size: int) -> Any:
     """Rank 1 runs the layers backwards."""
     model = Odd()
-    with tiermem.offload(model, config_for(directory)):
+    with tiermem.offload(model, config_for(directory), coalesce=0):
         layers = list(model.layers) if rank != 1 else list(model.layers)[::-1]
         hidden = model.embedding(tokens(0))
         for layer in layers:
@@ -440,6 +446,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         odd_again,
         odd_tight,
         odd_bfloat16,
+        odd_coalesced,
         stage_1,
         stage_2,
         stage_1_tight,

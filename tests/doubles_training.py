@@ -120,13 +120,23 @@ def within_budgets(statistics: tiermem.Statistics) -> None:
 
 
 def offloaded(
-    make: Make, script: Script, directory: Path, *, update: str, budget: str, units=None, keep=None, **settings
+    make: Make,
+    script: Script,
+    directory: Path,
+    *,
+    update: str,
+    budget: str,
+    units=None,
+    coalesce: int | str = 0,  # these models are all small: all of one would be a unit
+    keep=None,
+    **settings,
 ) -> Outcome:
     torch.manual_seed(1)
     model = make()
     nbytes = budget_for(model, directory, budget, units, Keeping(keep), **settings)
     torch.manual_seed(2)
-    with tiermem.offload(model, config_for(directory, nbytes, update, **settings), units=units, keep=keep) as runtime:
+    config = config_for(directory, nbytes, update, **settings)
+    with tiermem.offload(model, config, units=units, coalesce=coalesce, keep=keep) as runtime:
         torch.manual_seed(2)
         trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
         script(trainee)

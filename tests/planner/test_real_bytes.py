@@ -87,7 +87,7 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
     )
     model = small_model(tied=case.tied)
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype=case.dtype)
-    with tiermem.offload(model, config) as runtime:
+    with tiermem.offload(model, config, coalesce=0) as runtime:
         moved = to_and_from_disk(trained(model, runtime))
         order = runtime._house.scheduler.order.expected
         assert order is not None
@@ -153,7 +153,7 @@ def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_cou
         io_backend="inline",
         commits=False,
     )
-    with tiermem.offload(model, config) as runtime:
+    with tiermem.offload(model, config, coalesce=0) as runtime:
         found = statistics.median(read + written for read, written in to_and_from_disk(trained(model, runtime)))
     # Host memory is in one piece, and for a place in it kept pages are written, too: up to 13 % was seen. This holds
     # the count against what happens; it does not show that the plan is why: next uses alone move a few percent more.
@@ -190,7 +190,7 @@ def both_beside_a_device(
     model = small_model()
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype="bfloat16")
     blueprint = draw(model, config, None)
-    with tiermem.offload(model, config) as runtime:
+    with tiermem.offload(model, config, coalesce=0) as runtime:
         steps = trained(model, runtime)
         list(islice(steps, 3))
         before = moved_at_rest(runtime)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
-MORE = [*STAGES, "odd_tight", "odd_bfloat16", "plain_llama", "routed", "verbs"]
+MORE = [*STAGES, "odd_tight", "odd_bfloat16", "odd_coalesced", "plain_llama", "routed", "verbs"]
 WAYS = ["asked_ahead", "lora", "mixture", "autocast", "experts_as_units"]
 WRONG = ["an_expert_without_tokens", "two_dimensions", "another_order", "one_fails", "one_cannot_begin"]
 
@@ -76,6 +76,10 @@ def test_a_stage_with_whole_parameters_resumes(reports):
 
 def test_bfloat16(reports):
     check(values(reports[2, "odd_bfloat16"]), plain(scenarios.Odd), near={"atol": 6e-3, "rtol": 2e-2})
+
+
+def test_small_units_that_have_become_one(reports):
+    check(values(reports[2, "odd_coalesced"]), plain(scenarios.Odd, accumulate=2))
 
 
 def test_llama(reports):

@@ -43,7 +43,7 @@ def test_a_model_of_two_hundred_layers_trains_as_plain_pytorch_does(update: str,
     torch.manual_seed(1)
     model = Deep()
     config = config_for(tmp_path, 512 << 10, update, commits=False)  # of four blocks for each unit, 3.2 MiB
-    with tiermem.offload(model, config) as runtime:
+    with tiermem.offload(model, config, coalesce=0) as runtime:
         torch.manual_seed(2)
         trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
         short_training(trainee)

@@ -270,7 +270,7 @@ def test_a_kernel_that_fails_there_is_an_error_in_the_caller_and_closing_works(u
         real(*arguments)
 
     monkeypatch.setattr(stream, "adamw_tile", failing)
-    runtime = tiermem.offload(model, config_for(tmp_path, 64 * MIB, update, **ALL))
+    runtime = tiermem.offload(model, config_for(tmp_path, 64 * MIB, update, **ALL), coalesce=0)
     trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
     with pytest.raises(FloatingPointError, match="the kernel failed"):
         loop(tokens_batch, steps=3)(trainee)

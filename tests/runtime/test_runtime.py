@@ -29,7 +29,8 @@ class Both:
         torch.manual_seed(0)
         self.plain = make()
         self.model = copy.deepcopy(self.plain)
-        self.runtime = tiermem.offload(self.model, config_for(directory, budget, update, **settings))
+        config = config_for(directory, budget, update, **settings)
+        self.runtime = tiermem.offload(self.model, config, coalesce=0)
         self.plain_optimizer = PlainAdamW(self.plain.parameters(), lr=1e-2)
         self.optimizer = tiermem.AdamW(self.model.parameters(), lr=1e-2)
         self.number = 0

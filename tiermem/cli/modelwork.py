@@ -7,6 +7,8 @@ those the runtime would have; the order is that of the modules' names, the order
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,21 +49,31 @@ def model_workload(
     """The step of the model that `config` describes. Raises ConfigError if it is no causal language model."""
     model = empty_model(config)
     width = getattr(config, "hidden_size", 0)
-    found = workload_of(model, name, batch=batch, seq=seq, batches=batches, dtype=dtype, width=width)
+    found = workload_of(model, name, batch=batch, seq=seq, batches=batches, dtype=dtype, width=width, coalesce="auto")
     return replace(found, moments=moments)
 
 
 def workload_of(
-    model: nn.Module, name: str, *, batch: int, seq: int, batches: int, dtype: str, width: int = 0, keep: Keep = None
+    model: nn.Module,
+    name: str,
+    *,
+    batch: int,
+    seq: int,
+    batches: int,
+    dtype: str,
+    width: int = 0,
+    keep: Keep = None,
+    coalesce: int | str = 0,
 ) -> Workload:
     """The step of a model (on any device) that sees `batch` sequences of `seq` tokens, `batches` times.
 
-    `width`: of its attention, for the operations that do not depend on weights. `keep`: as `tiermem.offload` takes it.
+    `width`: of its attention, for the operations that do not depend on weights. `keep`, `coalesce`: as
+    `tiermem.offload` takes them; "auto" as with a budget of 128 MiB or more.
     """
     settings = tiermem.Config(device="cpu", host_memory=_ANY_BUDGET, swap_dirs=["."], param_dtype=cast("Any", dtype))
-    blueprint = draw(model, settings, None, keeping=Keeping(keep))
+    blueprint = draw(model, settings, None, keeping=Keeping(keep), coalesce=coalesce)
     itemsize = settings.dtype.itemsize
-    calls = list(_calls(blueprint.divided))
+    calls = list(_passes(_calls(blueprint.divided)))
     tokens = batch * seq
     used: dict[int, int] = {}
     for called, product in calls:
@@ -80,12 +92,20 @@ def workload_of(
     return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype)
 
 
+def _passes(calls: Iterator[tuple[int, bool]]) -> Iterator[tuple[int, bool]]:
+    """Calls of one coalesced unit that follow one another as the one use of it that they are."""
+    for number, uses in itertools.groupby(calls, key=operator.itemgetter(0)):
+        yield number, any(product for _, product in uses)
+
+
 def _calls(divided: ModelUnits) -> Iterator[tuple[int, bool]]:
     """The units in the order their modules are called, and whether backward needs their values there."""
     roots: dict[int, list[int]] = {}
     for unit in divided.units:  # a root may have several: see "Frozen apart" and "Kept apart" in zero3/units.py
-        roots.setdefault(id(unit.root), []).append(unit.number)
-    inside = {id(inner) for unit in divided.units for inner in unit.root.modules() if inner is not unit.root}
+        for root, _ in unit.parts:
+            roots.setdefault(id(root), []).append(unit.number)
+    tops = [root for unit in divided.units for root, _ in unit.parts]
+    inside = {id(inner) for root in tops for inner in root.modules() if inner is not root}
     for point in divided.points:
         if id(point.module) in inside or point.module is divided.model:
             continue

@@ -57,6 +57,11 @@ class Beginning:
         """Elements of a tile in the commit."""
         return int(self.manifest.user["layout"]["tile_numel"]) if self.manifest is not None else None
 
+    @property
+    def small_nbytes(self) -> int | None:
+        """Bytes up to which units were coalesced in the commit."""
+        return int(self.manifest.user["layout"].get("coalesce") or 0) if self.manifest is not None else None
+
 
 def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beginning:
     """Look at the swap directories, or at a snapshot, and decide; changes nothing.

@@ -33,6 +33,7 @@ from tiermem.runtime.company import Company, find_company
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state
 from tiermem.runtime.record import check_layout, layout_record
 from tiermem.runtime.shares import share_out
+from tiermem.zero3.coalesce import small_nbytes
 from tiermem.zero3.keep import Keeping
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.materialize import plan_layouts
@@ -152,10 +153,11 @@ def draw(
     beginning: Beginning | None = None,
     company: Company | None = None,
     keeping: Keeping | None = None,
+    coalesce: int | str = 0,
 ) -> Blueprint:
     """Divide the model and share the budget out; opens nothing. With a `company` of several all ranks draw the same.
 
-    `keeping`: what stays in host memory by choice.
+    `keeping`: what stays in host memory by choice. `coalesce`: as `tiermem.offload` takes it.
 
     Raises:
         ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
@@ -163,17 +165,19 @@ def draw(
         BudgetError: the host budget is too small; names the largest unit and the least that works.
     """
     keeping = keeping or Keeping()
-    divided = find_units(model, units, keeping.find(model, config.dtype))
+    beginning = beginning or Beginning()
     company = company or find_company(config)
+    available = available_host_memory() // company.neighbours
+    host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    small = small_nbytes(coalesce, min(host_nbytes, config.device_nbytes or host_nbytes), beginning.small_nbytes)
+    kept = keeping.find(model, config.dtype)
+    divided = find_units(model, units, kept, small=small, dtype=config.dtype)
     grid = company.grid
     ranks, copies, whole = grid.shards.size, grid.copies.size, config.stage < 3 and company.size > 1
     lay_out = partial(plan_layouts, divided, dtype=config.dtype, ranks=ranks, kept_dtype=keeping.dtype)
     sketch = lay_out(tile_numel=SMALLEST_TILE)
-    available = available_host_memory() // company.neighbours
-    host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
-    beginning = beginning or Beginning()
     footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
     if whole and device is not None and any(size.kept for size in sizes):
         raise ConfigError(
@@ -182,7 +186,8 @@ def draw(
         )
     layouts = lay_out(tile_numel=footprint.tile_numel)
     if beginning.record is not None:
-        check_layout(beginning.record["layout"], layout_record(layouts, config, footprint.tile_numel, copies=copies))
+        here = layout_record(layouts, config, footprint.tile_numel, copies=copies, small=small)
+        check_layout(beginning.record["layout"], here)
     shards = shards_of(layouts, grid.shards.rank, whole=whole, copies=copies)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
     return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device)

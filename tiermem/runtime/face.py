@@ -205,6 +205,7 @@ class Runtime(Closing):
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else parameters
         units = list(dict.fromkeys(self._places.find(parameter)[0] for parameter in wanted))
+        house.scheduler.let_go_between()
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:

@@ -84,8 +84,8 @@ class House:
     @cached_property
     def layout_record(self) -> dict[str, Any]:
         """What every commit says about the meaning of the pages' bytes."""
-        copies = self.company.grid.copies.size
-        return layout_record(self.layouts, self.config, self.footprint.tile_numel, copies=copies)
+        copies, small = self.company.grid.copies.size, self.divided.small
+        return layout_record(self.layouts, self.config, self.footprint.tile_numel, copies=copies, small=small)
 
     @cached_property
     def other_names(self) -> dict[str, str | None]:

@@ -35,6 +35,7 @@ def offload(
     config: Config,
     *,
     units: Wanted = None,
+    coalesce: int | str = "auto",
     keep: Keep = None,
     keep_dtype: str | torch.dtype | None = None,
     weights: str | os.PathLike[str] | None = None,
@@ -47,12 +48,14 @@ def offload(
     Args:
         model: any module on the CPU, on the meta device, or built under `deferred_init`. Names, shapes and dtypes of
             its parameters stay truthful (floating-point ones become `config.param_dtype`, kept ones `keep_dtype`);
-            their values are leased from the pager while a module that reads them runs.
+            their values are there while a module that reads them runs.
         config: budgets, swap directories and how to update.
         units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
             hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
-        keep: parameters that stay in host memory, off whose budget their bytes come: a function of (name, parameter),
-            a size ("100KiB": all not larger), or modules and class names. See zero3/README.md, "Resident by choice".
+        coalesce: bytes up to which small units in a row become one, but for those `units` asks for; 0: none do. "auto":
+            1 MiB, or a 128th of the smallest budget; in a resume as in the commit. See zero3/coalesce.py.
+        keep: parameters that stay in host memory, within its budget: a function of (name, parameter), a size
+            ("100KiB": all not larger), or modules and class names. See zero3/README.md, "Resident by choice".
         keep_dtype: what their floating-point ones become instead of `config.param_dtype`, such as "float32".
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
             the model, renamed and merged as transformers does while it loads; buffers found there too. All must fit;
@@ -61,13 +64,11 @@ def offload(
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
             continue from the last commit if there is one. True: insist on one. A path: start from that snapshot, in
-            directories that hold no committed run (or with `config.overwrite`). After a resume parameters, optimizer
-            state, changed buffers, step counts and the global random generators of Python, numpy and torch are those
-            of the commit; what values the model had are dropped. See COMMIT.md beside this file.
-        mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided; or a DeviceMesh
-            of two with names, [copies, parts of each], as in `torch.distributed.fsdp.fully_shard`. Default: all ranks,
-            where torch.distributed is initialised. All of them call this, and everything below that says so
-            ("collective"), in the same order. Values and buffers begin as those of rank 0. See zero3/RANKS.md.
+            directories as for False. After a resume parameters, optimizer state, changed buffers, step counts and the
+            random generators of Python, numpy and torch are those of the commit. See COMMIT.md beside this file.
+        mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided; or one of two
+            with names, [copies, parts of each], as in `fully_shard`. Default: all ranks, if torch.distributed is in
+            use. All call this, and all below that says "collective", in one order; rank 0's values are what counts.
 
     Raises:
         ConfigError: the model or the configuration cannot be served.
@@ -76,7 +77,6 @@ def offload(
         swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
     """
     _check_kinds(model, config, weights, init)
-    _refuse_offloaded(model)
     keeping = Keeping(keep, None if keep_dtype is None else parse_dtype("keep_dtype", keep_dtype))
     company = find_company(config, mesh)
     try:
@@ -85,7 +85,7 @@ def offload(
         beginning = replace(beginning, rank=company.rank)
         beginning = agree_on_commit(beginning, own, company)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
-        blueprint = draw(model, own, units, beginning, company, keeping)
+        blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
         return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")
@@ -98,6 +98,7 @@ def _check_kinds(model: object, config: object, weights: object, init: object) -
         raise ConfigError(f"offload expects a torch.nn.Module, found {type(model).__name__}")
     if not isinstance(config, Config):
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    _refuse_offloaded(model)
     if not (weights is None or isinstance(weights, (str, os.PathLike))):
         raise ConfigError(f"weights: expected the path of a file or a folder, found {type(weights).__name__}")
     if not (init is None or callable(init)):

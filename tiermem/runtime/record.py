@@ -43,7 +43,9 @@ def plain(value: Any, what: str) -> Any:
     )
 
 
-def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int, *, copies: int = 1) -> dict[str, Any]:
+def layout_record(
+    layouts: Sequence[UnitLayout], config: Config, tile_numel: int, *, copies: int = 1, small: int = 0
+) -> dict[str, Any]:
     """Everything on which the meaning of the pages' bytes depends."""
     ranks = layouts[0].ranks
     return {
@@ -53,6 +55,7 @@ def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int
         "param_dtype": str(config.param_dtype),
         "moments": config.moments,
         "kept": [layout.name for layout in layouts if layout.kept] or None,
+        "coalesce": small or None,
         "tile_numel": tile_numel,
         "units": [
             [
@@ -69,7 +72,7 @@ def layout_record(layouts: Sequence[UnitLayout], config: Config, tile_numel: int
 
 def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
-    for name in ("world_size", "copies", "stage", "param_dtype", "moments", "kept", "tile_numel"):
+    for name in ("world_size", "copies", "stage", "param_dtype", "moments", "kept", "coalesce", "tile_numel"):
         if committed.get(name) != here[name]:
             raise _differs(name, committed.get(name), here[name])
     there, mine = committed["units"], here["units"]

@@ -137,18 +137,37 @@ class Materializer:
         absent: set[int],
     ) -> None:
         if self.weights is not None and all(self._dtype(member) is not None for member in unit.members):
-            self._write(layout, parameters, streamed=True)  # nothing to initialise, so one parameter at a time will do
+            self._write(layout, parameters, None)  # nothing to initialise, so one parameter at a time will do
             return
-        fresh = [member for member in unit.members if member.number in absent]
+        aside: dict[int, torch.Tensor] = {}
+        last = unit.parts[-1][1]
+        for root, members in unit.parts:
+            self._values(root, members, initialiser, parameters, absent)
+            if members is not last:
+                # Absent again at once: initialising the next root may write into this one, and must not find it.
+                aside |= _take_out(members, parameters, absent)
+        self._write(layout, parameters, aside)
+        _take_out(last, parameters, absent)
+
+    def _values(
+        self,
+        root: nn.Module,
+        members: Sequence[Member],
+        initialiser: Initialiser,
+        parameters: dict[int, nn.Parameter],
+        absent: set[int],
+    ) -> None:
+        """Give the members of one root their values: read, or made by initialising it."""
+        fresh = [member for member in members if member.number in absent]
         for member in fresh:
             old = parameters[member.number]
             values = mark(_storage_like(old))
             parameters[member.number] = _replace(member, old, values)
-        missing = [member for member in unit.members if not self._load(member, parameters[member.number])]
+        missing = [member for member in members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):
-            initialiser.run(unit.root, {id(member.places[0].module) for member in fresh})
+            initialiser.run(root, {id(member.places[0].module) for member in fresh})
             if self.weights is not None:
-                for member in unit.members:  # the initialisation of a module writes all of its parameters
+                for member in members:  # the initialisation of a module writes all of its parameters
                     self._load(member, parameters[member.number])
         for member in fresh:
             if is_marked(parameters[member.number].data):
@@ -156,14 +175,8 @@ class Materializer:
                     f"parameter {member.names[0]} was built without storage, and initialising its module left it "
                     "without values: pass init= or weights="
                 )
-        for member in unit.members:
+        for member in members:
             self.broadcast(parameters[member.number].data)
-        self._write(layout, parameters)
-        for member in unit.members:
-            old = parameters[member.number]
-            if member.number in absent:
-                values = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
-                parameters[member.number] = _replace(member, old, values)
 
     def _load(self, member: Member, parameter: nn.Parameter) -> bool:
         return self.weights is not None and self.weights.fill(member.names, parameter.data)
@@ -180,7 +193,10 @@ class Materializer:
             raise InvariantError(f"the weights of {slot.names[0]} were there and are gone")
         return values
 
-    def _write(self, layout: UnitLayout, parameters: dict[int, nn.Parameter], *, streamed: bool = False) -> None:
+    def _write(
+        self, layout: UnitLayout, parameters: dict[int, nn.Parameter], aside: dict[int, torch.Tensor] | None
+    ) -> None:
+        """Put the unit's values into its page. `aside`: those of absent parameters, taken out; None: streamed."""
         shard = self._shard(layout)
         for key, nbytes in shard.pages():
             if not (layout.kept and key == layout.key):  # that one has its place already
@@ -198,7 +214,10 @@ class Materializer:
             base.zero_()  # the gaps are written too: let them be the same in every run
             for slot in layout.slots:
                 parameter = parameters[slot.parameter]
-                values = self._stream(slot, parameter) if streamed else parameter.data
+                if aside is None:
+                    values = self._stream(slot, parameter)
+                else:
+                    values = aside.pop(slot.parameter) if slot.parameter in aside else parameter.data
                 flat = memory_order(values, slot, dtype=values.dtype)
                 for piece in kept.get(slot.parameter, ()):
                     place = base[piece.offset : piece.offset + piece.nbytes].view(slot.dtype)
@@ -272,6 +291,20 @@ def _check(divided: ModelUnits) -> None:
                 f"parameter {member.names[0]} is on {parameter.device}; offload takes models on cpu or meta, and "
                 "brings the parameters to the device itself"
             )
+
+
+def _take_out(
+    members: Sequence[Member], parameters: dict[int, nn.Parameter], absent: set[int]
+) -> dict[int, torch.Tensor]:
+    """Make those that were absent so again; returns the values they had, by number."""
+    taken: dict[int, torch.Tensor] = {}
+    for member in members:
+        if member.number in absent:
+            old = parameters[member.number]
+            taken[member.number] = old.data
+            gone = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
+            parameters[member.number] = _replace(member, old, gone)
+    return taken
 
 
 def _replace(member: Member, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:

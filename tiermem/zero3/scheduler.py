@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
+from tiermem.zero3.between import Between
 from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
@@ -54,10 +55,11 @@ class _Stack(threading.local):
 
 
 class _Held(dict[int, None]):
-    """The units gathered for backward, in order of arrival."""
+    """The units gathered for backward, in order of arrival; and `between`, what is so though no call uses it now."""
 
-    def __init__(self, divided: ModelUnits) -> None:
+    def __init__(self, divided: ModelUnits, gatherer: Gatherer) -> None:
         super().__init__()
+        self.between = Between(divided, gatherer, self)
         self._roots = [id(unit.root) for unit in divided.units]
 
     def without(self, keep: int | None) -> list[int]:
@@ -68,8 +70,9 @@ class _Held(dict[int, None]):
 class GatherScheduler:
     """Hooks a divided model. `parameters` by global number. `saved`: what keeps handles in the graph.
 
-    `order` says what units were used in which order. `early`: announce units as complete during backward; a gradient
-    that comes after that is an error, unless the listener undoes what it did.
+    `gradients`: which parameters have gradients in this step. `order` says what units were used in which order.
+    `early`: announce units as complete during backward; a gradient that comes after that is an error, unless the
+    listener undoes what it did.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class GatherScheduler:
         early: bool = False,
     ) -> None:
         self._gatherer = gatherer
-        self._gradients = gradients
+        self.gradients = gradients
         self._listener = listener
         self._early = early
         self.order = OrderRecorder(gradients.apart)
@@ -91,17 +94,16 @@ class GatherScheduler:
         self._stack = _Stack(HomeProcess())
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
-        self._backward = _Held(divided)
+        self._held = _Held(divided, gatherer)
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
         self._hooks: list[RemovableHandle | LastHook] = []
         self._install(divided, parameters)
 
-    @property
-    def gradients(self) -> Gradients:
-        """Which parameters have gradients in this step, and their norms."""
-        return self._gradients
+    def let_go_between(self) -> None:
+        """Let go of a unit that no call uses and the next one might: somebody else wants it."""
+        self._held.between.end()
 
     def settle(self) -> None:
         """Let go of everything outside the calls in progress: before an update, and whenever the model is at rest.
@@ -111,8 +113,9 @@ class GatherScheduler:
         while self._stack.calls:
             self._finish(self._stack.calls.pop())
         self._watched.clear()
+        self._held.between.end()
         self._release_backward()
-        self._gradients.release()
+        self.gradients.release()
         self._gatherer.give_up_ahead()
         self._gatherer.recheck()
 
@@ -123,7 +126,7 @@ class GatherScheduler:
             if updated:
                 self.saved.values_changed(unit)
         self._touched.clear()
-        self._gradients.reset()
+        self.gradients.reset()
         self.order.finish()
 
     def drop_gradients(self) -> None:
@@ -134,14 +137,14 @@ class GatherScheduler:
                 'use update="forward" to drop gradients'
             )
         self._touched.clear()
-        self._gradients.drop()
+        self.gradients.drop()
         self.order.forget_contributions()
 
     def forget(self, parameters: Sequence[int], *, updated: bool = False) -> None:
         """Forget these parameters' gradients while the step goes on for others. `updated`: their values change."""
         self.settle()
-        self._gradients.forget(parameters)
-        for unit in [unit for unit in self._touched if not self._gradients.numbers(unit)]:
+        self.gradients.forget(parameters)
+        for unit in [unit for unit in self._touched if not self.gradients.numbers(unit)]:
             del self._touched[unit]
             if updated:
                 self.saved.values_changed(unit)
@@ -170,6 +173,8 @@ class GatherScheduler:
             self._hooks.append(last)
             if may_checkpoint_itself(module):
                 self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
+        if not any(point.module is divided.model for point in divided.points):
+            self._hooks += self._held.between.watch(there)
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
                 hook = gradient_hook(self._gradient_arrived, unit, member.number)
@@ -186,7 +191,7 @@ class GatherScheduler:
         call = _Call(module)
         outermost = not self._stack.calls
         self._stack.calls.append(call)  # first of all: the after-hook runs even if what follows raises
-        if outermost and self._backward and backward_number() < 0:
+        if outermost and self._held and backward_number() < 0:
             self._release_backward()  # left by a backward that failed
         for unit in units:
             self._bring(unit, Phase.FORWARD)
@@ -202,7 +207,8 @@ class GatherScheduler:
             call = self._stack.calls.pop()
             self._finish(call)
             if call.module is module:
-                return
+                break
+        self._held.between.after(module)
 
     def _finish(self, call: _Call) -> None:
         with ExitStack() as last:  # every unit is let go of, whatever happens to the others
@@ -212,30 +218,31 @@ class GatherScheduler:
                 last.callback(self.saved.leave)
 
     def _let_go(self, unit: int) -> None:
-        if self._gatherer.unhold(unit) or unit in self._backward:
+        if self._gatherer.unhold(unit) or unit in self._held:
             return
         if backward_number() >= 0:
             # Recomputed for backward, which is about to use it: fetching it again would be a waste.
             self._watch_backward()
             self._release_backward(keep=unit)
-            self._backward[unit] = None
-        elif not self._gatherer.reshard(unit):
+            self._held[unit] = None
+        elif not self._held.between.take(unit) and not self._gatherer.reshard(unit):
             self._gatherer.count_leaks()
 
     def _bring(self, unit: int, phase: Phase) -> torch.Tensor:
         """Gather a unit for a call or for backward; waits."""
         if self.lockstep is not None:
             self.lockstep.turn(unit)
+        self._held.between.end(keep=unit)
         if self._gatherer.presence(unit) is Presence.SHARDED:
             self._gatherer.recheck()
-            self._gradients.catch_up(unit)
+            self.gradients.catch_up(unit)
             self._listener.unit_needed(unit)
             self.order.access(unit, phase)
             base = self._gatherer.gather(unit)
-            self._gradients.expect(self.order.upcoming_gradients())
+            self.gradients.expect(self.order.upcoming_gradients())
             following = self.order.upcoming()
             if following is not None:
-                self._gradients.catch_up(following)
+                self.gradients.catch_up(following)
                 if self._touched.get(following):
                     self._listener.unit_needed(following)  # fetched with the values it has before the step
                 self._gatherer.start(following)
@@ -248,16 +255,16 @@ class GatherScheduler:
     def _demand(self, unit: int) -> torch.Tensor:
         """Gather a unit because the graph needs its values now."""
         self._watch_backward()
-        if unit not in self._backward:
+        if unit not in self._held:
             self._release_backward(keep=unit)
         if self._gatherer.holds(unit) == 0:
-            self._backward[unit] = None
+            self._held[unit] = None
         return self._bring(unit, Phase.BACKWARD)
 
     def _release_backward(self, keep: int | None = None) -> None:
         """Reshard what backward holds. A unit that a node of the graph is just using lingers, and is rechecked."""
-        for unit in self._backward.without(keep):
-            del self._backward[unit]
+        for unit in self._held.without(keep):
+            del self._held[unit]
             if self._gatherer.holds(unit) == 0:
                 self._gatherer.reshard(unit)
 
@@ -271,7 +278,7 @@ class GatherScheduler:
     def _backward_ended(self, number: int) -> None:
         self._watched.discard(number)
         self._release_backward()
-        self._gradients.release()
+        self.gradients.release()
         self._gatherer.recheck()
         self._gatherer.count_leaks()
         # In lockstep a unit is still held for others here, beside which an update that is waited for may find no room.
@@ -280,7 +287,7 @@ class GatherScheduler:
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
         self._watch_backward()
-        self._gradients.catch_up(unit)
+        self.gradients.catch_up(unit)
         if self._touched.get(unit):
             self._listener.unit_needed(unit)  # may have the update undone
         if self._touched.get(unit):
@@ -292,15 +299,15 @@ class GatherScheduler:
             self._listener.unit_needed(unit)
             self._touched[unit] = False
         self.order.gradient(unit, parameter)
-        self._gradients.accumulate(parameter, more=self.order.more_after(parameter))
+        self.gradients.accumulate(parameter, more=self.order.more_after(parameter))
         self.order.contribution(parameter)
-        if self.order.all_arrived(self._gradients.trainable(unit)):
+        if self.order.all_arrived(self.gradients.trainable(unit)):
             self.announce(unit)
-            self._gradients.release(unit)
-            self._gradients.expect(self.order.upcoming_gradients())
-        elif self.lockstep is None and self.order.batch_arrived(unit, self._gradients.trainable(unit)):
-            self._gradients.batch_complete(unit)
-            self._gradients.expect(self.order.upcoming_gradients())
+            self.gradients.release(unit)
+            self.gradients.expect(self.order.upcoming_gradients())
+        elif self.lockstep is None and self.order.batch_arrived(unit, self.gradients.trainable(unit)):
+            self.gradients.batch_complete(unit)
+            self.gradients.expect(self.order.upcoming_gradients())
 
     def announce(self, unit: int) -> None:
         """Tell the listener that the unit is complete, if it is and nothing can need its present values any more.
@@ -311,7 +318,7 @@ class GatherScheduler:
         if (
             not self._early
             or self._touched.get(unit, True)
-            or not self.order.all_arrived(self._gradients.trainable(unit))
+            or not self.order.all_arrived(self.gradients.trainable(unit))
         ):
             return
         if self.saved.outstanding(unit) or self._gatherer.holds(unit):
@@ -323,6 +330,6 @@ class GatherScheduler:
             if not wanted and not self._touched.get(unit, True):
                 self._touched[unit] = self._listener.gradients_complete(unit)
 
-        self._backward.pop(unit, None)
+        self._held.pop(unit, None)
         if self._gatherer.reshard(unit) and self._listener.may_update(unit):
-            self._gradients.complete(unit, take)
+            self.gradients.complete(unit, take)

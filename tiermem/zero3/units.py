@@ -13,6 +13,9 @@ frozen than trained (adapters on a frozen base), it has two units: what is train
 ever writes. Both are gathered for the same calls, and kept together in backward.
 
 Kept apart. What stays in memory by choice (`keep.py`) is, in the same way, a unit beside the rest of its root.
+
+Coalesced. A unit costs milliseconds a step whatever is in it. So small units that follow one another in the model, and
+that nobody has asked for, become one of several roots, up to a given size: see `coalesce.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
+from tiermem.zero3.coalesce import Part, coalesced
 
 Wish = nn.Module | type[nn.Module] | str
 Wanted = Callable[[nn.Module], bool] | Iterable[Wish] | Wish | None
@@ -30,6 +35,9 @@ Wanted = Callable[[nn.Module], bool] | Iterable[Wish] | Wish | None
 # Torch's own modules that hold others and do call them as modules, so that their parts can be units.
 _ORCHESTRATORS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+# So many small units that have become one are all named by it.
+_NAMED = 6
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,16 +70,30 @@ class Member:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Unit:
-    """Parameters gathered together: the module that stands for them, and those it owns.
+    """Parameters gathered together: the modules that stand for them, each with those of them that it owns.
 
     `kept`: whether they stay in memory by choice.
     """
 
     number: int
     name: str
-    root: nn.Module
-    members: tuple[Member, ...]
+    parts: tuple[tuple[nn.Module, tuple[Member, ...]], ...]
     kept: bool = False
+
+    @property
+    def root(self) -> nn.Module:
+        """The first of the modules: the only one, unless the unit is coalesced."""
+        return self.parts[0][0]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All of its parameters."""
+        return tuple(member for _, members in self.parts for member in members)
+
+    @property
+    def is_coalesced(self) -> bool:
+        """Whether small units have become this one: then no single call surrounds all uses of it."""
+        return len(self.parts) > 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,11 +106,15 @@ class HookPoint:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ModelUnits:
-    """A model divided: the units by number, and the hook points in the order of the modules."""
+    """A model divided: the units by number, and the hook points in the order of the modules.
+
+    `small`: bytes up to which units have become one.
+    """
 
     model: nn.Module
     units: tuple[Unit, ...]
     points: tuple[HookPoint, ...]
+    small: int = 0
 
     def members(self) -> Iterator[tuple[int, Member]]:
         """Yield (unit number, member) over all units."""
@@ -97,13 +123,22 @@ class ModelUnits:
                 yield unit.number, member
 
 
-def find_units(model: nn.Module, wanted: Wanted = None, kept: Container[int] = frozenset()) -> ModelUnits:
+def find_units(
+    model: nn.Module,
+    wanted: Wanted = None,
+    kept: Container[int] = frozenset(),
+    *,
+    small: int = 0,
+    dtype: torch.dtype | None = None,
+) -> ModelUnits:
     """Divide `model`.
 
     `wanted`: modules, classes or their names (one, or several), or a predicate. By default Hugging Face's
     `_no_split_modules` hint, else the children of the outermost ModuleLists. What is left becomes one unit for every
     module that directly owns parameters. Parameters registered at several places belong to the first unit that meets
-    them. `kept`: parameters, by identity, that are units apart from the rest of their roots.
+    them. `kept`: parameters, by identity, that are units apart from the rest of their roots. `small`: bytes up to which
+    units that follow one another become one (see `coalesce.py`), floating-point parameters in `dtype`; those that
+    `wanted` asks for stay as they are.
     Raises ConfigError for a model without parameters and for a wish that is none or matches nothing.
     """
     modules = list(model.named_modules())
@@ -120,19 +155,15 @@ def find_units(model: nn.Module, wanted: Wanted = None, kept: Container[int] = f
         root = root_of.get(id(first.module), first.module)
         owned.setdefault(id(root), []).append(Member(number, tuple(at)))
     parts = [
-        (name or type(model).__name__, module, part, apart)
+        Part(name or type(model).__name__, module, part, apart, id(part[0].parameter) in kept)
         for name, module in modules
         if id(module) in owned
         for part, apart in _parts(owned[id(module)], kept)
     ]
-    owner = {id(member.parameter): number for number, part in enumerate(parts) for member in part[2]}
-
-    points = tuple(_points(modules, roots, owner))
-    units = []
-    for number, (name, module, members, apart) in enumerate(parts):
-        stays = id(members[0].parameter) in kept
-        units.append(Unit(number, f"{name} ({apart})" if apart else name, module, members, stays))
-    return ModelUnits(model, tuple(units), points)
+    groups = coalesced(parts, small, dtype, asked=frozenset() if wanted is None else roots)
+    units = tuple(_unit(number, group) for number, group in enumerate(groups))
+    owner = {id(member.parameter): unit.number for unit in units for member in unit.members}
+    return ModelUnits(model, units, tuple(_points(modules, roots, owner)), small)
 
 
 def is_atomic(module: nn.Module) -> bool:
@@ -145,6 +176,12 @@ def is_atomic(module: nn.Module) -> bool:
     return any(
         base.__module__.startswith("torch.nn.modules.") for base in type(module).__mro__ if base is not nn.Module
     )
+
+
+def _unit(number: int, group: Sequence[Part[Member]]) -> Unit:
+    names = [f"{part.name} ({part.apart})" if part.apart else part.name for part in group]
+    name = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} to {names[-1]}"
+    return Unit(number, name, tuple((part.root, part.members) for part in group), group[0].kept)
 
 
 def _inside_atomic(modules: Sequence[tuple[str, nn.Module]]) -> set[int]:

@@ -1,0 +1,53 @@
+"""What stays gathered from one call to the next: a coalesced unit, whose uses no single call surrounds.
+
+Owns which unit that is. Does not know the order of units, nor backward's. Guarantees that there is one at most, that it
+is let go of before another unit is gathered, when the model's call ends and whenever the model is at rest, and that
+units of one root are never kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from torch import nn
+
+from tiermem.zero3.gather import Gatherer
+from tiermem.zero3.hooks import AfterCall, LastHook
+from tiermem.zero3.units import ModelUnits
+
+
+class Between:
+    """The unit that the last call has used and the next one may use again. `elsewhere`: units that others hold."""
+
+    def __init__(self, divided: ModelUnits, gatherer: Gatherer, elsewhere: Container[int]) -> None:
+        self._model = divided.model
+        self._coalesced = frozenset(unit.number for unit in divided.units if unit.is_coalesced)
+        self._gatherer = gatherer
+        self._elsewhere = elsewhere
+        self._unit: int | None = None
+
+    def take(self, unit: int) -> bool:
+        """The last call that used the unit has ended; whether it stays gathered."""
+        if unit not in self._coalesced:
+            return False
+        self.end(keep=unit)
+        self._unit = unit
+        return True
+
+    def end(self, keep: int | None = None) -> None:
+        """Let go of what was kept, unless it is `keep`."""
+        unit = self._unit
+        if unit is None or unit == keep:
+            return
+        self._unit = None
+        if unit not in self._elsewhere and not self._gatherer.holds(unit) and not self._gatherer.reshard(unit):
+            self._gatherer.count_leaks()
+
+    def after(self, module: nn.Module) -> None:
+        """A module's call has ended: behind that of the whole model nothing is kept."""
+        if module is self._model:
+            self.end()
+
+    def watch(self, is_there: Callable[[], bool]) -> list[LastHook]:
+        """Hooks by which the end of the model's own call is seen, where it is no call that gathers anything."""
+        return [LastHook(self._model, AfterCall(self.after, is_there))] if self._coalesced else []
