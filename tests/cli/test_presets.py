@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from tiermem.cli.presets import PRESETS, count_parameters, find_model
+from tiermem.cli.presets import PRESETS, build_model, count_parameters, find_model, recompute_activations
 from tiermem.errors import ConfigError
 
 
@@ -54,3 +56,26 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 32}))
     with pytest.raises(ConfigError, match="not a causal language model"):
         count_parameters(find_model(str(tmp_path)))
+
+
+def test_layers_are_computed_again_in_backward() -> None:
+    """By the name that the verb has, without a word about its being outdated."""
+    model = build_model(find_model("llama-tiny")).train()
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recompute_activations(model)
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert len(calls) == 2
+
+
+def test_a_transformers_of_before_has_another_name_for_it() -> None:
+    asked: list[dict[str, bool]] = []
+
+    class Before:
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
+            asked.append(gradient_checkpointing_kwargs)
+
+    recompute_activations(Before())
+    assert asked == [{"use_reentrant": False}]

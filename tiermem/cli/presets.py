@@ -111,3 +111,12 @@ def empty_model(config: Any) -> Any:
 def count_parameters(config: Any) -> int:
     """Return the number of parameters of the model `config` describes, shared ones once; raises as `empty_model`."""
     return sum(parameter.numel() for parameter in empty_model(config).parameters())
+
+
+def recompute_activations(model: Any) -> None:
+    """Have the layers of a model of transformers computed again in backward. The verb has changed its name."""
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)

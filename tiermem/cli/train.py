@@ -24,7 +24,7 @@ from rich.console import Console
 import tiermem
 from tiermem.cli.disk import capacity_bytes, check_space, swap_directories
 from tiermem.cli.launch import Launch, launched
-from tiermem.cli.presets import build_model, count_parameters, find_model
+from tiermem.cli.presets import build_model, count_parameters, find_model, recompute_activations
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
@@ -99,7 +99,7 @@ class Training:
             self.model = build_model(model_config)
         self.model.train()
         if options.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_activations(self.model)
         resume = "auto" if options.resume else False
         self.runtime = tiermem.offload(self.model, config, weights=options.weights, resume=resume)
         self.optimizer = tiermem.AdamW(
