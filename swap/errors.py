@@ -11,6 +11,9 @@ import errno as errno_names
 import os
 from typing import Any
 
+# By which a system says that a file cannot grow: the disk, a quota, or the limit of a file's size.
+NO_SPACE = (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG)
+
 _ADVICE = {
     errno_names.ENOSPC: "free space on this file system or choose another directory",
     errno_names.EDQUOT: "the disk quota is used up: raise it or choose another directory",

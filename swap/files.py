@@ -20,7 +20,7 @@ from typing import Self
 from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
-from swap.errors import FormatError, SwapClosedError, SwapFullError, SwapIOError
+from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
 from swap.locks import DirectoryLock
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
@@ -28,7 +28,6 @@ from swap.syscalls import SystemCalls
 DATA_OFFSET = ALIGNMENT
 """Bytes before the first data byte."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
@@ -179,7 +178,7 @@ class SwapFile:
             self._system.fallocate(self._fd, 0, needed)
             self.reserved = True
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in NO_SPACE:
                 raise self._full(error) from error
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error
@@ -200,7 +199,7 @@ class SwapFile:
         try:
             self._system.truncate(self._fd, nbytes)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in NO_SPACE:
                 raise self._full(error) from error
             raise SwapIOError("truncate", self.path, length=nbytes, errno=error.errno or errno.EIO) from error
 
@@ -212,7 +211,7 @@ class SwapFile:
                 moved = self._system.pwritev(self._fd, buffer.view, 0)
                 self._system.fsync(self._fd)
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in NO_SPACE:
                     raise self._full(error) from error
                 raise SwapIOError("write", self.path, length=DATA_OFFSET, errno=error.errno or errno.EIO) from error
             if moved != DATA_OFFSET:

@@ -15,12 +15,11 @@ import stat
 from typing import Any
 
 from swap import manifest as format_of
-from swap.errors import FormatError, SwapError, SwapFullError, SwapIOError
+from swap.errors import NO_SPACE, FormatError, SwapError, SwapFullError, SwapIOError
 from swap.files import sync_directory
 from swap.manifest import Manifest
 from swap.syscalls import SystemCalls
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LARGEST = 1 << 32  # bytes of a manifest; a hundred million entries have less
 
 
@@ -136,7 +135,7 @@ class ManifestFiles:
             raise
         except OSError as error:
             code = error.errno or errno.EIO
-            if code in _FULL:
+            if code in NO_SPACE:
                 free = self._system.free_bytes(self.directory)
                 raise SwapFullError(
                     f"no room for a manifest of {length} bytes in {self.directory!r}: {free} bytes are free "

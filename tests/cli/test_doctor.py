@@ -55,7 +55,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_the_tightest_control_group_counts(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
-    assert cgroup_limit(TOTAL, tree(tmp_path, files)) == expected
+    root = tree(tmp_path, files)
+    assert cgroup_limit(TOTAL, root / "proc/self/cgroup", root / "sys/fs/cgroup") == expected
 
 
 def _device(directory: Path) -> str:

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from swap import FormatError, SwapFullError, SwapIOError, SystemCalls
+from swap.errors import NO_SPACE
 from tiermem.checkpoint.tensor_file import DTYPES, LENGTH_NBYTES
 from tiermem.errors import InvariantError
 
@@ -27,7 +28,6 @@ from tiermem.errors import InvariantError
 # the file, so a drive that has failed can be told from one that has much to do.
 SYNC_NBYTES = 256 << 20
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -152,7 +152,7 @@ def reporting(
         raise
     except OSError as error:
         code = error.errno or errno.EIO
-        if code in _FULL:
+        if code in NO_SPACE:
             free = system.free_bytes(os.path.dirname(path) or ".")
             raise SwapFullError(
                 f"no room for {str(path)!r} of {needed or length} bytes: {free} bytes are free there "

@@ -7,9 +7,13 @@ such limit", never an error.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
+
+MEMBERSHIP, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 # (limit file, usage file, and the fields of memory.stat that count file cache the system can drop)
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
@@ -19,7 +23,7 @@ _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 def available_host_memory() -> int:
     """Return the bytes this process could still take: free and droppable, within its control groups' limits."""
     available = int(psutil.virtual_memory().available)
-    headroom = control_group_headroom(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    headroom = control_group_headroom(MEMBERSHIP, MOUNT)
     return available if headroom is None else min(available, headroom)
 
 
@@ -29,33 +33,53 @@ def control_group_headroom(membership: Path, root: Path) -> int | None:
     `membership` is `/proc/self/cgroup`, lines of `id:controllers:path`; `root` is where control groups are mounted. In
     a container the path may lie outside what is mounted; then the mount's own root is what counts.
     """
+    rooms: list[int] = []
+    for group in _groups(membership, root):
+        usage = _number(group.folder / group.usage_name)
+        if usage is not None:
+            droppable = _droppable(group.folder / "memory.stat", group.cache)
+            rooms.append(max(0, group.limit - max(0, usage - droppable)))
+    return min(rooms, default=None)
+
+
+def control_group_limit(membership: Path = MEMBERSHIP, root: Path = MOUNT) -> int | None:
+    """Return the tightest control group limit in bytes, or None if none is set. Arguments as above."""
+    return min((group.limit for group in _groups(membership, root)), default=None)
+
+
+class _Group(NamedTuple):
+    """A control group that has a limit."""
+
+    folder: Path
+    limit: int
+    usage_name: str
+    cache: tuple[str, ...]
+
+
+def _groups(membership: Path, root: Path) -> Iterator[_Group]:
+    """The process's own groups that have limits, and those around them."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    rooms: list[int] = []
+        return
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
-            rooms.extend(_rooms(root / "memory", path, *_VERSION_1))
+            yield from _upwards(root / "memory", path, *_VERSION_1)
         elif not controllers:
             for mount in (root, root / "unified"):
-                rooms.extend(_rooms(mount, path, *_VERSION_2))
-    return min(rooms, default=None)
+                yield from _upwards(mount, path, *_VERSION_2)
 
 
-def _rooms(mount: Path, path: str, limit_name: str, usage_name: str, cache: tuple[str, ...]) -> list[int]:
-    """Bytes left in the group at `path` and in each group around it that has a limit."""
+def _upwards(mount: Path, path: str, limit_name: str, usage_name: str, cache: tuple[str, ...]) -> Iterator[_Group]:
     names = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-    rooms = []
     for depth in range(len(names) + 1):
         folder = mount.joinpath(*names[:depth])
-        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        limit = _number(folder / limit_name)
         # Version 1 writes "no limit" as the largest multiple of a page.
-        if limit is not None and usage is not None and limit < 1 << 60:
-            rooms.append(max(0, limit - max(0, usage - _droppable(folder / "memory.stat", cache))))
-    return rooms
+        if limit is not None and limit < 1 << 60:
+            yield _Group(folder, limit, usage_name, cache)
 
 
 def _number(file: Path) -> int | None:
