@@ -14,7 +14,7 @@ from doubles_python import WarmPython
 ROOT = Path(__file__).resolve().parents[2]
 
 _MODEL = """
-import os, sys, threading, time, torch, tiermem
+import os, sys, threading, time, warnings, torch, tiermem
 from torch import nn
 directory = sys.argv[1]
 torch.manual_seed(0)
@@ -59,6 +59,7 @@ _FORKED = (
 runtime = tiermem.offload(model, config)
 optimizer = tiermem.AdamW(model.parameters())
 step()
+warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a fork beside threads, as here
 child = os.fork()
 if child == 0:
     said = []
