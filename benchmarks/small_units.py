@@ -149,7 +149,7 @@ def main() -> None:
     given = parser.parse_args()
     rounds, steps = (1, 2) if given.quick else (given.rounds, 5)
     models = ["tower 8x16"] if given.quick else ["tower 64x128", "resnet 3-4-6-3"]
-    sizes: list[int | str] = [NONE, "auto"] if given.quick else [NONE, "64KiB", "auto", "4MiB"]
+    sizes: list[int | str] = [NONE, "auto"] if given.quick else [NONE, "64KiB", "auto"]
     modes = (False,) if given.quick else (False, True)
     cases = [Case(model, ranks, paged) for model in models for ranks in (1, 2) for paged in modes]
     raw: list[dict[str, Any]] = []
