@@ -12,6 +12,8 @@ from doubles_training import Script, Trainee, check, offloaded, plain
 from torch import nn
 from torch.optim import lr_scheduler
 
+import tiermem
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.3),
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -82,6 +84,21 @@ def other_numbers_of_batches(trainee: Trainee) -> None:
                 trainee.note_gradients()
         optimizer.step()
         trainee.note(torch.as_tensor(optimizer.grad_norm))
+        optimizer.zero_grad()
+
+
+def clipped_across_groups(trainee: Trainee) -> None:
+    """Scripts clip `model.parameters()`, whatever the order of the groups; the last bit of a sum depends on it."""
+    parameters = list(trainee.model.parameters())
+    groups = [{"params": [p for p in parameters if p.dim() == dim], "weight_decay": dim - 1} for dim in (2, 1)]
+    optimizer = trainee.adamw(groups, lr=1e-2)
+    for _ in range(8):
+        backward(trainee, trainee.model(tokens()).square().mean())
+        if isinstance(optimizer, tiermem.AdamW):
+            trainee.note(optimizer.clip_grad_norm_(0.01))
+        else:
+            trainee.note(torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 0.01))
+        optimizer.step()
         optimizer.zero_grad()
 
 
@@ -237,6 +254,7 @@ SCRIPTS: dict[str, Script] = {
     "groups change": groups_change,
     "two optimizers": two_optimizers,
     "other numbers of batches": other_numbers_of_batches,
+    "clipped across groups": clipped_across_groups,
     "forward twice": forward_twice,
     "two models": two_models,
     "parts outside their parent": parts_outside,

@@ -91,6 +91,24 @@ def test_updates_in_backward_are_refused(tmp_path: Path) -> None:
             scaler.step(optimizer)
 
 
+def test_a_scaler_that_is_hidden_by_a_wrapping_is_refused(tmp_path: Path) -> None:
+    """accelerate puts a function of (*args, **kwargs) in place of `step`: gradients would be used scaled."""
+    model = mlp()
+    with tiermem.offload(model, config_for(tmp_path, 8 * MIB, "forward")) as runtime:
+        optimizer, scaler = tiermem.AdamW(model.parameters()), new_scaler()
+        before = runtime.parameter(model[0].weight)
+        step = optimizer.step
+        optimizer.step = lambda *args, **kwargs: step(*args, **kwargs)
+        scaler.scale(model(torch.randn(4, 6)).sum()).backward()
+        with pytest.raises(tiermem.ConfigError, match="hides the scaler"):
+            scaler.step(optimizer)
+        optimizer.step = step
+        assert torch.equal(runtime.parameter(model[0].weight), before)
+        scaler.step(optimizer)  # the same gradients, with the scaler in sight
+        scaler.update()
+        assert optimizer.steps_of(model[0].weight) == 1
+
+
 def test_a_disabled_scaler_changes_nothing(tmp_path: Path) -> None:
     model = mlp()
     with tiermem.offload(model, config_for(tmp_path, 8 * MIB, "forward")):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError, TiermemError, UnknownSettingError
-from tiermem.optim.scaling import record_finite, unscaling_factor
+from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
 from tiermem.optim.service import StepResult, UpdateService
 from tiermem.optim.updates import Settings
 from tiermem.registry import registry
@@ -102,6 +102,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self._refuse_plain_gradients()
         if grad_scaler is None:
+            refuse_hidden_scale(self)
             result = self._runtime().step(self)
         else:
             result = self._runtime().step(self, unscale=unscaling_factor(grad_scaler, self))

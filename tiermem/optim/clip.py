@@ -16,7 +16,7 @@ from tiermem.errors import ConfigError
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm over all parameters from the norms of each, in the optimizer's parameter order; 0-dim.
+    """The 2-norm over all parameters from the norms of each, in the order of `model.parameters()`; 0-dim.
 
     As `torch.nn.utils.get_total_norm`, which takes parameters dtype by dtype in the order of first appearance.
     """

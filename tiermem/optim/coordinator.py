@@ -269,7 +269,9 @@ class UpdateCoordinator:
                 "clipping comes too late: update='backward' has used gradients up. From the next step on it keeps "
                 "them: call clip_grad_norm_ in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
             )
-        return self._scales.clip(self._with_gradient(source), max_norm)
+        # In the model's order, whatever the groups: the sum's last bit is then that of what scripts call,
+        # `clip_grad_norm_(model.parameters(), ...)`.
+        return self._scales.clip(sorted(self._with_gradient(source)), max_norm)
 
 
 class _StarterFor:

@@ -31,6 +31,20 @@ def unscaling_factor(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
     return float(torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float())
 
 
+def refuse_hidden_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if a scaler steps the optimizer without saying so in the call.
+
+    It leaves the scale in an attribute where something around `step`, such as accelerate's, hides that it takes a
+    scaler. Nobody would unscale, nor tell the scaler what was found.
+    """
+    if vars(optimizer).pop("grad_scale", None) is not None:
+        raise ConfigError(
+            "a torch.amp.GradScaler steps this optimizer through a wrapping (accelerate's fp16, for instance) that "
+            "hides the scaler from it: its gradients would be used as they are, scaled. Call scaler.step(optimizer) "
+            "with the tiermem.AdamW itself, or compute in bfloat16"
+        )
+
+
 def record_finite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
     """Tell the scaler what it would have found in `.grad`."""
     try:

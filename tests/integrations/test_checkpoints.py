@@ -1,0 +1,338 @@
+"""Checkpoints of a Trainer with an offloaded model: commits, resumes bit for bit, weights out and in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from doubles_models import small_llama
+from doubles_trainer import Trained, arguments, check, data, llama, paged, plain, runtime_for, trained
+from torch import nn
+from transformers import LlamaForCausalLM, TrainerCallback
+
+import tiermem
+from tiermem import ConfigError, ResumeError
+from tiermem.integrations.checkpoints import (
+    KEY,
+    TICKET,
+    Ticket,
+    export_weights,
+    find_checkpoint,
+    load_weights,
+    set_aside,
+)
+from tiermem.integrations.trainer import Trainer
+
+# Dropout draws random numbers in every step; three of eight micro-batches an update, so that it ends in an epoch.
+RUN: dict[str, Any] = {
+    "max_steps": 6,
+    "gradient_accumulation_steps": 3,
+    "lr_scheduler_type": "cosine",
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+
+
+def dropping(seed: int = 1) -> nn.Module:
+    return llama(seed, attention_dropout=0.2)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The run without interruption, on plain PyTorch."""
+    return plain(tmp_path_factory.mktemp("plain"), make=dropping, **RUN | {"save_strategy": "no"})
+
+
+class KilledError(Exception):
+    pass
+
+
+class Killer(TrainerCallback):
+    """Ends a run as the power does: nobody saves anything more."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KilledError
+
+
+def begin(directory: Path, *, killed_in: int = 5, **settings: Any) -> None:
+    named = {"callbacks": [Killer(killed_in)]}
+    with pytest.raises(KilledError):
+        paged(directory, make=dropping, named=named, **RUN | settings)
+
+
+def empty() -> nn.Module:
+    """As after a restart: no weights, and none can be guessed."""
+    with tiermem.deferred_init():
+        return dropping(seed=9)
+
+
+def resumed(directory: Path, checkpoint: Any = True, **settings: Any) -> Trained:
+    def script(trainer: transformers.Trainer) -> None:
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    return paged(directory, make=empty, script=script, resume=True, **RUN | settings)
+
+
+def same_end(found: Trained, expected: Trained) -> None:
+    """All but what the last line says of this call's own steps."""
+    assert found.history[:-1] == expected.history[:-1]
+    check(Trained([], found.weights), Trained([], expected.weights))
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(update: str, tmp_path: Path, expected: Trained) -> None:
+    begin(tmp_path, update=update)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    same_end(resumed(tmp_path, update=update), expected)
+
+
+def test_a_path_is_as_good_as_true(tmp_path: Path, expected: Trained) -> None:
+    begin(tmp_path)
+    same_end(resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4")), expected)
+
+
+def test_killed_while_a_checkpoint_is_made(tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is there, the commit is not: the one before holds, and rotation has left its folder."""
+    commit = tiermem.Runtime.commit
+
+    def dies(runtime: tiermem.Runtime, extra: Any = None) -> Any:
+        if extra[KEY]["global_step"] == 4:
+            raise KilledError
+        return commit(runtime, extra)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiermem.Runtime, "commit", dies)
+        begin(tmp_path, save_total_limit=1)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    with pytest.raises(ResumeError, match=r"checkpoint-4' is to be resumed.*holds the state of checkpoint-2"):
+        resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"))
+    same_end(resumed(tmp_path, save_total_limit=1), expected)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-6"]
+
+
+def test_killed_while_a_checkpoint_is_replaced(
+    tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of that name may be the one the last commit belongs to: it stays until the next commit is durable."""
+
+    def dies(runtime: tiermem.Runtime, extra: Any = None) -> Any:
+        raise KilledError
+
+    begin(tmp_path, killed_in=3)
+    with monkeypatch.context() as patch, runtime_for(tmp_path, make=empty, resume=True) as runtime:
+        patch.setattr(tiermem.Runtime, "commit", dies)
+        trainer = Trainer(args=arguments(tmp_path / "out", **RUN), runtime=runtime)
+        trainer.create_optimizer_and_scheduler(6)
+        trainer.state.global_step = 2
+        with pytest.raises(KilledError):
+            trainer._save_checkpoint(runtime.model, None)
+    same_end(resumed(tmp_path), expected)
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
+        f"checkpoint-{n}" for n in (2, 4, 6)
+    ]
+
+
+def test_the_folder_of_the_commit_outlives_a_second_replacement(tmp_path: Path) -> None:
+    folder, committed = tmp_path / "checkpoint-2", Ticket("a", "checkpoint-2", 2)
+    for ticket in (committed, Ticket("b", "checkpoint-2", 2), Ticket("c", "checkpoint-2", 2)):
+        assert set_aside(folder, committed) == tmp_path / ".checkpoint-2.replaced"
+        folder.mkdir(exist_ok=True)
+        ticket.write(folder)
+    assert find_checkpoint(tmp_path, committed) == tmp_path / ".checkpoint-2.replaced"
+
+
+def test_an_older_checkpoint_is_not_what_the_pages_hold(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with pytest.raises(ResumeError, match=r"checkpoint-2' is to be resumed.*holds the state of checkpoint-4"):
+        resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_what_a_resume_refuses(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with pytest.raises(ResumeError, match="was to begin anew with its weights"):
+        resumed(tmp_path, checkpoint=None)
+    with pytest.raises(ResumeError, match="expected its folder in"):
+        resumed(tmp_path, out=tmp_path / "elsewhere")
+    (tmp_path / "out" / "checkpoint-4" / TICKET).unlink()
+    with pytest.raises(ResumeError, match="belongs to no commit"):
+        resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"))
+    (tmp_path / "out" / "checkpoint-4" / TICKET).write_text("[1]")
+    with pytest.raises(ResumeError, match="belongs to no commit"):
+        resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"))
+
+
+def test_a_commit_with_another_ticket(tmp_path: Path) -> None:
+    with runtime_for(tmp_path) as runtime:
+        runtime.commit({KEY: {"step": 1}}).wait()
+        with pytest.raises(ResumeError, match=r"expected the ticket of a Trainer's checkpoint, found {'step': 1}"):
+            Trainer(args=arguments(tmp_path / "out"), runtime=runtime)
+
+
+@pytest.mark.parametrize("torn", ["", '{"id": "', '{"id": "a"}'])
+def test_killed_while_a_ticket_is_written(torn: str, tmp_path: Path) -> None:
+    """It is not the last commit's, which is found nevertheless."""
+    ticket = Ticket.new(tmp_path / "checkpoint-2", 2)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        (tmp_path / name).mkdir()
+    ticket.write(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-1" / TICKET).write_text(torn)
+    assert find_checkpoint(tmp_path, ticket) == tmp_path / "checkpoint-2"
+
+
+def test_a_runtime_without_a_commit_cannot_be_resumed(tmp_path: Path) -> None:
+    def script(trainer: transformers.Trainer) -> None:
+        trainer.train(resume_from_checkpoint=True)
+
+    with pytest.raises(ResumeError, match="holds no commit of a Trainer"):
+        paged(tmp_path, script=script)
+
+
+def test_resumed_in_the_same_process(tmp_path: Path) -> None:
+    """Right after its checkpoint a run goes on; after more steps the pages hold something else."""
+
+    def script(trainer: Trainer) -> None:
+        trainer.args.max_steps = 4
+        trainer.train()
+        trainer.args.max_steps, trainer.args.save_strategy = 6, "no"
+        trainer.train(resume_from_checkpoint=True)
+        with pytest.raises(ResumeError, match="checkpoint-4, and has been trained or changed since"):
+            trainer.train(resume_from_checkpoint=True)
+
+    settings = RUN | {"lr_scheduler_type": "constant"}
+    found = paged(tmp_path, make=dropping, script=script, **settings)
+    whole = plain(tmp_path / "plain", make=dropping, **settings | {"save_strategy": "no"})
+    check(Trained([], found.weights), Trained([], whole.weights))
+
+
+def test_a_snapshot_keeps_any_checkpoint(tmp_path: Path, expected: Trained) -> None:
+    """A callback as in README.md: each checkpoint can be continued from, elsewhere and under another budget."""
+
+    class Keep(TrainerCallback):
+        runtime: tiermem.Runtime
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.runtime.snapshot(tmp_path / f"snapshot-{state.global_step}", self.runtime.committed).wait()
+
+    class Keeping(Trainer):
+        def __init__(self, *given: Any, runtime: tiermem.Runtime, **named: Any) -> None:
+            super().__init__(*given, runtime=runtime, callbacks=[keep], **named)
+            keep.runtime = runtime
+
+    keep = Keep()
+    paged(tmp_path, make=dropping, kind=Keeping, **RUN)
+    with tiermem.offload(
+        model := empty(),
+        tiermem.Config(host_memory="64MiB", swap_dirs=[tmp_path], param_dtype="float32", device="cpu"),
+        resume=tmp_path / "snapshot-2",
+    ) as runtime:
+        trainer = Trainer(args=arguments(tmp_path / "out", **RUN), train_dataset=data(), runtime=runtime)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+        weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+        same_end(trained(trainer, weights), expected)
+
+
+def test_a_checkpoint_is_a_model_of_transformers(tmp_path: Path, expected: Trained) -> None:
+    paged(tmp_path, make=dropping, **RUN | {"save_only_model": True})
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-6")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected.weights[name]), name
+    saved = torch.load(tmp_path / "out" / "checkpoint-6" / "training_args.bin", weights_only=False)
+    assert saved.max_steps == 6
+    with runtime_for(tmp_path, make=dropping) as runtime:
+        assert runtime.committed is None, "save_only_model commits nothing"
+
+
+def test_arguments_are_saved_as_they_are(tmp_path: Path) -> None:
+    begin(tmp_path, save_total_limit=1)
+    saved = torch.load(tmp_path / "out" / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1
+
+
+def test_weights_take_the_place_of_older_ones_and_of_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.safetensors"):
+        (folder / name).write_text("old")
+    (folder / "notes.txt").write_text("mine")
+    with runtime_for(tmp_path) as runtime:
+        trainer = Trainer(args=arguments(folder), runtime=runtime)
+        trainer.save_model()
+        trainer.save_model()
+        names = {path.name for path in folder.iterdir()}
+        assert names >= {"notes.txt", "model.safetensors", "config.json", "training_args.bin"}
+        assert not names & {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+        assert not [name for name in names if name.startswith(".")]
+        loaded = LlamaForCausalLM.from_pretrained(folder)
+        for parameter, values in zip(runtime.model.parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_the_best_model_at_the_end(limit: int | None, tmp_path: Path) -> None:
+    """A learning rate that makes it worse, so that the best is not the last, which cannot be continued then."""
+
+    def script(trainer: Trainer) -> None:
+        trainer.train()
+        gone = "expected its folder" if limit else "checkpoint-6, and has been trained or changed since"
+        with pytest.raises(ResumeError, match=gone):
+            trainer.train(resume_from_checkpoint=True)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.3}
+    settings = RUN | settings | {"gradient_accumulation_steps": 1, "save_total_limit": limit}
+    found = paged(tmp_path / "paged", script=script, **settings)
+    check(found, plain(tmp_path / "plain", **settings))
+    losses = [line["eval_loss"] for line in found.history if "eval_loss" in line]
+    assert min(losses) < losses[-1]
+
+
+def test_a_folder_is_durable_before_the_commit_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[Path] = set()
+    missing: list[set[str]] = []
+    fsync, commit = os.fsync, tiermem.Runtime.commit
+
+    def noting(fd: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def checking(runtime: tiermem.Runtime, extra: Any = None) -> Any:
+        folder = tmp_path / "out" / extra[KEY]["checkpoint"]
+        wanted = {*folder.rglob("*"), folder, folder.parent}
+        assert len(wanted) > 8
+        missing.append({path.name for path in wanted - synced})
+        return commit(runtime, extra)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(tiermem.Runtime, "commit", checking)
+    paged(tmp_path, **RUN | {"max_steps": 2})
+    assert missing == [set()]
+
+
+def test_weights_of_another_model_change_nothing(tmp_path: Path) -> None:
+    def wider() -> nn.Module:
+        return small_llama(words=64, width=16, mlp_width=32, layers=2)
+
+    with runtime_for(tmp_path / "a") as runtime:
+        export_weights(runtime, tmp_path / "weights")
+    (tmp_path / "nothing").mkdir()
+    with runtime_for(tmp_path / "b", make=wider) as runtime:
+        before = [runtime.parameter(parameter) for parameter in runtime.model.parameters()]
+        with pytest.raises(ResumeError, match=r"expected model.layers.0.mlp.gate_proj.weight of shape \(32, 16\)"):
+            load_weights(runtime, tmp_path / "weights")
+        with pytest.raises(ResumeError, match=r"expected the weights of model.embed_tokens.weight"):
+            load_weights(runtime, tmp_path / "nothing")
+        assert all(map(torch.equal, before, map(runtime.parameter, runtime.model.parameters())))
+
+
+def test_without_commits_a_checkpoint_is_refused_before_training(tmp_path: Path) -> None:
+    with runtime_for(tmp_path, commits=False) as runtime:
+        with pytest.raises(ConfigError, match="commits=False"):
+            Trainer(args=arguments(tmp_path, save_strategy="steps"), runtime=runtime)
+        Trainer(args=arguments(tmp_path, save_strategy="steps", save_only_model=True), runtime=runtime)

@@ -1,0 +1,136 @@
+"""What a Trainer cannot do with an offloaded model is refused when the Trainer is made, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from doubles_trainer import arguments, data, llama, runtime_for
+from transformers import TrainingArguments
+
+import tiermem
+from tiermem import ConfigError
+from tiermem.integrations.refusals import choose_clipping
+from tiermem.integrations.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiermem.Runtime]:
+    with runtime_for(tmp_path_factory.mktemp("run")) as runtime:
+        yield runtime
+
+
+class SeveralProcesses(TrainingArguments):
+    world_size = 2
+
+
+class SeveralGpus(TrainingArguments):
+    n_gpu = 2
+
+
+class Elsewhere(TrainingArguments):
+    @property
+    def device(self) -> torch.device:
+        assert super().device == torch.device("cpu")
+        return torch.device("meta")
+
+
+class Engine(TrainingArguments):
+    """What DeepSpeed's own code would look for need not be there."""
+
+    def __init__(self, *given: Any, engine: str, **named: Any) -> None:
+        super().__init__(*given, **named)
+        setattr(self, engine, {"some": "configuration"})
+
+
+ARGUMENTS = {
+    "fp16": (TrainingArguments, {"fp16": True}, "fp16=True.*bf16=True"),
+    "bf16_full_eval": (TrainingArguments, {"bf16_full_eval": True}, "keeps its dtype"),
+    "fp16_full_eval": (TrainingArguments, {"fp16_full_eval": True}, "keeps its dtype"),
+    "enable_jit_checkpoint": (TrainingArguments, {"enable_jit_checkpoint": True}, "between backward and step"),
+    "debug": (TrainingArguments, {"debug": "underflow_overflow"}, "read as NaN"),
+    "another optimizer": (TrainingArguments, {"optim": "adafactor"}, "found 'adafactor'; tiermem has AdamW only"),
+    "several processes": (SeveralProcesses, {}, "found 2 processes.*DistributedDataParallel"),
+    "several GPUs": (SeveralGpus, {}, "found 2 GPUs in one process"),
+    "another device": (Elsewhere, {}, "found device meta, and a runtime that computes on cpu"),
+    "deepspeed": (Engine, {"engine": "deepspeed"}, "found deepspeed=.*nobody else can divide it"),
+    "fsdp": (Engine, {"engine": "fsdp"}, "found fsdp="),
+    "parallelism_config": (Engine, {"engine": "parallelism_config"}, "found parallelism_config="),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str, runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    kind, settings, message = ARGUMENTS[name]
+    args = arguments(tmp_path / "out", kind, **settings)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(args=args, train_dataset=data(), runtime=runtime).train()
+    assert runtime.statistics().steps == 0
+
+
+def test_an_optimizer_that_finds_no_gradients(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    parameters = runtime.model.parameters()
+    sgd = torch.optim.SGD(parameters, lr=1e-3)
+    with pytest.raises(
+        ConfigError, match=r"expected a tiermem.AdamW for an offloaded model, found torch.optim.sgd.SGD"
+    ):
+        Trainer(args=arguments(tmp_path), runtime=runtime, optimizers=(sgd, None))
+    trainer = Trainer(
+        args=arguments(tmp_path), runtime=runtime, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1.0})
+    )
+    with pytest.raises(ConfigError, match=r"found torch.optim.sgd.SGD"):
+        trainer.create_optimizer()
+
+
+def test_two_words_about_clipping(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    optimizer = tiermem.AdamW(runtime.model.parameters(), max_grad_norm=0.5)
+    with pytest.raises(ConfigError, match=r"AdamW has max_grad_norm=0.5, TrainingArguments have max_grad_norm=1.0"):
+        Trainer(args=arguments(tmp_path, max_grad_norm=1.0), runtime=runtime, optimizers=(optimizer, None))
+    Trainer(args=arguments(tmp_path, max_grad_norm=0.5), runtime=runtime, optimizers=(optimizer, None))
+    Trainer(args=arguments(tmp_path, max_grad_norm=0), runtime=runtime, optimizers=(optimizer, None))
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "chosen"),
+    [(None, 1.0, 1.0), (None, 0, None), (None, None, None), (None, -1.0, None), (2.0, 0, 2.0), (2.0, 2.0, 2.0)],
+)
+def test_who_says_how_to_clip(own: float | None, asked: float | None, chosen: float | None) -> None:
+    assert choose_clipping(own, asked) == chosen
+
+
+def test_another_model(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected the model that was offloaded, a LlamaForCausalLM, found a Linear"):
+        Trainer(torch.nn.Linear(2, 2), arguments(tmp_path), runtime=runtime)
+    with pytest.raises(ConfigError, match="model_init would make another model"):
+        Trainer(args=arguments(tmp_path), runtime=runtime, model_init=llama)
+
+
+def test_a_part_that_is_not_offloaded_and_a_closed_runtime(tmp_path: Path) -> None:
+    with runtime_for(tmp_path) as runtime:
+        runtime.model.added = torch.nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match=r"parameter added.weight was put on after tiermem.offload"):
+            Trainer(args=arguments(tmp_path), runtime=runtime)
+        del runtime.model.added
+    with pytest.raises(ConfigError, match="or the runtime is closed"):
+        Trainer(args=arguments(tmp_path), runtime=runtime)
+
+
+def test_nothing_is_closed(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    trainer = Trainer(args=arguments(tmp_path), train_dataset=data(), runtime=runtime)
+    trainer.train()
+    trainer.end()
+    del trainer
+    runtime.settle()  # an error if it were closed
+
+
+def test_a_state_dict_given_to_save(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    with pytest.raises(tiermem.TiermemError, match="found a state_dict given"):
+        Trainer(args=arguments(tmp_path), runtime=runtime)._save(str(tmp_path), state_dict={})
+
+
+def test_transformers_itself_is_what_is_extended(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    assert isinstance(Trainer(args=arguments(tmp_path), runtime=runtime), transformers.Trainer)

@@ -1,0 +1,75 @@
+"""The `Trainer` of transformers for adapters (peft) around an offloaded model that stays frozen.
+
+Owns how adapters are saved and loaded without the model around them, whose values are pages. Does not know pages, and
+needs no commit: nothing paged changes. Everything else is transformers' own, the optimizer (torch's) and clipping too,
+since adapters are ordinary parameters. Guarantees that what is saved is all that is trained, and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import ResumeError
+from tiermem.integrations.refusals import refuse_arguments, refuse_trained_pages
+from tiermem.runtime import Runtime
+
+try:
+    import transformers
+    from safetensors.torch import load_file
+except ImportError as error:
+    raise ImportError("tiermem.integrations.adapters needs transformers 5, accelerate and peft") from error
+
+_FILE = "adapter_model.safetensors"
+
+
+class AdapterTrainer(transformers.Trainer):
+    """`transformers.Trainer` for a `PeftModel` around the model of a runtime, offloaded before the adapters came."""
+
+    def __init__(self, model: nn.Module, args: Any = None, *others: Any, runtime: Runtime, **named: Any) -> None:
+        """Everything but `runtime` goes to transformers' own.
+
+        Raises ConfigError if anything offloaded is to be trained, or for arguments that cannot be honoured.
+        """
+        refuse_trained_pages(model, runtime)
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers does
+        refuse_arguments(args, runtime)
+        super().__init__(model, args, *others, **named)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As transformers', of the adapters: the state of the whole model would be full of NaN."""
+        super()._save(output_dir, state_dict=self._adapters() if state_dict is None else state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
+        self._load_adapters(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load_adapters(Path(str(self.state.best_model_checkpoint)))
+
+    def _adapters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name."""
+        model: Any = self.model
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def _load_adapters(self, folder: Path) -> None:
+        """Raises ResumeError if the folder does not hold exactly what is trained, before anything is changed."""
+        if not (folder / _FILE).is_file():
+            raise ResumeError(f"expected {_FILE} in {str(folder)!r}, found none; pass a checkpoint of this Trainer")
+        saved = load_file(folder / _FILE)
+        # peft leaves the adapter's own name out of the file's.
+        model: Any = self.model
+        own = {name.replace(f".{model.active_adapter}.", "."): p for name, p in self._adapters().items()}
+        shapes = {name: tuple(values.shape) for name, values in saved.items()}
+        wanted = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        if shapes != wanted:
+            odd = min(shapes.items() ^ wanted.items())
+            raise ResumeError(
+                f"{str(folder)!r} holds other adapters than this model: {odd[0]} of shape {odd[1]} is in one of them "
+                "only; make the model with the adapters of that run"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])

@@ -1,0 +1,186 @@
+"""A Trainer's checkpoint of an offloaded model: which commit of the runtime a folder belongs to, and its weights.
+
+Owns the ticket, a small file in the folder whose like is the commit's `extra`; the export of weights into a folder that
+others write into, too; and the way back, weights from such a folder into pages. Does not know when a Trainer saves.
+Guarantees that a folder is taken for resumable only with the very commit it was made with, and that what a folder
+holds is durable before the commit that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from tiermem.errors import ResumeError
+from tiermem.runtime import Runtime
+
+TICKET = "tiermem.json"
+KEY = "transformers.Trainer"  # in the `extra` of a commit
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One checkpoint: what it is known by, its folder's name, the Trainer's step."""
+
+    id: str
+    checkpoint: str
+    global_step: int
+
+    @classmethod
+    def new(cls, folder: Path, global_step: int) -> Ticket:
+        """A ticket that no other checkpoint has. Draws from no random generator that training uses."""
+        return cls(uuid.uuid4().hex, folder.name, global_step)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Ticket | None:
+        """The ticket in a folder; None if there is none, or none that is whole: a run ended while it was written."""
+        try:
+            return cls(**json.loads((folder / TICKET).read_text("utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    @classmethod
+    def of_commit(cls, extra: object) -> Ticket | None:
+        """The ticket in what a runtime has committed, or None if no Trainer made that commit."""
+        if not isinstance(extra, Mapping) or KEY not in extra:
+            return None
+        try:
+            return cls(**extra[KEY])
+        except TypeError as error:
+            raise ResumeError(
+                f"the commit's extra[{KEY!r}]: expected the ticket of a Trainer's checkpoint, found {extra[KEY]!r}; "
+                "it was made by another version of tiermem, or by a program that should use another key"
+            ) from error
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the commit is given."""
+        return {KEY: asdict(self)}
+
+    def write(self, folder: Path) -> None:
+        """Put it into its folder."""
+        (folder / TICKET).write_text(json.dumps(asdict(self)), "utf-8")
+
+
+def find_checkpoint(output_dir: Path, ticket: Ticket) -> Path:
+    """The folder that belongs to a commit. Raises ResumeError if there is none."""
+    for path in output_dir.glob(f"*/{TICKET}"):
+        if Ticket.of_folder(path.parent) == ticket:
+            return path.parent
+    raise ResumeError(
+        f"the runtime holds the state of {ticket.checkpoint} (step {ticket.global_step}), expected its folder in "
+        f"{str(output_dir)!r}, found none; pass the output_dir of that run. To begin anew from its weights, export "
+        "them with runtime.save_pretrained and offload with weights="
+    )
+
+
+def set_aside(folder: Path, committed: Ticket | None) -> Path:
+    """Move a folder out of the way of one that is to have its name, if it is the one that the last commit belongs to.
+
+    Returns where such a folder is until the next commit is durable; it need not be there.
+    """
+    aside = folder.with_name(f".{folder.name}.replaced")
+    if committed is not None and Ticket.of_folder(folder) == committed:
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.replace(aside)
+    return aside
+
+
+def make_durable(folder: Path) -> None:
+    """Wait until every file in a folder, and its name, are on disk: a commit is about to point there."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def export_weights(runtime: Runtime, folder: Path) -> None:
+    """Write the model into a folder that may hold other files, in place of weights that are there.
+
+    As `Runtime.save_pretrained`, by way of a folder inside, so that an error leaves earlier weights as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".weights.{uuid.uuid4().hex}"
+    try:
+        runtime.save_pretrained(new)
+        kept = {path.name for path in new.iterdir()}
+        for name in sorted(kept, key=lambda name: name.endswith(".index.json")):  # the index names files that are there
+            (new / name).replace(folder / name)
+        for path in folder.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def load_weights(runtime: Runtime, folder: Path) -> None:
+    """Give the offloaded model the values in a folder written by `export_weights`; moments stay as they are.
+
+    A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one of another shape,
+    before anything is changed.
+    """
+    files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names_in(path)}
+    for group in _layers(_match(runtime.model, files, folder)):
+        with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
+            for parameter, name in group:
+                parameter.copy_(_read(files[name], name))
+    for name, buffer in runtime.model.named_buffers():
+        if name in files:
+            buffer.copy_(_read(files[name], name))
+
+
+def _match(model: nn.Module, files: Mapping[str, Path], folder: Path) -> list[tuple[nn.Parameter, str]]:
+    """Every parameter with the one name, of those it has, under which the files hold it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    found = []
+    never = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # of transformers: computed, not learned
+    for parameter, own in names.items():
+        saved = next((name for name in own if name in files), None)
+        if saved is None and never.isdisjoint(own):
+            raise ResumeError(f"expected the weights of {own[0]} in {str(folder)!r}, found none; choose another folder")
+        if saved is not None:
+            with safe_open(files[saved], framework="pt") as file:
+                shape = tuple(file.get_slice(saved).get_shape())
+            if shape != tuple(parameter.shape):
+                raise ResumeError(
+                    f"expected {saved} of shape {tuple(parameter.shape)} in {str(folder)!r}, found {shape}; these are "
+                    "the weights of another model"
+                )
+            found.append((parameter, saved))
+    return found
+
+
+def _layers(found: list[tuple[nn.Parameter, str]]) -> Iterator[list[tuple[nn.Parameter, str]]]:
+    """The same, layer by layer: what has the same name up to its first number; what has none is by itself."""
+    layers: dict[str, list[tuple[nn.Parameter, str]]] = {}
+    for parameter, name in found:
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        layers.setdefault(numbered[1] if numbered else name, []).append((parameter, name))
+    yield from layers.values()
+
+
+def _names_in(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        values: torch.Tensor = file.get_tensor(name)
+    return values
