@@ -332,7 +332,7 @@ def _kept(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None
     with tiermem.deferred_init():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
     before, most = memory(), 0
-    with tiermem.offload(model, config_for(directory, host_memory="256MiB"), mesh=mesh) as runtime:
+    with tiermem.offload(model, config_for(directory, host_memory="256MiB"), coalesce=0, mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
