@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
-from tiermem.planner.footprint import Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import PASSING, Footprint, UnitSize, plan_footprint, rounded
 from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles
 
 MIB = 1 << 20
@@ -92,16 +92,19 @@ def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize], tile: in
         plan_footprint(units, least - 1, tile)
 
 
-@given(units=MODELS, tile=TILES, budgets=st.tuples(st.integers(0, 400 * MIB), st.integers(0, 400 * MIB)))
+EXTRA = st.one_of(st.integers(0, 400 * MIB), st.integers(0, 4 * PASSING))
+
+
+@given(units=MODELS, tile=TILES, budgets=st.tuples(EXTRA, EXTRA))
 @settings(max_examples=200, deadline=None)
 def test_more_memory_is_never_used_worse(units: list[UnitSize], tile: int, budgets: tuple[int, int]) -> None:
     low, high = (plan_footprint(units, least_of(units) + extra, tile) for extra in sorted(budgets))
     wanted = plan_footprint(units, 1 << 50, tile).tile_numel
 
-    def way(plan: Footprint) -> tuple[bool, bool, bool, int]:
-        """How well it works: beside the computation, then with tiles that are large enough, then the rest."""
+    def way(plan: Footprint) -> tuple[bool, bool, bool, bool, int]:
+        """How well it works: with room for others to pass, beside the computation, with tiles that are large enough."""
         is_good = not plan.serial and plan.tile_numel >= good_tiles(wanted)[0]
-        return not plan.serial, is_good, plan.hold_tiles, plan.depth
+        return plan.passing >= PASSING, not plan.serial, is_good, plan.hold_tiles, plan.depth
 
     assert way(high) >= way(low)
     if way(high) == way(low):
