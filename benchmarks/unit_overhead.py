@@ -1,11 +1,12 @@
 """What tiermem costs for each unit and step, whatever is in the unit: a model of 10, 100 and 1,000 tiny layers.
 
-Owns the model (Linear layers of 32 x 32, a unit each), the timing and the table. Does not say what a large unit costs:
-that is I/O and `train_step.py`. Guarantees that plain PyTorch and tiermem take turns in every round, that the first
-steps are left out, that losses are compared, and that CPU time and wake-ups are the kernel's count for each thread.
+Owns the model (Linear layers of 32 x 32, by `--coalesce` a unit each or several in one), the timing and the table.
+Does not say what a large unit costs: that is I/O and `train_step.py`. Guarantees that plain PyTorch and tiermem
+take turns in every round, that the first steps are left out, that losses are compared, and that CPU time and wake-
+ups are the kernel's count for each thread.
 
 "cached": the budget holds everything, so that no I/O is in the numbers. "paged": it holds a quarter. Overhead is the
-median step less the median plain step, divided by the number of units. A wake-up is a voluntary context switch: the
+median step less the median plain step, divided by the number of layers. A wake-up is a voluntary context switch: the
 thread waited for another one, or for the interpreter lock.
 """
 
@@ -102,6 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds (default: 3)")
     parser.add_argument("--steps", type=int, help="measured steps in a run (default: 10)")
     parser.add_argument("--update", default="auto", help="Config.update")
+    parser.add_argument("--coalesce", default="auto", help="offload's coalesce; 0: each layer is a unit of its own")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
@@ -130,7 +132,7 @@ def measure(case: str, units: int, turn: int, options: argparse.Namespace) -> Ru
                 commits=False,
                 device="cpu",
             )
-            stack.enter_context(tiermem.offload(model, config))
+            stack.enter_context(tiermem.offload(model, config, coalesce=options.coalesce))
             optimizer = tiermem.AdamW(model.parameters())
 
         def step() -> float:

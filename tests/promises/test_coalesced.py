@@ -141,7 +141,7 @@ def test_a_part_called_alone_stays_until_something_else_is_needed(tmp_path):
 
 
 def test_an_exception_in_forward_leaves_a_model_that_goes_on(tmp_path):
-    several, plain_model = Several(tmp_path), None
+    several = Several(tmp_path)
     torch.manual_seed(3)
     plain_model = Net()
 
