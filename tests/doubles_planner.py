@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 import tiermem
+from tiermem.errors import BudgetError
 from tiermem.pager.ahead import Ahead
 from tiermem.pager.plan import Plan
 from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
 from tiermem.planner.clock import Signal
+from tiermem.planner.footprint import UnitSize, plan_footprint, rounded
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.workload import UnitWork, Workload, order_of
 from tiermem.planner.world import World
@@ -31,6 +34,8 @@ MACHINE = Machine(
     drive=Drive(read=2e9, write=1.5e9, mixed=1.2e9),
 )
 
+MIB = 1 << 20
+
 # As the inline backend: a transfer has ended when it was started.
 INSTANT = Machine(
     name="test",
@@ -38,6 +43,33 @@ INSTANT = Machine(
     host=Host(flops={"bfloat16": 1e12, "float32": 1e12}, update_rate={"bfloat16": 1e9, "float32": 1e9}),
     drive=Drive(read=1e14, write=1e14, mixed=1e14, latency=0.0),
 )
+
+
+@st.composite
+def unit_sizes(draw: st.DrawFn) -> UnitSize:
+    itemsize = draw(st.sampled_from([2, 4]))
+    trainable = draw(st.one_of(st.just(0), st.integers(1, 10_000), st.integers(1, 50_000_000)))
+    frozen = draw(st.integers(0 if trainable else 1, 5_000_000))
+    return UnitSize(
+        name=f"unit {draw(st.integers(0, 99))}",
+        param_nbytes=(trainable + frozen) * itemsize,
+        trainable_numel=trainable,
+        grad_itemsize=itemsize,
+        state_itemsize=draw(st.sampled_from([3, 5, 8, 10, 12])),
+        nested_nbytes=rounded(draw(st.integers(0, 50 * MIB))),
+        wide_numel=draw(st.integers(0, trainable)),
+        wide_itemsize=draw(st.sampled_from([0, 5])),
+    )
+
+
+MODELS = st.lists(unit_sizes(), min_size=1, max_size=6)
+TILES = st.sampled_from([1, 4096, MIB, 16 * MIB])
+
+
+def least_of(units: list[UnitSize]) -> int:
+    with pytest.raises(BudgetError) as caught:
+        plan_footprint(units, 0, MIB)
+    return int(str(caught.value).split("at least ")[1].split()[0])
 
 
 def workload(numels: list[int], *, tokens: int = 256, batches: int = 1, dtype: str = "bfloat16") -> Workload:

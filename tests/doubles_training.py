@@ -101,7 +101,7 @@ def largest_unit(model: nn.Module, directory: Path, units=None, keeping=None, **
 def budget_for(model: nn.Module, directory: Path, budget: str, units=None, keeping=None, **settings) -> int:
     """Bytes for "generous", "tight" (twice the largest unit's parameters, but what can work at all) and "least".
 
-    "beside": the least with which updates run beside the computation.
+    "beside": the least with which updates run beside the computation; "resting": with which units rest, not all.
     """
     if budget == "generous":
         return 64 * MIB
@@ -109,6 +109,14 @@ def budget_for(model: nn.Module, directory: Path, budget: str, units=None, keepi
     if budget == "beside":
         while draw(model, config_for(directory, least, "step", **settings), units, keeping=keeping).footprint.serial:
             least += 4096
+        return least
+    if budget == "resting":
+        while not (
+            drawn := draw(model, config_for(directory, least, "auto", **settings), units, keeping=keeping)
+        ).resting:
+            least += 4096
+        assert len(drawn.resting) < len(drawn.states)
+        assert drawn.swap_nbytes(1) > least, "where everything fits nothing is updated early"
         return least
     return least if budget == "least" else max(least, 2 * largest_unit(model, directory, units, keeping, **settings))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from doubles_planner import MODELS, TILES, least_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,33 +12,6 @@ from tiermem.planner.footprint import PASSING, Footprint, UnitSize, plan_footpri
 from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles
 
 MIB = 1 << 20
-
-
-@st.composite
-def unit_sizes(draw: st.DrawFn) -> UnitSize:
-    itemsize = draw(st.sampled_from([2, 4]))
-    trainable = draw(st.one_of(st.just(0), st.integers(1, 10_000), st.integers(1, 50_000_000)))
-    frozen = draw(st.integers(0 if trainable else 1, 5_000_000))
-    return UnitSize(
-        name=f"unit {draw(st.integers(0, 99))}",
-        param_nbytes=(trainable + frozen) * itemsize,
-        trainable_numel=trainable,
-        grad_itemsize=itemsize,
-        state_itemsize=draw(st.sampled_from([3, 5, 8, 10, 12])),
-        nested_nbytes=rounded(draw(st.integers(0, 50 * MIB))),
-        wide_numel=draw(st.integers(0, trainable)),
-        wide_itemsize=draw(st.sampled_from([0, 5])),
-    )
-
-
-MODELS = st.lists(unit_sizes(), min_size=1, max_size=6)
-TILES = st.sampled_from([1, 4096, MIB, 16 * MIB])
-
-
-def least_of(units: list[UnitSize]) -> int:
-    with pytest.raises(BudgetError) as caught:
-        plan_footprint(units, 0, MIB)
-    return int(str(caught.value).split("at least ")[1].split()[0])
 
 
 def grad_tile(unit: UnitSize, plan: Footprint) -> int:

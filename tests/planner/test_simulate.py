@@ -21,10 +21,10 @@ from tiermem.planner.design import (
     least_device_memory,
     least_host_memory,
     make_design,
-    retiled,
 )
 from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device
+from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.workload import order_of, transformer
 from tiermem.planner.world import Action, World
@@ -41,7 +41,7 @@ def designs(draw: st.DrawFn, largest: int = 400_000) -> Design:
     )
     total = sum(numels) * (work.state_itemsize + 2 * work.itemsize)
     budget = least_host_memory(work, 1) + draw(st.integers(0, total + largest))
-    return make_design(
+    design = make_design(
         work,
         MACHINE,
         PlanSettings(
@@ -51,6 +51,7 @@ def designs(draw: st.DrawFn, largest: int = 400_000) -> Design:
             look_ahead=draw(st.sampled_from([None, 0, 256 << 10])),
         ),
     )
+    return replace(design, resting=tuple(range(draw(st.integers(0, len(numels))))))
 
 
 @given(design=designs(60_000))

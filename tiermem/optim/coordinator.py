@@ -217,8 +217,8 @@ class UpdateCoordinator:
 
         Returns False, and changes nothing, where that cannot be: a gradient is not finite, somebody has clipped
         already, there is no room on disk, or it was tried in this step and taken back. Neither is a `patient` unit
-        updated where that might have to be undone: its state lies on a device and its update takes no time worth
-        hiding, or its parameters are kept in memory by choice, while a copy in SWAP would cost as much as paging does.
+        updated where that might have to be undone: what it is made of is to stay in memory or on a device, while a copy
+        of that in SWAP would cost as much as paging it does.
         """
         if unit in self._patient and not self._for_good:
             return False

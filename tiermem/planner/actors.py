@@ -221,7 +221,7 @@ class ComputeActor:
             self._written.update(keys)
             yield from self._compute(cost / len(leased) + design.lease_seconds)
             world.release(keys, Lane.COMPUTE)
-        if last and design.settings.update == "backward" and tiles:
+        if last and design.settings.update == "backward" and tiles and unit not in design.resting:
             if self._backward == unit:
                 self._release_backward()
             yield from self._request_early(unit)

@@ -8,7 +8,7 @@ not fit is a BudgetError that names what is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tiermem.errors import BudgetError, ConfigError
 from tiermem.pager.page import Kind, PageKey
@@ -19,7 +19,7 @@ from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, least_bu
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Machine
 from tiermem.planner.steps import plan_step
-from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile
+from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import BACKWARD_SHARE, Workload
 
 _PLANE_ALIGNMENT = 64
@@ -70,6 +70,7 @@ class Design:
         device_budget: bytes for pages there, None without a device.
         device: how they are shared out; None without one, and over ranks.
         update_above_seconds: as `update_seconds`, where a unit is updated on the device.
+        resting: units that are updated as in "forward" though others are in "backward" (resting.py).
     """
 
     workload: Workload
@@ -86,6 +87,7 @@ class Design:
     tile_seconds: float = 0.0
     device: DeviceFootprint | None = None
     update_above_seconds: float = 0.0
+    resting: tuple[int, ...] = ()
 
     @property
     def hold_tiles(self) -> bool:
@@ -102,7 +104,8 @@ class Design:
         """The accesses of a step, as the pager gets them; made anew whenever it is asked for."""
         tiles = {unit: self.tiles(unit) for unit in range(len(self.workload.units))}
         arrivals = {} if self.hold_tiles else {unit: self.arriving(unit) for unit in tiles}
-        return plan_step(self.workload.step_order, tiles, self.settings.update, arrivals=arrivals)
+        order, update = self.workload.step_order, self.settings.update
+        return plan_step(order, tiles, update, arrivals=arrivals, resting=self.resting)
 
     def arriving(self, unit: int) -> Sequence[int]:
         """The tiles of a unit's gradient in the order in which they are leased one after the other."""
@@ -245,32 +248,6 @@ def _shared_out(
         return plan_footprint(unit_sizes(share), host, tile, ahead), None
     settle = settings.update_on == "auto"
     return plan_tiers(unit_sizes(share, each=settle), host, device, tile, ahead, settle=settle)
-
-
-def retiled(design: Design, factor: int) -> Design:
-    """The same design with tiles `factor` times as large, and as many bytes more as those take in hand.
-
-    For quick simulation of budgets so tight that tiles are tiny: what is held and cached besides stays as it is, and
-    the drive sees requests of the real size, no more of them at once than the real tiles allow.
-    """
-    footprint, share = design.footprint, design.workload
-    most = max(unit.trainable for unit in share.units)
-    tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
-    itemsize = share.itemsize + share.state_itemsize
-    grown = rounded((tile - footprint.tile_numel) * itemsize)
-    larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
-    small = footprint.tile_numel * share.state_itemsize < design.drive.block
-    block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
-    depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
-    device = design.device_budget
-    return replace(
-        design,
-        settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
-        footprint=larger,
-        device_budget=(device or 0) + 2 * grown if design.device else device,
-        drive=replace(design.drive, block=block, depth=depth),
-        tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
-    )
 
 
 def divided(ranks: int, machine: Machine) -> tuple[int, int]:

@@ -20,10 +20,10 @@ from tiermem.planner.design import (
     least_device_memory,
     least_host_memory,
     make_design,
-    retiled,
     swap_nbytes,
 )
 from tiermem.planner.machine import Machine
+from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, thinned
 from tiermem.planner.workload import Workload

@@ -12,7 +12,7 @@ order, would send the forecast astray (a page that was just written would seem t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from tiermem.pager.page import Kind, Lane, PageKey
@@ -32,6 +32,7 @@ def plan_step(
     beside: bool = False,
     touches: Sequence[tuple[int, PageKey]] = (),
     arrivals: Arrivals = MappingProxyType({}),
+    resting: Container[int] = (),
 ) -> Schedule:
     """The schedule of a step like the recorded one.
 
@@ -45,6 +46,7 @@ def plan_step(
         touches: pages of activations, each with the number of accesses that came before it.
         arrivals: of units whose gradient tiles are leased one after the other as gradients arrive, the tiles in that
             order; of all others they are leased at once.
+        resting: units that are updated as in "forward" though others are in "backward" (resting.py).
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
     if transit and beside:
@@ -59,8 +61,8 @@ def plan_step(
     forward_order = sorted(updated, key=lambda unit: first.get(unit, len(accesses)))
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {}
-    for unit in forward_order if update != "backward" else updated:
-        if update == "forward" and unit in first:
+    for unit in forward_order:
+        if unit in first and (update == "forward" or (update == "backward" and unit in resting)):
             before.setdefault(first[unit], []).append(unit)
         else:
             after.setdefault(last[unit] if update == "backward" else len(accesses) - 1, []).append(unit)

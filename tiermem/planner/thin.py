@@ -130,6 +130,8 @@ def _without(design: Design, gone: set[int], times: Sequence[UnitTimes]) -> Desi
     order = tuple(replace(each, unit=numbers[each.unit]) for each in workload.order if each.unit in numbers)
     fewer = replace(workload, units=tuple(workload.units[unit] for unit in kept), order=order)
     thin = replace(design, workload=fewer, times=tuple(times[unit] for unit in kept))
+    trained = _trained(thin)
+    thin = replace(thin, resting=tuple(trained[: len(design.resting) * len(trained) // max(1, len(_trained(design)))]))
     # What is kept by choice takes its bytes, whatever the rest of the budget does.
     stays, left = design.kept_nbytes, thin.kept_nbytes
     shared = design.settings.host_memory - stays
@@ -154,6 +156,10 @@ def _with_less_device(thin: Design, design: Design) -> Design:
     shared, whole, part = budget - taken[0], whole - taken[1], part - left[1]
     rest = _less(shared, min(shared, _on_device(design)), whole, part) if whole > 0 and part > 0 else shared
     return replace(thin, device_budget=left[0] + rest)
+
+
+def _trained(design: Design) -> list[int]:
+    return [unit for unit, work in enumerate(design.workload.units) if work.trainable]
 
 
 def _could_settle(design: Design) -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 SMALLEST_TILE = 2048
 _WHOLE_TILE = 1 << 20
 # A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
-# many in hand. Measured with a budget of 512 MiB: 16 MiB moves more than 8 (fewer wake-ups) and than 32 (less ahead).
-_SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 32 << 20, 32
+# many in hand: README.md, "How large a tile is".
+_SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 64 << 20, 24
 # Below this an update beside the computation gains less than its tiles' trips to the pager and to the worker cost.
 _SMALLEST_BESIDE = 16 * SMALLEST_TILE
 

@@ -26,6 +26,7 @@ from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, rounded
+from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.runtime.beginning import Beginning
@@ -55,11 +56,17 @@ class Blueprint:
     sizes: tuple[UnitSize, ...]
     stage: int = 3
     device: DeviceFootprint | None = None
+    resting: tuple[int, ...] = ()
 
     @property
     def kept(self) -> frozenset[int]:
         """The units whose parameters stay in host memory by choice."""
         return frozenset(layout.unit for layout in self.layouts if layout.kept)
+
+    @property
+    def patient(self) -> frozenset[int]:
+        """The units whose update waits for the step wherever it might have to be undone: see `resting.py`."""
+        return self.kept.union(self.resting, self.device.settled if self.device is not None else ())
 
     @property
     def apart(self) -> frozenset[int]:
@@ -132,9 +139,15 @@ class Blueprint:
     def plan(self, order: StepOrder, arrivals: Arrivals, update: str) -> Schedule:
         """The pager's schedule of a step like this one, whose units are updated as `update` says."""
         tiles = {unit: state.tiles for unit, state in self.states.items()}
-        touches = order.touches
         return plan_step(
-            order.accesses, tiles, update, self.shards, beside=self.beside, touches=touches, arrivals=arrivals
+            order.accesses,
+            tiles,
+            update,
+            self.shards,
+            beside=self.beside,
+            touches=order.touches,
+            arrivals=arrivals,
+            resting=self.resting,
         )
 
     def state_pages(self) -> list[tuple[PageKey, int]]:
@@ -190,7 +203,12 @@ def draw(
         check_layout(beginning.record["layout"], here)
     shards = shards_of(layouts, grid.shards.rank, whole=whole, copies=copies)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
-    return Blueprint(divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device)
+    # In "backward" an update is for good where nobody clips: then a page that stays in memory is not written at all.
+    settled = device.settled if device is not None else ()
+    resting = resting_units(sizes, footprint, settled) if config.update == "auto" else ()
+    return Blueprint(
+        divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device, resting
+    )
 
 
 def _sizes(divided: ModelUnits, shards: Sequence[Shard], quantized: Container[int]) -> list[UnitSize]:

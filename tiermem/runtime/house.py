@@ -190,7 +190,7 @@ def _furnish(
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
-    states_in_order, patient = list(blueprint.states.values()), pager.chain.settled | pager.chain.kept
+    states_in_order, patient = list(blueprint.states.values()), blueprint.patient
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)

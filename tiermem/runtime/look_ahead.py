@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from tiermem.ahead import LookAhead
@@ -119,6 +120,7 @@ class RefinedLookAhead:
             types=(str(config.param_dtype), config.moments),
             runs=blueprint.runs(self._order.contributions),
         )
+        design = replace(design, resting=blueprint.resting)
         return foreseeing(design, self._control.candidates())
 
 

@@ -1,0 +1,39 @@
+"""A step with many tiles seen through one with fewer, larger ones.
+
+Owns the design of such a step. Does not simulate. Guarantees that what larger tiles take in hand is added to the
+budgets, so that what is held and cached besides stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tiermem.planner.design import Design
+from tiermem.planner.footprint import rounded
+from tiermem.planner.tilesizes import SMALLEST_TILE
+
+
+def retiled(design: Design, factor: int) -> Design:
+    """The same design with tiles `factor` times as large, and as many bytes more as those take in hand.
+
+    For quick simulation of budgets so tight that tiles are tiny: what is held and cached besides stays as it is, and
+    the drive sees requests of the real size, no more of them at once than the real tiles allow.
+    """
+    footprint, share = design.footprint, design.workload
+    most = max(unit.trainable for unit in share.units)
+    tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
+    itemsize = share.itemsize + share.state_itemsize
+    grown = rounded((tile - footprint.tile_numel) * itemsize)
+    larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
+    small = footprint.tile_numel * share.state_itemsize < design.drive.block
+    block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
+    depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
+    device = design.device_budget
+    return replace(
+        design,
+        settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
+        footprint=larger,
+        device_budget=(device or 0) + 2 * grown if design.device else device,
+        drive=replace(design.drive, block=block, depth=depth),
+        tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
+    )
