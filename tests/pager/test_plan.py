@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermem.pager import sweep as sweep_module
 from tiermem.pager.course import Limits
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
@@ -196,3 +197,25 @@ def test_an_update_that_lags_into_the_next_step_still_has_that_steps_turn_to_com
     forecast.note(Lane.UPDATE, state)
     own = next(index for index, access in enumerate(schedule.accesses) if access.key == state)
     assert forecast.next_use(state, 0) == schedule.period + own
+
+
+def test_a_plan_looks_at_a_gap_so_many_times_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where far more is needed than there is room for every position is too full: a walk over all gaps at each of them
+    # took minutes for a step of 40,000 accesses.
+    looks = 0
+    left = sweep_module._Gap.left
+
+    def counted(self: sweep_module._Gap, position: int, count: int) -> int:
+        nonlocal looks
+        looks += 1
+        return left(self, position, count)
+
+    monkeypatch.setattr(sweep_module._Gap, "left", counted)
+
+    def looks_for_each_access(tiles: int) -> float:
+        nonlocal looks
+        looks, schedule = 0, training(2, tiles, "step")
+        make_plan(schedule, rooms_of(schedule), Limits(12))
+        return looks / len(schedule.accesses)
+
+    assert looks_for_each_access(1600) <= looks_for_each_access(100) + 1

@@ -156,7 +156,11 @@ class _Gap:
 
     def covers(self, position: int, count: int) -> bool:
         """Whether `position` is one of them."""
-        return (position - self.begin) % count < self.length
+        return self.left(position, count) > 0
+
+    def left(self, position: int, count: int) -> int:
+        """How many of them are left at `position`, it included, if it is one of them; none or less otherwise."""
+        return self.length - (position - self.begin) % count
 
 
 def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
@@ -167,15 +171,20 @@ def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
     count, sizes = len(course.accesses), course.sizes
     gaps = _gaps(course)
     taken = _taken(course, [gap for gap in gaps if stays[gap.later]])
+    beginning: dict[int, list[int]] = {}
+    for number, gap in enumerate(gaps):
+        beginning.setdefault(gap.begin % count, []).append(number)
+    # Gaps at the position, by (minus the position behind the last of them, number): the farthest next use comes first.
+    here = [(-gap.left(0, count), number) for number, gap in enumerate(gaps) if gap.covers(0, count)]
+    heapq.heapify(here)
     for position in range(count):
-        if taken[position] <= capacity:
-            continue
-        kept = [gap for gap in gaps if stays[gap.later] and gap.covers(position, count)]
-        for gap in sorted(kept, key=lambda gap: (position - gap.begin) % count - gap.length):  # farthest next use first
-            if taken[position] <= capacity:
-                break
-            stays[gap.later] = False
-            gap.add(taken, -sizes[gap.later])
+        for number in beginning.get(position, ()) if position else ():
+            heapq.heappush(here, (-position - gaps[number].length, number))
+        while taken[position] > capacity and here and -here[0][0] > position:
+            gap = gaps[heapq.heappop(here)[1]]
+            if stays[gap.later]:
+                stays[gap.later] = False
+                gap.add(taken, -sizes[gap.later])
     fullest = int(taken.argmax())
     missing = (gap for gap in gaps if not stays[gap.later] and not course.supplied[gap.later])
     for gap in sorted(missing, key=lambda gap: gap.length)[:_TRIED]:

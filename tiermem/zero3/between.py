@@ -7,12 +7,11 @@ units of one root are never kept here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 from torch import nn
 
 from tiermem.zero3.gather import Gatherer
-from tiermem.zero3.hooks import AfterCall, LastHook
 from tiermem.zero3.units import ModelUnits
 
 
@@ -43,11 +42,7 @@ class Between:
         if unit not in self._elsewhere and not self._gatherer.holds(unit) and not self._gatherer.reshard(unit):
             self._gatherer.count_leaks()
 
-    def after(self, module: nn.Module) -> None:
+    def after(self, module: nn.Module | None) -> None:
         """A module's call has ended: behind that of the whole model nothing is kept."""
         if module is self._model:
             self.end()
-
-    def watch(self, is_there: Callable[[], bool]) -> list[LastHook]:
-        """Hooks by which the end of the model's own call is seen, where it is no call that gathers anything."""
-        return [LastHook(self._model, AfterCall(self.after, is_there))] if self._coalesced else []

@@ -12,7 +12,6 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
@@ -23,6 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
 from tiermem.zero3.between import Between
+from tiermem.zero3.borrow import Borrowing
+from tiermem.zero3.calls import Call, CallStack
 from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
@@ -31,27 +32,7 @@ from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gra
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
-from tiermem.zero3.units import ModelUnits
-
-
-class _Call:
-    """A module call in progress."""
-
-    __slots__ = ("module", "pushed", "units")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.units: list[int] = []
-        self.pushed = False
-
-
-class _Stack(threading.local):
-    """The module calls in progress on this thread."""
-
-    def __init__(self, home: HomeProcess) -> None:
-        """`home`: the process whose threads these are."""
-        self.home = home
-        self.calls: list[_Call] = []
+from tiermem.zero3.units import HookPoint, ModelUnits
 
 
 class _Held(dict[int, None]):
@@ -91,7 +72,9 @@ class GatherScheduler:
         self._early = early
         self.order = OrderRecorder(gradients.apart)
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
-        self._stack = _Stack(HomeProcess())
+        owners = {id(parameters[member.number]): unit for unit, member in divided.members()}
+        borrowing = Borrowing(divided.model, owners, gatherer, self._before_call, self._after_call)
+        self._stack = CallStack(HomeProcess(), borrowing.watch)
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         self._held = _Held(divided, gatherer)
@@ -111,7 +94,7 @@ class GatherScheduler:
         Also removes what an interrupt or a failed backward left behind, hence not to be called from inside a forward.
         """
         while self._stack.calls:
-            self._finish(self._stack.calls.pop())
+            self._finish(self._stack.end())
         self._watched.clear()
         self._held.between.end()
         self._release_backward()
@@ -164,7 +147,10 @@ class GatherScheduler:
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
         there = all_gathered(divided, self._gatherer)
-        for point in divided.points:
+        points = divided.points
+        if not any(point.module is divided.model for point in points):  # its call, too, has a beginning and an end
+            points = (HookPoint(divided.model, ()), *points)
+        for point in points:
             module = point.module
             # First in and last out: the hooks of others see gathered parameters.
             last = LastHook(module, AfterCall(self._after_call, there))
@@ -173,24 +159,22 @@ class GatherScheduler:
             self._hooks.append(last)
             if may_checkpoint_itself(module):
                 self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
-        if not any(point.module is divided.model for point in divided.points):
-            self._hooks += self._held.between.watch(there)
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
                 hook = gradient_hook(self._gradient_arrived, unit, member.number)
                 register = parameters[member.number].register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
-    def _before_call(self, module: nn.Module, units: tuple[int, ...]) -> None:
+    def _before_call(self, module: nn.Module | None, units: tuple[int, ...]) -> None:
+        """A module, or an operation that reads what belongs to others (None), is about to run."""
         self._stack.home.check()
         if is_transformed():
             raise TiermemError(
                 "an offloaded model was called inside torch.func.grad, vjp, jvp or another of its kind; they know "
                 "no saved-tensor hooks; use loss.backward() or torch.autograd.grad instead"
             )
-        call = _Call(module)
         outermost = not self._stack.calls
-        self._stack.calls.append(call)  # first of all: the after-hook runs even if what follows raises
+        call = self._stack.begin(module)  # first of all: the after-hook runs even if what follows raises
         if outermost and self._held and backward_number() < 0:
             self._release_backward()  # left by a backward that failed
         for unit in units:
@@ -200,17 +184,17 @@ class GatherScheduler:
         if torch.is_grad_enabled():
             call.pushed = self.saved.enter()
 
-    def _after_call(self, module: nn.Module) -> None:
+    def _after_call(self, module: nn.Module | None) -> None:
         if not any(call.module is module for call in self._stack.calls):
             return  # a hook of somebody else raised before the entry was made
         while True:
-            call = self._stack.calls.pop()
+            call = self._stack.end()
             self._finish(call)
             if call.module is module:
                 break
         self._held.between.after(module)
 
-    def _finish(self, call: _Call) -> None:
+    def _finish(self, call: Call) -> None:
         with ExitStack() as last:  # every unit is let go of, whatever happens to the others
             for unit in call.units:
                 last.callback(self._let_go, unit)

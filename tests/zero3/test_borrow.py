@@ -1,0 +1,182 @@
+"""Parameters used outside the call of the module they belong to: plain PyTorch's numbers, and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_training import Trainee, budget_for, check, config_for, offloaded, plain
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import tiermem
+from tiermem.zero3 import borrow
+
+WORDS, WIDTH = 40, 16
+
+
+class Layer(nn.Module):
+    """Adds a row of a table that belongs to somebody else."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.table = [table]  # not a child
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x)) * self.table[0].weight[1]
+
+
+class Borrower(nn.Module):
+    """Its output layer is its embedding's weight, and its positions are rows of a table."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.table = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleList(Layer(self.table) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.way = way
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.table.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.way == "reentrant") if "reentrant" in self.way else layer(x)
+        x, weight = self.norm(x), self.embed.weight
+        assert weight.shape == (WORDS, WIDTH)
+        assert weight.size(0) == weight.shape[0] == len(weight)
+        if self.way == "view":
+            rows = self.embed.weight.t()  # looks at the frame until it is used
+            return x @ torch.cat([rows, self.table.weight.T], dim=1)
+        if self.way == "keyword":
+            return functional.linear(input=x, weight=self.embed.weight)
+        if self.way == "module's own":
+            return x @ self.embed.weight.clone().T + self.norm.weight.sum()
+        return functional.linear(x, self.embed.weight)
+
+
+def script(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for _ in range(borrow._LOOKS + 4):
+        loss = trainee.model(torch.randint(0, WORDS, (2, 6))).square().mean()
+        loss.backward()
+        trainee.note(loss)
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+WAYS = ["direct", "view", "keyword", "module's own", "reentrant", "not reentrant"]
+
+
+@pytest.mark.parametrize("budget", ["generous", "tight"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_borrowed_has_its_values_in_forward_and_backward(way: str, budget: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return Borrower(way)
+
+    check(offloaded(make, script, tmp_path, update="auto", budget=budget), plain(make, script))
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_generation_before_any_training_borrows_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Borrower("direct")
+    tokens = torch.randint(0, WORDS, (2, 6))
+    with torch.no_grad():
+        expected = model(tokens)
+        budget = budget_for(model, tmp_path, "tight")
+        with tiermem.offload(model, config_for(tmp_path, budget, "auto")):
+            assert all(torch.equal(model(tokens), expected) for _ in range(borrow._LOOKS + 2))
+
+
+@pytest.mark.parametrize("borrows", [False, True])
+def test_the_watch_ends_where_nothing_is_borrowed(
+    borrows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = []
+    enter = borrow._Watch.__enter__
+    monkeypatch.setattr(borrow._Watch, "__enter__", lambda self: watched.append(1) or enter(self))
+    model = Borrower("direct") if borrows else nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3))
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "auto"), coalesce=0):
+        for _ in range(3 * borrow._LOOKS):
+            model(torch.randint(0, WORDS, (2, 6))).sum()
+    assert len(watched) == (3 if borrows else 1) * borrow._LOOKS
+
+
+class Refusing(Borrower):
+    """Fails in the middle of its forward, having borrowed."""
+
+    error: BaseException | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out = super().forward(tokens)
+        if self.error is not None:
+            raise self.error
+        return out
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_nothing_watches_on_behind_a_forward_that_failed(error: BaseException, tmp_path: Path) -> None:
+    model = Refusing("direct")
+    tokens = torch.randint(0, WORDS, (2, 6))
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "auto")):
+        optimizer = tiermem.AdamW(model.parameters())
+        model(tokens).sum().backward()
+        optimizer.step()
+        model.error = error
+        with pytest.raises(type(error)):
+            model(tokens)
+        model.error = None
+        optimizer.zero_grad()  # the model is at rest: what an interrupt left is cleared away
+        model(tokens).sum().backward()
+        optimizer.step()
+        assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0
+
+
+class Rescaling(Borrower):
+    """Writes into a parameter in its forward, as RWKV does in evaluation."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layers[0].inner.weight.div_(2)
+        return super().forward(tokens)
+
+
+def test_writing_into_what_is_not_there_stays_an_error(tmp_path: Path) -> None:
+    model = Rescaling("direct")
+    with (
+        tiermem.offload(model, config_for(tmp_path, "1MiB", "auto")),
+        pytest.raises(RuntimeError, match="single memory location"),
+    ):
+        model(torch.randint(0, WORDS, (2, 6)))
+
+
+@pytest.mark.parametrize("name", ["prophetnet", "mobilebert"])
+def test_models_of_transformers_that_borrow(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> nn.Module:
+        if name == "prophetnet":
+            sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+            heads = {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
+            config = transformers.ProphetNetConfig(vocab_size=64, hidden_size=16, **sizes, **heads)
+            return transformers.ProphetNetForConditionalGeneration(config)
+        sizes = {"hidden_size": 32, "embedding_size": 16, "intra_bottleneck_size": 16, "intermediate_size": 24}
+        config = transformers.MobileBertConfig(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, **sizes)
+        return transformers.MobileBertForMaskedLM(config)
+
+    def train(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-3)
+        for _ in range(4):
+            tokens = torch.randint(3, 64, (2, 7))
+            loss = trainee.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            trainee.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(offloaded(make, train, tmp_path, update="auto", budget="tight"), plain(make, train))
