@@ -67,8 +67,14 @@ class AlignedBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+    def __exit__(self, raised: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close()
+        except BufferError:
+            # The frames of an error on its way (an interrupt inside a transfer) may hold views: the memory goes with
+            # them, and the error must not be hidden by ours.
+            if raised is None:
+                raise
 
 
 def address_of(view: memoryview) -> int:

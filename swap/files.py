@@ -160,14 +160,16 @@ class SwapFile:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             return
-        with AlignedBuffer(ALIGNMENT) as probe:
-            try:
+        try:
+            with AlignedBuffer(ALIGNMENT) as probe:
                 self._system.preadv(fd, probe.view, 0)
-            except OSError as error:
-                self._system.close(fd)
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise SwapIOError("read", self.path, length=ALIGNMENT, errno=error.errno or errno.EIO) from error
-                return
+        except BaseException as error:
+            self._system.close(fd)
+            if not isinstance(error, OSError):
+                raise
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise SwapIOError("read", self.path, length=ALIGNMENT, errno=error.errno or errno.EIO) from error
+            return
         self._system.close(self._fd)
         self._fd = fd
         self.direct = True

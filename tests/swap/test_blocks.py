@@ -55,6 +55,26 @@ def test_a_buffer_in_use_is_not_unmapped() -> None:
     buffer.close()
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, None])
+def test_leaving_a_buffer_somebody_uses_by_an_error_does_not_hide_the_error(
+    raised: type[BaseException] | None,
+) -> None:
+    """The traceback of an interrupted transfer holds a view of the buffer."""
+    buffer = swap.AlignedBuffer(8192)
+    views = []
+
+    def use() -> None:
+        with buffer:
+            views.append(buffer.view[4096:])
+            if raised:
+                raise raised
+
+    with pytest.raises(raised or BufferError):
+        use()
+    views.pop()[0] = 1
+    buffer.close()
+
+
 def test_unfit_buffers_are_refused() -> None:
     with swap.AlignedBuffer(8192) as buffer:
         for unfit, reason in (

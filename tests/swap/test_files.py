@@ -14,6 +14,7 @@ from doubles import FaultySystemCalls, Short
 
 import swap
 from swap import AlignedBuffer, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
+from swap.syscalls import SystemCalls
 
 MIB = 1 << 20
 
@@ -212,6 +213,26 @@ def test_a_fault_while_opening_leaves_nothing(tmp_path: Path, call: str, fault: 
     system = FaultySystemCalls()
     system.always(call, fault)
     with pytest.raises(swap.SwapError, match=match):
+        open_file(tmp_path, system=system)
+    assert not (tmp_path / "r0.swapfile").exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+    open_file(tmp_path).close()
+
+
+@pytest.mark.parametrize("call", ["open", "preadv", "pwritev", "fsync", "fallocate"])
+def test_an_interrupt_while_opening_is_raised_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Wherever a call is interrupted, its frame still has a view of what was to be moved."""
+    before = len(os.listdir("/proc/self/fd"))
+    system = SystemCalls()
+
+    def interrupted(*arguments: object) -> None:
+        kept = [argument[:1] for argument in arguments if isinstance(argument, memoryview)]
+        raise KeyboardInterrupt(kept)
+
+    monkeypatch.setattr(system, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
         open_file(tmp_path, system=system)
     assert not (tmp_path / "r0.swapfile").exists()
     assert len(os.listdir("/proc/self/fd")) == before
