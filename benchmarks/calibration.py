@@ -33,7 +33,8 @@ from tiermem.planner.machine import Device, Drive, Host, Machine
 from tiermem.planner.observed import Observed, observe
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.tilesizes import planned_tile
-from tiermem.timeline import STEP_LANE, UPDATE_LANE, Event
+from tiermem.stats import READ_EDGE, WRITE_EDGE
+from tiermem.timeline import STALL, STEP_LANE, UPDATE_LANE, Event
 
 MODELS = {
     "compute-bound": Workload(layers=6, width=512, mlp_width=1376, heads=8, vocabulary=2048, rows=2, length=256),
@@ -86,6 +87,7 @@ class Measured:
         observed: the typical step: the median of seconds, bandwidths over all of them.
         kernels: calls of the update kernel in a step.
         beside: seconds of a step in which update kernels ran beside the computation.
+        moving: seconds of a step in which bytes moved to or from the drives beside the computation.
         stalls: seconds of a step in which the computation waited, by cause (`tiermem.overlap.Cause`).
     """
 
@@ -95,6 +97,7 @@ class Measured:
     observed: Observed
     kernels: int
     beside: float
+    moving: float
     stalls: Mapping[str, float]
 
     @property
@@ -133,11 +136,22 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
         tile_seconds=tile_seconds,
         compute_beside_update=BESIDE,
         update_beside_compute=BESIDE,
-        compute_beside_io=max(0.0, computed / computing(seen) - 1),
+        compute_beside_io=slower_beside(computing(seen), computed, paged.moving),
     )
     drive = Drive(read=moving.read, write=moving.write, mixed=moving.mixed)
     machine = Machine(name="this machine", source="calibrated in training", host=host, drive=drive)
     return Calibration(machine, dataclasses.replace(work, units=units))
+
+
+def slower_beside(alone: float, found: float, beside: float) -> float:
+    """How much longer computation takes beside something that was there for `beside` of its `found` seconds.
+
+    What it takes otherwise, `alone` seconds, is what is left without.
+    """
+    lost = max(0.0, found - alone)
+    # Of the seconds beside it, the rest was computation as ever; never less than half of them.
+    share = min(0.5, lost / max(1e-9, min(beside, found)))
+    return share / (1 - share)
 
 
 def train_once(model: Workload, work: planned.Workload, folder: Path) -> None:
@@ -213,7 +227,7 @@ def settings_of(work: planned.Workload, update: str, nbytes: int) -> dict[str, A
         "look_ahead": plan_footprint(unit_sizes(work), nbytes, planned_tile(nbytes)).look_ahead,
         "param_dtype": work.dtype,
         "update": update,
-        "commits": False,
+        "commits": update == "auto",  # for the room on disk to take updates back
     }
 
 
@@ -269,5 +283,23 @@ def seen_in(trace: Path, steps: int) -> dict[str, Any]:
         "observed": typical,
         "kernels": kernels // len(whole),
         "beside": typical.updating * share,
+        "moving": moving_beside(events, whole) / len(whole),
         "stalls": {cause.name.lower(): seconds / report.steps for cause, seconds in report.by_cause().items()},
     }
+
+
+def moving_beside(events: Sequence[Event], steps: Sequence[Event]) -> float:
+    """Seconds of these steps in which bytes moved to or from the drives while the computation did not stand still."""
+    turns = []
+    for event in events:
+        kind = 0 if event.lane in (READ_EDGE, WRITE_EDGE) else 1 if event.name == STALL else None
+        if kind is not None:
+            turns += [(event.start, kind, 1), (event.end, kind, -1)]
+    turns += [(moment, 2, way) for step in steps for moment, way in ((step.start, 1), (step.end, -1))]
+    now, before, found = [0, 0, 0], 0.0, 0.0
+    for moment, kind, way in sorted(turns):
+        if now[0] and not now[1] and now[2]:
+            found += moment - before
+        now[kind] += way
+        before = moment
+    return found

@@ -42,8 +42,8 @@ FRESH = 5.0
 def cases(*, quick: bool) -> list[Case]:
     """The configurations; those of one model and dtype together, which share calibrations."""
     if quick:
-        return [Case("tiny", "bfloat16", update, 0.5) for update in ("forward", "backward", "step")]
-    product = itertools.product(MODELS, ("bfloat16", "float32"), ("forward", "backward", "step"), (0.15, 0.6))
+        return [Case("tiny", "bfloat16", update, 0.5) for update in ("forward", "backward", "step", "auto")]
+    product = itertools.product(MODELS, ("bfloat16", "float32"), ("forward", "backward", "step", "auto"), (0.15, 0.6))
     found = [Case(model, dtype, update, share) for model, dtype, update, share in product]
     found += [Case(model, "bfloat16", update, 0.15, 2) for model in MODELS for update in ("forward", "backward")]
     found += [Case(model, "bfloat16", "forward", 0.3, device=device) for model in MODELS for device in DEVICES]

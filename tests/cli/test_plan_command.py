@@ -47,7 +47,7 @@ def test_a_model_on_a_described_machine(capsys: pytest.CaptureFixture[str]) -> N
     assert found["device_bytes"] == 0
     assert found["parameters"] > 19_000_000
     assert found["swap_bytes"] > 12 * found["parameters"]
-    assert 0 < found["bytes_written_per_step"] < found["swap_bytes"]
+    assert 0 < found["bytes_written_per_step"] < 1.1 * found["swap_bytes"]
     assert found["seconds_per_step"] == pytest.approx(sum(found["phases_seconds"].values()))
     assert found["bottleneck"] in found["relief_seconds"]
     assert found["drive_life_days"] > 0

@@ -182,6 +182,37 @@ def test_steps_are_alike_sooner_when_what_the_plan_keeps_is_there_at_first_and_c
     assert late[5].bytes_read == pytest.approx(soon[5].bytes_read, rel=0.05)
 
 
+def test_what_may_be_undone_is_written_before_and_its_gradients_stay_until_the_step_counts() -> None:
+    work = workload([1_000_000] * 12)
+    host = (work.parameters * work.state_itemsize * 9 // 10) // 4096 * 4096
+    design = make_design(work, MACHINE, PlanSettings(host_memory=host, update="auto"))
+    assert design.undone
+    assert 0 < len(design.resting) < 12
+    for_good = replace(design, settings=replace(design.settings, update="backward"), undone=False, resting=())
+    all_undone = replace(design, resting=())
+    kept, written = simulate(for_good), simulate(all_undone, with_plan=True)
+    assert written.bytes_written >= design.nbytes(Kind.PARAM, Kind.STATE) > 1.5 * kept.bytes_written
+    assert simulate(design).bytes_written < 0.7 * written.bytes_written
+    assert written.plan is not None
+    actions = written.plan.actions
+    states = [each.page for each in actions if each.verb == "write" and each.page.kind is Kind.STATE]
+    assert sorted(page.unit for page in states) == list(range(12)), "each once, before it is updated or after"
+    gone = {each.page for each in actions if each.verb == "evict" and each.page.kind is Kind.GRAD}
+    assert all(each.page in gone for each in actions if each.verb == "write" and each.page.kind is Kind.GRAD)
+
+
+@pytest.mark.parametrize("host", [4, 64])
+def test_where_everything_fits_or_nothing_runs_beside_auto_is_forward(host: int) -> None:
+    work = workload([200_000] * 4)
+    assert make_design(work, MACHINE, PlanSettings(host_memory=host * MIB, update="auto")).update == (
+        "forward" if host == 64 else "backward"
+    )
+    least = least_host_memory(work, 1)
+    serial = make_design(work, MACHINE, PlanSettings(host_memory=least, update="auto"))
+    assert serial.footprint.serial
+    assert serial.update == "forward"
+
+
 def test_what_a_prediction_and_its_relief_have_in_common_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Design] = []
 
@@ -211,7 +242,7 @@ def test_with_a_device_everything_goes_through_the_host() -> None:
     numels=st.lists(st.integers(10_000, 60_000), min_size=3, max_size=6),
     host=st.floats(0, 1.2),
     device=st.floats(0, 1.5),
-    update=st.sampled_from(["forward", "backward", "step"]),
+    update=st.sampled_from(["forward", "backward", "step", "auto"]),
     simulated=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)

@@ -107,7 +107,8 @@ def plan_settings(config: Config, machine: Machine, ranks: int) -> PlanSettings:
     return PlanSettings(
         host_memory=host // 4096 * 4096,
         device_memory=config.device_nbytes,
-        update="forward" if config.update == "auto" else config.update,
+        # Without room on disk for the copies that commits need there is none to take an update back either.
+        update="forward" if config.update == "auto" and not config.commits else config.update,
         tile_nbytes=config.tile_nbytes,
         look_ahead=config.look_ahead_nbytes,
         block_size=config.block_nbytes,

@@ -134,7 +134,7 @@ def run(
     the planner and `measure` raise.
     """
     settings = plan_settings(config, machine, 1)
-    # An update that the user has chosen stays; "auto" is simulated as what it is now.
+    # An update that the user has chosen stays.
     updates = ("forward", "backward", "step") if config.update == "auto" else ()
     tuning = tune(workload, machine, settings, updates=updates)
     measured: list[tuple[Trial, float]] = []

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Generator
 
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.protection import Protection
 from tiermem.planner.clock import Gate, Signal
+from tiermem.planner.undoing import SimulatedUndo, protect
 from tiermem.planner.world import Asked, World
 from tiermem.zero3.order import Access, Phase
 
@@ -22,6 +24,9 @@ Steps = Generator[Signal, None, None]
 _ANNOUNCED = 8
 # The first gradient of a unit arrives after about a third of its backward; its pages are held from then on.
 _BEFORE_GRADIENT = 1 / 3
+# The last one arrives a little before its end (0.04 to 0.06 were seen). In that time an update that begins then gets
+# hold of what is in memory; taken to begin at the end, it came after the next unit, which drove that out.
+_AFTER_GRADIENT = 0.04
 
 
 class UpdateActor:
@@ -33,16 +38,27 @@ class UpdateActor:
         self._pending: dict[int, Signal] = {}
         self._kept: dict[int, None] = {}
         self._running = False
+        self._undo = SimulatedUndo(world)
+        self._protections: dict[int, Protection] = {}
         # Made once: the agenda knows a unit that it has by its very list, as it does that of a real update.
         self._keys: dict[int, list[PageKey]] = {}
 
-    def request(self, unit: int) -> None:
-        """A unit is to be updated; where nothing fits beside the computation, once somebody waits for it."""
+    def request(self, unit: int, *, undone: bool = False) -> None:
+        """A unit is to be updated; where nothing fits beside the computation, once somebody waits for it.
+
+        `undone`: perhaps for nothing, as long as `confirm` does not say otherwise.
+        """
         self._pending[unit] = Signal()
+        if undone:
+            self._protections[unit] = self._undo.begin()
         if self._world.design.footprint.serial:
             self._kept[unit] = None
         else:
             self._start(unit)
+
+    def confirm(self) -> None:
+        """What was updated counts."""
+        self._undo.confirm()
 
     def pending(self, unit: int) -> bool:
         """Whether its update is still to end."""
@@ -102,46 +118,56 @@ class UpdateActor:
     def _update(self, unit: int) -> Steps:
         world, design = self._world, self._world.design
         param = [PageKey(unit, Kind.PARAM)]
+        protection = self._protections.pop(unit, None)
+        if protection is not None:
+            protection.prepare([key for key in self.keys(unit) if key.kind is not Kind.GRAD])
+            yield from protect(protection, param)
         yield from world.lease(param, Intent.WRITE, Lane.UPDATE)
         if unit in design.settled:
-            yield from self._update_above(unit)
+            yield from self._update_above(unit, protection)
             world.release(param, Lane.UPDATE)
             return
         gate = Gate(world.clock, design.footprint.depth)
         loaded = [Signal() for _ in range(design.tiles(unit))]
-        world.clock.start(self._load(unit, gate, loaded))
+        world.clock.start(self._load(unit, gate, loaded, protection))
         for tile, signal in enumerate(loaded):
             yield signal
             seconds = design.tile_numel(unit, tile) * design.update_seconds + design.tile_seconds
             yield from world.update(PageKey(unit, Kind.STATE, tile), seconds)
-            self._give_back(unit, tile)
+            self._give_back(unit, tile, protection)
             gate.leave()
         world.release(param, Lane.UPDATE)
 
-    def _update_above(self, unit: int) -> Steps:
+    def _update_above(self, unit: int, protection: Protection | None) -> Steps:
         """On the device one tile is in hand, because its kernel is asked for and not waited for."""
         world, design = self._world, self._world.design
         for tile in range(design.tiles(unit)):
-            yield from self._lease(unit, tile)
+            yield from self._lease(unit, tile, protection)
             seconds = design.tile_numel(unit, tile) * design.update_above_seconds
             yield from world.update(PageKey(unit, Kind.STATE, tile), seconds)
-            self._give_back(unit, tile)
+            self._give_back(unit, tile, protection)
 
-    def _lease(self, unit: int, tile: int) -> Steps:
+    def _lease(self, unit: int, tile: int, protection: Protection | None) -> Steps:
+        state = [PageKey(unit, Kind.STATE, tile)]
         yield from self._world.lease([PageKey(unit, Kind.GRAD, tile)], Intent.READ, Lane.UPDATE)
-        yield from self._world.lease([PageKey(unit, Kind.STATE, tile)], Intent.WRITE, Lane.UPDATE)
+        if protection is not None:
+            yield from protect(protection, state)
+        yield from self._world.lease(state, Intent.WRITE, Lane.UPDATE)
 
-    def _give_back(self, unit: int, tile: int) -> None:
+    def _give_back(self, unit: int, tile: int, protection: Protection | None) -> None:
         grad, state = PageKey(unit, Kind.GRAD, tile), PageKey(unit, Kind.STATE, tile)
         self._world.release([grad], Lane.UPDATE)
         self._world.release([state], Lane.UPDATE)
-        self._world.discard(grad)
+        if protection is not None:
+            self._world.post(lambda: protection.discard([grad]))
+        else:
+            self._world.discard(grad)
 
-    def _load(self, unit: int, gate: Gate, loaded: list[Signal]) -> Steps:
+    def _load(self, unit: int, gate: Gate, loaded: list[Signal], protection: Protection | None) -> Steps:
         world = self._world
         for tile, signal in enumerate(loaded):
             yield gate.enter()
-            yield from self._lease(unit, tile)
+            yield from self._lease(unit, tile, protection)
             world.clock.fire(signal)
 
 
@@ -211,8 +237,8 @@ class ComputeActor:
         world, design = self._world, self._world.design
         self._received.add(unit)
         yield from self._update.wait(unit)
-        rest = self._share(unit, 1 - _BEFORE_GRADIENT) if self._backward == unit else 0.0
-        cost = rest + design.times[unit].gradient
+        whole = self._share(unit, 1) if self._backward == unit else 0.0
+        cost = whole * (1 - _BEFORE_GRADIENT - _AFTER_GRADIENT) + design.times[unit].gradient
         tiles = self._tiles(unit)
         leased = [tiles] if design.hold_tiles else [[tiles[tile]] for tile in design.arriving(unit)]
         for keys in leased if tiles else ():
@@ -221,10 +247,11 @@ class ComputeActor:
             self._written.update(keys)
             yield from self._compute(cost / len(leased) + design.lease_seconds)
             world.release(keys, Lane.COMPUTE)
-        if last and design.settings.update == "backward" and tiles and unit not in design.resting:
+        if last and design.update == "backward" and tiles and unit not in design.patient:
             if self._backward == unit:
                 self._release_backward()
             yield from self._request_early(unit)
+        yield from self._compute(whole * _AFTER_GRADIENT)
 
     def _tiles(self, unit: int) -> list[PageKey]:
         return [PageKey(unit, Kind.GRAD, tile) for tile in range(self._world.design.tiles(unit))]
@@ -237,7 +264,7 @@ class ComputeActor:
         """As `runtime.queues.BackwardThrottle`: hold backward up while updates lag by more than memory holds."""
         design = self._world.design
         self._started.add(unit)
-        self._update.request(unit)
+        self._update.request(unit, undone=design.undone)
         self._lagging[unit] = None
         self._lagging = {lagging: None for lagging in self._lagging if self._update.pending(lagging)}
         while sum(design.lag_nbytes(lagging) for lagging in self._lagging) > design.footprint.lag:
@@ -249,10 +276,11 @@ class ComputeActor:
         """`optimizer.step()`: what is left is updated, in the order of forward."""
         world, design = self._world, self._world.design
         yield from self._compute(design.step_seconds)
+        self._update.confirm()
         left = [unit for unit in sorted(self._received) if unit not in self._started and design.tiles(unit)]
         for unit in left:
             self._update.request(unit)
-        if design.settings.update == "step":
+        if design.update == "step":
             yield from self._update.wait_all()
         used = [access.unit for access in design.workload.order if access.phase is Phase.FORWARD]
         for unit in reversed(dict.fromkeys(used)):

@@ -119,6 +119,19 @@ def carried_out(course: Generator[None, None, T]) -> T:
             return result
 
 
+class Pulse:
+    """Something that happens over and over, when it is due. `next`: what to wait for until it has happened again."""
+
+    def __init__(self) -> None:
+        self.due = False
+        self.next = Signal()
+
+    def beat(self, clock: Clock) -> None:
+        """It has happened."""
+        happened, self.next = self.next, Signal()
+        clock.fire(happened)
+
+
 class Gate:
     """Lets at most so many in at once."""
 

@@ -8,7 +8,7 @@ not fit is a BudgetError that names what is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError, ConfigError
 from tiermem.pager.page import Kind, PageKey
@@ -18,6 +18,7 @@ from tiermem.planner.device import DeviceFootprint, device_least, least_below, p
 from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Machine
+from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import plan_step
 from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import BACKWARD_SHARE, Workload
@@ -30,7 +31,7 @@ _BLOCK_ELEMENTS = 256
 class PlanSettings:
     """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
 
-    `host_memory` and `device_memory` are those of one rank. `update_on`: as `Config` takes it.
+    `host_memory` and `device_memory` are those of one rank. `update`, `update_on`: as `Config` takes them.
     """
 
     host_memory: int
@@ -70,6 +71,8 @@ class Design:
         device_budget: bytes for pages there, None without a device.
         device: how they are shared out; None without one, and over ranks.
         update_above_seconds: as `update_seconds`, where a unit is updated on the device.
+        undone: whether updates under backward may have to be undone: the old bytes are in SWAP before, and gradients
+            stay until that is known.
         resting: units that are updated as in "forward" though others are in "backward" (resting.py).
     """
 
@@ -87,7 +90,15 @@ class Design:
     tile_seconds: float = 0.0
     device: DeviceFootprint | None = None
     update_above_seconds: float = 0.0
+    undone: bool = False
     resting: tuple[int, ...] = ()
+
+    @property
+    def update(self) -> str:
+        """When units are updated: "backward", "forward" or "step"; "auto" is the first if undoing is reckoned with."""
+        if self.settings.update == "auto":
+            return "backward" if self.undone else "forward"
+        return self.settings.update
 
     @property
     def hold_tiles(self) -> bool:
@@ -100,12 +111,16 @@ class Design:
         return frozenset(self.device.settled if self.device else ())
 
     @property
+    def patient(self) -> frozenset[int]:
+        """The units whose update waits for the step where it might have to be undone: as `Blueprint.patient`."""
+        return self.settled.union(self.kept, self.resting) if self.undone else frozenset()
+
+    @property
     def schedule(self) -> Schedule:
         """The accesses of a step, as the pager gets them; made anew whenever it is asked for."""
         tiles = {unit: self.tiles(unit) for unit in range(len(self.workload.units))}
         arrivals = {} if self.hold_tiles else {unit: self.arriving(unit) for unit in tiles}
-        order, update = self.workload.step_order, self.settings.update
-        return plan_step(order, tiles, update, arrivals=arrivals, resting=self.resting)
+        return plan_step(self.workload.step_order, tiles, self.update, arrivals=arrivals, resting=self.resting)
 
     def arriving(self, unit: int) -> Sequence[int]:
         """The tiles of a unit's gradient in the order in which they are leased one after the other."""
@@ -212,7 +227,7 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     contended = machine.device is None or machine.device.simulated
     update_seconds = per_node / machine.update_rate(workload.dtype)
     beside = (rates.compute_beside_update, rates.update_beside_compute, rates.compute_beside_io, rates.update_beside_io)
-    return Design(
+    design = Design(
         workload=share,
         settings=settings,
         footprint=footprint,
@@ -236,6 +251,15 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         # A real device's takes a small part of what the computation does, and no profile knows its rate.
         update_above_seconds=update_seconds if contended else 0.0,
     )
+    return _early(design) if settings.update == "auto" else design
+
+
+def _early(design: Design) -> Design:
+    """As `runtime.undo.choose_schedule` has it: with updates under backward that may be undone, where that can gain."""
+    if design.footprint.serial or design.nbytes(*Kind) <= design.settings.host_memory:
+        return design
+    sizes, budget = unit_sizes(design.workload, each=True), design.settings.host_memory
+    return replace(design, undone=True, resting=resting_units(sizes, design.footprint, budget, design.settled))
 
 
 def _shared_out(

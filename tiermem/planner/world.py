@@ -1,29 +1,29 @@
 """The pager's own decisions, on simulated memory and under simulated time.
 
-Owns the stand-ins for arenas and edges, and the residency that writes down what it is told to do. Does not decide
-anything: `Service`, `Residency`, `Forecast` and `policy` are the pager's own, so that a simulated step and a real one
-cannot be of different minds. Guarantees that every move ends, after the time its line takes.
+Owns the residency that writes down what it is told to do. Does not decide anything: `Service`, `Residency`, `Forecast`
+and `policy` are the pager's own, so that a simulated step and a real one cannot be of different minds. Guarantees that
+every move ends, after the time its line takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
 from tiermem.errors import CapacityError
-from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
-from tiermem.pager.edges import Chain, Done
+from tiermem.pager.edges import Chain
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.plan import Plan
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Forecast, Schedule
 from tiermem.pager.service import Appetite, LeaseRequest, Service
-from tiermem.planner.clock import Clock, Signal
+from tiermem.planner.clock import Clock, Pulse, Signal
 from tiermem.planner.design import Design
 from tiermem.planner.footprint import rounded
-from tiermem.planner.lines import Cores, DriveModel, Transfer, Wire
+from tiermem.planner.lines import Cores, DriveModel, Wire
+from tiermem.planner.stands import SimulatedArena, SimulatedEdge
 from tiermem.stats import Counters
 
 _WRITE_BACK = 2
@@ -50,69 +50,12 @@ class Action:
     reason: str
 
 
-class _Frame:
-    """Bytes of a simulated arena."""
-
-    __slots__ = ("nbytes",)
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def fence(self, fence: Fence | None) -> None:
-        """Nothing runs behind the simulation's back: what it computes has ended when the lease is given back."""
-
-
-class SimulatedArena:
-    """Counts bytes; without fragmentation, which host memory alone does not have either, but a device does."""
-
-    def __init__(self, tier: Tier, capacity: int) -> None:
-        self.tier = tier
-        self.capacity = capacity
-        self.reserved = 0
-        self.high_water = 0
-
-    def allocate(self, nbytes: int) -> Any:
-        """A frame, or None if there is no room."""
-        room = rounded(nbytes)
-        if self.reserved + room > self.capacity:
-            return None
-        self.reserved += room
-        self.high_water = max(self.high_water, self.reserved)
-        return _Frame(room)
-
-    def free(self, frame: Any) -> None:
-        """Give a frame back."""
-        self.reserved -= frame.nbytes
-
-    def clearing(self, nbytes: int, candidates: Sequence[Any]) -> list[Any] | None:
-        """See `memory.arena.Arena`: the first ones, as many as there are bytes missing."""
-        missing, going = rounded(nbytes) - (self.capacity - self.reserved), []
-        for frame in candidates:
-            if missing <= 0:
-                break
-            going.append(frame)
-            missing -= frame.nbytes
-        return going if missing <= 0 else None
-
-
-class _Edge:
-    """An edge whose transfers take the time of their line."""
-
-    def __init__(self, start: Callable[[int, int, Callable[[], None]], Transfer]) -> None:
-        self._start = start
-
-    def start(self, page: Page, priority: int, done: Done) -> Transfer:
-        """See `pager.edges.Edge`."""
-        return self._start(page.nbytes, int(priority), lambda: done(None))
-
-
 class RecordingResidency(Residency):
     """A residency that tells a listener what is done and why."""
 
     def __init__(self, chain: Chain, forecast: Forecast, counters: Counters, *, ended: Any) -> None:
         super().__init__(chain, forecast, counters, ended=ended)
         self.listener: Callable[[str, Page, str, str], None] | None = None
-        self._dropped: list[tuple[Page, Tier]] = []
 
     def start_move(self, page: Page, target: Tier, priority: Any) -> None:
         """See `Residency`."""
@@ -172,7 +115,7 @@ class World:
         self.forecast = Forecast()
         self.residency = RecordingResidency(self._chain(), self.forecast, self.counters, ended=self._ended)
         self.service = Service(self.residency, self._appetite())
-        self._stirred = False  # whether anything has happened that the pager does its work behind
+        self.pump = Pulse()  # due: something has happened that the pager does its work behind
         self.waiting: LeaseRequest | str | None = None  # what the computation waits for
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
@@ -221,7 +164,7 @@ class World:
         pages = [self.residency.page(key) for key in keys]
         asked.request = LeaseRequest(pages, intent, lane, tier, finished, asked)
         self.service.submit(asked.request)
-        self._stirred = True
+        self.pump.due = True
         return asked
 
     def wait(self, asked: Asked) -> Generator[Signal, None, None]:
@@ -240,7 +183,7 @@ class World:
         """Give a lease back."""
         tier = self.residency.chain.worked_on(lane, keys[0].unit)
         self.service.release([self.residency.page(key) for key in keys], tier)
-        self._stirred = True
+        self.pump.due = True
 
     def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
         """As `pager.core.Core.announce`, in an order that does not depend on hashes."""
@@ -248,18 +191,23 @@ class World:
         there = [key for key in change(self.forecast) if pages[key].frames]
         for key in sorted(there, key=lambda key: (key.unit, key.kind.value, key.tile)):
             self.residency.census.note(pages[key])
-        self._stirred = True
+        self.pump.due = True
 
     def begin_step(self) -> None:
         """As `pager.core.Core.begin_step`, and close the step's counters."""
         if not self.forecast.begin_step():
             self.residency.reclassify()
-        self._stirred = True
+        self.pump.due = True
 
     def discard(self, key: PageKey) -> None:
         """As `pager.Pager.start_discard`."""
-        self.residency.discard(self.residency.page(key))
-        self._stirred = True
+        self.post(lambda: self.residency.discard(self.residency.page(key)))
+
+    def post(self, function: Callable[[], None]) -> bool:
+        """As `pager.core.Core` is asked to run a function, and to do its work behind it."""
+        function()
+        self.pump.due = True
+        return True
 
     def compute(self, seconds: float) -> Generator[Signal, None, None]:
         """Compute for so long, were nothing in the way."""
@@ -283,20 +231,20 @@ class World:
         arenas: dict[Tier, Any] = {Tier.HOST: SimulatedArena(Tier.HOST, self.design.settings.host_memory)}
         drive = self.drive
         edges: dict[tuple[Tier, Tier], Any] = {
-            (Tier.SWAP, Tier.HOST): _Edge(
+            (Tier.SWAP, Tier.HOST): SimulatedEdge(
                 lambda nbytes, priority, done: drive.start(rounded(nbytes), write=False, priority=priority, done=done)
             ),
-            (Tier.HOST, Tier.SWAP): _Edge(
+            (Tier.HOST, Tier.SWAP): SimulatedEdge(
                 lambda nbytes, priority, done: drive.start(rounded(nbytes), write=True, priority=priority, done=done)
             ),
         }
         if self.design.device_budget is not None:
             up, down = self.wires
             arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device_budget)
-            edges[Tier.HOST, Tier.DEVICE] = _Edge(
+            edges[Tier.HOST, Tier.DEVICE] = SimulatedEdge(
                 lambda nbytes, priority, done: up.start(nbytes, priority=priority, done=done)
             )
-            edges[Tier.DEVICE, Tier.HOST] = _Edge(
+            edges[Tier.DEVICE, Tier.HOST] = SimulatedEdge(
                 lambda nbytes, priority, done: down.start(nbytes, priority=priority, done=done)
             )
         design = self.design
@@ -312,17 +260,18 @@ class World:
 
     def _ended(self, page: Page, move: Move, error: BaseException | None) -> None:
         self.residency.finish_move(page, move, error)
-        self._stirred = True
+        self.pump.due = True
 
     def _settle(self) -> None:
         """As `pager.core.Core`: a pump behind whatever has happened to pages, none behind what has not."""
-        if self._stirred:
-            self._stirred = False
+        if self.pump.due:
+            self.pump.due = False
             self.service.pump()
+            self.pump.beat(self.clock)
 
     def _stuck(self) -> bool:
-        self._stirred = self.service.resolve_standstill()
-        return self._stirred
+        self.pump.due = self.service.resolve_standstill()
+        return self.pump.due
 
     def _passing(self, seconds: float) -> None:
         """Say what this stretch of time is spent on, as far as the computation is concerned."""

@@ -205,7 +205,7 @@ def draw(
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
     # In "backward" an update is for good where nobody clips: then a page that stays in memory is not written at all.
     settled = device.settled if device is not None else ()
-    resting = resting_units(sizes, footprint, settled) if config.update == "auto" else ()
+    resting = resting_units(sizes, footprint, host_nbytes, settled) if config.update == "auto" else ()
     return Blueprint(
         divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device, resting
     )

@@ -120,7 +120,8 @@ class RefinedLookAhead:
             types=(str(config.param_dtype), config.moments),
             runs=blueprint.runs(self._order.contributions),
         )
-        design = replace(design, resting=blueprint.resting)
+        undone = config.update == "auto" and self._update == "backward"
+        design = replace(design, undone=undone, resting=blueprint.resting)
         return foreseeing(design, self._control.candidates())
 
 
