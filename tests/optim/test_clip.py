@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError
-from tiermem.optim.clip import clip_coefficient, is_finite, total_norm
+from tiermem.optim.clip import are_finite, clip_coefficient, is_finite, total_norm
+from tiermem.zero3.reduce import gradient_norm
 
 
 @given(
@@ -30,6 +31,33 @@ def test_same_bits_as_torch(sizes: list[int], dtype: torch.dtype, max_norm: floa
     assert torch.equal(total, expected)
     for p, g in zip(parameters, before, strict=True):
         assert torch.equal(g * coefficient, p.grad)
+
+
+@given(
+    st.lists(st.integers(2, 3000), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.floats(15, 38),
+    st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_norm_too_large_for_squares_is_told_from_an_infinite_one(
+    sizes: list[int], dtype: torch.dtype, exponent: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [(torch.rand(n, generator=generator, dtype=torch.float64) * 10**exponent).to(dtype) for n in sizes]
+    norms = [gradient_norm(gradient) for gradient in gradients]
+    exact = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    for norm, one in zip(norms, exact, strict=True):
+        assert float(norm) == pytest.approx(float(one.to(norm.dtype)), rel=1e-5)
+    assert are_finite(norms) == all(map(is_finite, norms))
+    if dtype == torch.float32:
+        parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        assert torch.equal(total_norm(norms), torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+    gradients[-1][0] = float("inf")
+    assert not is_finite(gradient_norm(gradients[-1]))
+    assert not are_finite([*norms[:-1], gradient_norm(gradients[-1])])
 
 
 def test_no_gradients_at_all() -> None:

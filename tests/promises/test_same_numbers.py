@@ -7,6 +7,7 @@ value read too late shows. Losses on the way are compared as well as the final w
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -118,3 +119,26 @@ def test_clipping_has_the_same_bits_where_parameters_span_tiles(name, update, tm
         directory = tmp_path / str(number)
         directory.mkdir()
         check(offloaded(make, script, directory, update=update, budget="least"), plain(make, script))
+
+
+class OneMatrix(torch.nn.Linear):
+    """A single parameter: its norm is the norm of all."""
+
+    def __init__(self):
+        super().__init__(6, 6, bias=False)
+
+
+@pytest.mark.parametrize("make", [Wide, OneMatrix])
+@pytest.mark.parametrize("clip", [{}, {"max_grad_norm": 1.0}])
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "auto"])
+def test_gradients_whose_squares_are_too_large_for_float32(update, clip, make, tmp_path):
+    """They are finite, so the step counts; clipped they are zero, because torch's norm of them is infinite."""
+    factors = itertools.cycle([1.0, 1e26, 1.0])
+
+    def batch(model):
+        return (wide_batch if make is Wide else rows_batch)(model) * next(factors)
+
+    script = loop(batch, **clip)
+    found = offloaded(make, script, tmp_path, update=update, budget="least" if make is Wide else "generous")
+    factors = itertools.cycle([1.0, 1e26, 1.0])
+    check(found, plain(make, script))

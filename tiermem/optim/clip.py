@@ -27,6 +27,10 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         by_dtype.setdefault(norm.dtype, []).append(norm)
     ordered = [norm for group in by_dtype.values() for norm in group]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
+    if len(ordered) == 1:
+        # A norm of one number takes no square. torch's norm of a gradient whose squares are too large is infinite
+        # already; ours is not (`gradient_norm`).
+        total = torch.where(total.square().isinf(), torch.inf, total)
     return total
 
 
@@ -43,3 +47,8 @@ def clip_coefficient(total: torch.Tensor, max_norm: float) -> float:
 def is_finite(value: torch.Tensor | float) -> bool:
     """Whether a norm is neither infinite nor NaN."""
     return math.isfinite(float(value))
+
+
+def are_finite(norms: Sequence[torch.Tensor]) -> bool:
+    """Whether none of these norms is infinite or NaN; together they may be infinite."""
+    return is_finite(total_norm(norms)) or all(map(is_finite, norms))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from tiermem.optim.clip import clip_coefficient, is_finite, total_norm
+from tiermem.optim.clip import are_finite, clip_coefficient, is_finite, total_norm
 from tiermem.optim.service import GradientBook
 
 
@@ -36,14 +36,14 @@ class Scales:
         scaled = [norm * self._factors.get(p, 1.0) for p, norm in zip(parameters, norms, strict=True)]
         total = total_norm(scaled)
         self.multiply(parameters, clip_coefficient(total, max_norm))
-        if not is_finite(total):
+        if not are_finite(scaled):
             self._factors.update(dict.fromkeys(parameters, float("nan")))
         return total
 
     def are_finite(self, parameters: Sequence[int]) -> bool:
-        """Whether the norm over these gradients is finite, and what they are to be multiplied by."""
+        """Whether the norm of each of these gradients is finite, and what it is to be multiplied by."""
         factors = (self._factors.get(p, 1.0) for p in parameters)
-        return all(map(is_finite, factors)) and is_finite(total_norm(self._gradients.norms(parameters)))
+        return all(map(is_finite, factors)) and are_finite(self._gradients.norms(parameters))
 
     def change(self, parameters: Collection[int]) -> bool:
         """Whether any of these gradients is to be multiplied by other than 1."""

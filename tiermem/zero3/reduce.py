@@ -264,10 +264,24 @@ def plain(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_norm(flat: torch.Tensor) -> torch.Tensor:
-    """The L2 norm of a gradient, [n] of any floating dtype: 0-d, in `norm_dtype`, without waiting for a device."""
-    if not flat.is_cpu or norm_dtype(flat.dtype) == flat.dtype:
-        whole: torch.Tensor = torch.linalg.vector_norm(flat, dtype=norm_dtype(flat.dtype))
-        return whole
+    """The L2 norm of a gradient, [n] of any floating dtype: 0-d, in `norm_dtype`, without waiting for a device.
+
+    In host memory it is finite where every element is, also where the squares are too large for float32.
+    """
+    if not flat.is_cpu:
+        return _vector_norm(flat, norm_dtype(flat.dtype))
+    norm = _vector_norm(flat, flat.dtype) if norm_dtype(flat.dtype) == flat.dtype else _norm_by_pieces(flat)
+    if torch.isinf(norm):
+        norm = _vector_norm(flat, torch.float64).to(norm.dtype)
+    return norm
+
+
+def _vector_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=dtype)
+    return norm
+
+
+def _norm_by_pieces(flat: torch.Tensor) -> torch.Tensor:
     # Here torch would widen all of it first: a copy twice its size, whose memory is new to the process every time
     # (beyond malloc's limit), which takes up to ten times as long as adding up. So piece by piece, in the cache.
     wide = torch.empty(min(_PIECE, flat.numel()))
