@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
+from tiermem.memory.sizes import format_bytes
 from tiermem.planner.footprint import PASSING, Footprint, UnitSize, plan_footprint, rounded
 from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles
 
@@ -64,6 +65,20 @@ def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize], tile: in
     assert plan_footprint(units, least, tile).least == least
     with pytest.raises(BudgetError, match=f"at least {least} bytes"):
         plan_footprint(units, least - 1, tile)
+
+
+def test_the_error_says_what_a_tenth_more_than_the_least_brings() -> None:
+    units = [UnitSize("large", 64 * MIB, 16 << 20, 4, 8)]
+    least = least_of(units)
+    small, large = (plan_footprint(units, budget, 4 * MIB).tile_numel * 8 for budget in (least, least * 11 // 10))
+    assert small * 4 <= large
+    with pytest.raises(BudgetError) as caught:
+        plan_footprint(units, least - 1, 4 * MIB)
+    hint = f"({format_bytes(small)} a tile, slow; with a tenth more {format_bytes(large)})"
+    assert f"set host_memory to {least} bytes or more {hint}" in str(caught.value)
+    with pytest.raises(BudgetError) as caught:
+        plan_footprint(units, least - 1, small)
+    assert "slow" not in str(caught.value), "nothing larger was asked for"
 
 
 EXTRA = st.one_of(st.integers(0, 400 * MIB), st.integers(0, 4 * PASSING))

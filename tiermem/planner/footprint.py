@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
+from tiermem.memory.sizes import format_bytes
 from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles, tile_sizes
 from tiermem.zero3.shards import arriving_nbytes
 
@@ -152,11 +153,12 @@ def plan_footprint(
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
     """
-    staying = [unit for unit in units if unit.kept]
+    every, staying = units, [unit for unit in units if unit.kept]
     kept, units = kept_nbytes(units), _beside_kept(units)
     least = _least(units, gaps=gaps) + kept
     if budget < least:
-        raise _too_little(units, budget, least, kept)
+        larger = _with_more(every, least, tile_nbytes, gaps=gaps) if tile is None else ""
+        raise _too_little(units, budget, least, kept, larger)
     budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
     sizes = tile_sizes(tile_nbytes, _state_itemsize(units))
@@ -201,14 +203,25 @@ def _beside_kept(units: Sequence[UnitSize]) -> Sequence[UnitSize]:
     ]
 
 
-def _too_little(units: Sequence[UnitSize], budget: int, least: int, kept: int) -> BudgetError:
+def _with_more(units: Sequence[UnitSize], least: int, tile_nbytes: int, *, gaps: bool) -> str:
+    """What a tenth more than the least budget brings: the least one may cut a model into tens of thousands of tiles."""
+    budgets = (least, least + least // 10)
+    small, large = (plan_footprint(units, budget, tile_nbytes, gaps=gaps).tile_numel for budget in budgets)
+    if large < 4 * small:
+        return ""
+    tiles = (format_bytes(tile * _state_itemsize(units)) for tile in (small, large))
+    return " ({} a tile, slow; with a tenth more {})".format(*tiles)
+
+
+def _too_little(units: Sequence[UnitSize], budget: int, least: int, kept: int, larger: str) -> BudgetError:
     largest = max(units, key=lambda unit: unit.computed_nbytes)
     nbytes = largest.gathered_nbytes or largest.param_nbytes
     taken = f" beside the {kept} bytes of parameters that keep= has stay there" if kept else ""
     return BudgetError(
         f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {nbytes} bytes of "
         f"parameters) needs at least {least - kept} bytes to be computed and updated{taken}; "
-        f"set host_memory to {least} bytes or more, {'keep fewer parameters, ' if kept else ''}or pass smaller units"
+        f"set host_memory to {least} bytes or more{larger}, "
+        f"{'keep fewer parameters, ' if kept else ''}or pass smaller units"
     )
 
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.runtime.house import House
-from tiermem.runtime.openmp import end_team
 from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
 from tiermem.zero3.lockstep import Lockstep
 
@@ -46,7 +45,6 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     measure = loss if loss is not None else _model_loss(house.divided.model, count)
     passages = [Passage(measure, batch, seed, surroundings) for batch, seed in zip(batches, seeds, strict=True)]
     scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce)
-    end_team()
     try:
         scheduler.lockstep.run(passages)
     finally:
@@ -116,9 +114,8 @@ class Passage:
             _restore(self._states)
 
     def pause(self) -> None:
-        """Note where its random numbers are, and leave the processors to the next one's threads."""
+        """Note where its random numbers are."""
         self._states = _generators()
-        end_team()
 
     def result(self) -> torch.Tensor:
         """The loss, detached."""
