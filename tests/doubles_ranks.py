@@ -80,6 +80,7 @@ def values(reports: list[Report | None]) -> list[Any]:
 
 def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) -> None:
     import doubles_rank_commits as commits
+    import doubles_rank_deviations as deviations
     import doubles_rank_devices as on_devices
     import doubles_rank_hybrid as hybrid
     import doubles_rank_idioms as idioms
@@ -93,7 +94,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     store = directory / f"{number}.store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
     known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS | commits.SCENARIOS
-    known |= kept.SCENARIOS | hybrid.SCENARIOS
+    known |= kept.SCENARIOS | hybrid.SCENARIOS | deviations.SCENARIOS
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)

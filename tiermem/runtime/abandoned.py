@@ -7,6 +7,7 @@ child nothing is touched.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 
@@ -29,7 +30,9 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
 
     def close() -> None:
         try:
-            close_all([guards.close, lambda: house.close(remove=None)])
+            # Where the interpreter ends by an error, this is it: the other ranks are told.
+            failure = getattr(sys, "last_value", None)
+            close_all([guards.close, lambda: house.conductor.close(failure), lambda: house.close(remove=None)])
         except Exception as error:  # noqa: BLE001 - there is nobody to raise it to
             warnings.warn(f"closing the runtime over {directories}: {error}", ResourceWarning, stacklevel=2)
 

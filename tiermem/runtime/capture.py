@@ -15,6 +15,7 @@ from tiermem.runtime import randomness
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.record import FORMAT, optimizer_records
 from tiermem.runtime.snapshots import PendingSnapshot
+from tiermem.zero3.conductor import Act
 
 if TYPE_CHECKING:
     from tiermem.runtime.house import House
@@ -24,7 +25,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
     """Start a commit of the updates queued so far. See `Runtime.commit`."""
     if not house.config.commits:
         raise ConfigError("commits=False: there is no room on disk for a commit; leave the setting out")
-    house.require_between_steps("commit")
+    house.require_between_steps(Act.COMMIT)
     record = {
         "format": FORMAT,
         "run": house.company.run,
@@ -41,7 +42,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
 
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
-    house.require_between_steps("snapshot")
+    house.require_between_steps(Act.SNAPSHOT)
     record = {**_record(house, extra), "random": [randomness.capture()]}
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in house.divided.model.named_buffers()}
     if house.footprint.serial:

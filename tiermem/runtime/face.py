@@ -36,6 +36,7 @@ from tiermem.runtime.strangers import watch_optimizers
 from tiermem.runtime.vertical import forward_backward
 from tiermem.stats import Statistics
 from tiermem.zero3.activations import ActivationStore
+from tiermem.zero3.conductor import Act
 from tiermem.zero3.guards import ModelGuards
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
@@ -149,14 +150,14 @@ class Runtime(Closing):
             TiermemError: it was called between backward and step, or another rank could not save.
             swap.SwapError: the disk is full, or failed; training may go on.
         """
-        house = self._open()
-        house.require_between_steps("save_pretrained")
+        house, max_shard_nbytes = self._open(), parse_bytes(max_shard_size)
+        house.require_between_steps(Act.SAVE_PRETRAINED)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
         save_pretrained(
             path,
             source,
             model_files(self.model, house.config.dtype),
-            max_shard_nbytes=parse_bytes(max_shard_size),
+            max_shard_nbytes=max_shard_nbytes,
             stall_seconds=house.config.stall_timeout,
             writes=house.company.rank == 0,
             together=house.company.together,

@@ -92,15 +92,20 @@ class House:
         """What every commit says about the names that parameters are exported under."""
         return other_names(self.divided.model, [slot for layout in self.layouts for slot in layout.slots])
 
-    def require_between_steps(self, verb: str) -> None:
-        """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep."""
+    def require_between_steps(self, verb: Act) -> None:
+        """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep.
+
+        With several ranks also if not all of them call the same.
+        """
         self.ledger.line_up()
+        if self.company.size > 1:
+            self.conductor.run(Operation(verb))
         sources = self.coordinator.optimizers()
         counted = {number for source in sources for number in self.coordinator.parameters_of(source)}
         if self.ledger.is_mid_step or counted & self.ledger.unclaimed():
             raise TiermemError(
-                f"{verb} between backward and step: its gradients would be lost; call it after optimizer.step(), or "
-                "forget them with optimizer.zero_grad()"
+                f"{verb.name.lower()} between backward and step: its gradients would be lost; call it after "
+                "optimizer.step(), or forget them with optimizer.zero_grad()"
             )
 
     def owned(self, unit: int, slot: Slot) -> list[Piece]:

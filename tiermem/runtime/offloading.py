@@ -18,6 +18,7 @@ from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config, parse_dtype
 from tiermem.errors import ConfigError
 from tiermem.registry import registry
+from tiermem.runtime.alike import require_alike
 from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company, own_directories
@@ -82,10 +83,10 @@ def offload(
     try:
         own = own_directories(config, company)
         beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
-        beginning = replace(beginning, rank=company.rank)
-        beginning = agree_on_commit(beginning, own, company)
+        beginning = agree_on_commit(replace(beginning, rank=company.rank), own, company)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
         blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
+        require_alike(model, blueprint, own, company)
         return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")

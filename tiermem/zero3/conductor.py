@@ -39,6 +39,9 @@ class Act(enum.IntEnum):
     SETTLE = 2
     LOOK = 3
     CLOSE = 4
+    COMMIT = 5
+    SNAPSHOT = 6
+    SAVE_PRETRAINED = 7
 
 
 _WORDS = {
@@ -47,6 +50,9 @@ _WORDS = {
     Act.SETTLE: "ends a backward or a step",
     Act.LOOK: "reads the state of",
     Act.CLOSE: "closes its runtime",
+    Act.COMMIT: "commits",
+    Act.SNAPSHOT: "makes a snapshot",
+    Act.SAVE_PRETRAINED: "saves the model (save_pretrained)",
 }
 _FAILED = 1
 
@@ -99,6 +105,7 @@ class Conductor:
         self._serve: Serve | None = None
         self._broken: BaseException | None = None
         self._announced = 0
+        self._closed = False
 
     @property
     def collectives(self) -> Collectives:
@@ -139,21 +146,32 @@ class Conductor:
             self._counters.count(stall_seconds=ended - started, rank_seconds=ended - started)
             self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": (), "for": RANKS_LANE})
 
-    def close(self) -> None:
-        """Leave together, or say why alone. May be called twice; raises nothing."""
-        failure = sys.exception()
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left: nothing is done together any more."""
+        return self._closed
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave together, or say why alone. May be called twice; raises nothing.
+
+        `failure`: why, if not because of an error that is being raised.
+        """
+        failure = sys.exception() or failure
+        self._closed = True
         if self._broken is None:
-            self._issuer.submit(self._take_leave, failure).exception()
+            try:
+                self._issuer.submit(self._take_leave, failure).exception()
+            except RuntimeError:  # the interpreter is ending, and starts nothing any more
+                self.collectives.close(_farewell(failure))
         self._issuer.shutdown(wait=True)
         self._broken = self._broken or TiermemError("this runtime is closed; offload the model again to go on")
 
     def _take_leave(self, failure: BaseException | None) -> None:
-        reason = f"closed its runtime because of {_text(failure)}" if failure is not None else "closed its runtime"
         try:
             if failure is None:
                 self._carry_out(Operation(Act.CLOSE))
         finally:
-            self.collectives.close(reason)
+            self.collectives.close(_farewell(failure))
 
     def _carry_out(self, operation: Operation[T]) -> T:
         failure: BaseException | None = None
@@ -199,9 +217,9 @@ class Conductor:
         others = {tuple(each[:2]) for each in told if each[0] != Act.REDUCE}
         if len(others) > 1:
             raise TiermemError(
-                f"the ranks do different things: {self._difference(told)}. All ranks must run the same modules in the "
-                "same order; where the data decides which modules run (experts), make what surrounds them one unit "
-                "(units=), so that only its gradients differ"
+                f"the ranks do different things: {self._difference(told)}. All ranks must run the same modules and "
+                "call the same methods in the same order, commit and save_pretrained too; where the data decides which "
+                "modules run (experts), make what surrounds them one unit (units=), so that only its gradients differ"
             )
         return told
 
@@ -226,6 +244,10 @@ class Conductor:
     def _break(self, error: BaseException) -> None:
         self._broken = self._broken or error
         self.collectives.close(_text(error))
+
+
+def _farewell(failure: BaseException | None) -> str:
+    return f"closed its runtime because of {_text(failure)}" if failure is not None else "closed its runtime"
 
 
 def _text(error: BaseException) -> str:

@@ -131,6 +131,9 @@ class RankGradients(StepGradients):
             self._wait()
 
     def _add_up(self, bucket: Bucket) -> None:
+        if self._conductor.is_closed:  # an error has ended the run in the middle of a backward
+            bucket.lease.release()
+            return
         whole = bucket.tensor()
         for slot in bucket.shard.layout.trainable:
             if slot.parameter not in bucket.present:

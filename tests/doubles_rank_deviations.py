@@ -1,0 +1,101 @@
+"""What ranks do in the tests that others do not: calls of one rank alone, errors in the middle, other models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubles_rank_idioms import told
+from doubles_rank_scenarios import Odd, config_for, llama, loss_of, part, tokens
+from torch import nn
+
+import tiermem
+
+
+def _steps(
+    model: nn.Module,
+    rank: int,
+    size: int,
+    count: int = 3,
+    after: Callable[[int], Any] = lambda step: None,
+) -> None:
+    optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+    for step in range(count):
+        loss_of(model, part(tokens(step), rank, size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+
+
+def _alone(call: Callable[[tiermem.Runtime, Path], Any]) -> Callable[[Path, int, int], Any]:
+    """Rank 0 alone calls a method of the runtime after its second step, as in `if rank == 0:`."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = llama()
+        with tiermem.offload(model, config_for(directory), coalesce=0) as runtime:
+
+            def after(step: int) -> None:
+                if rank == 0 and step == 1:
+                    call(runtime, directory.parent / "made")
+
+            _steps(model, rank, size, after=after)
+
+    return scenario
+
+
+def fails_in_backward(directory: Path, rank: int, size: int) -> Any:
+    """A hook of rank 1 raises in its second step, while gradients of its unit are being collected."""
+    torch.manual_seed(1)
+    model = Odd()
+    calls = [0]
+
+    def spoilt(gradient: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 3:  # the layer is used twice
+            raise ValueError("the gradient of rank 1 is spoilt")
+        return gradient
+
+    model.layers[0][0].weight.register_hook(spoilt)
+    with tiermem.offload(model, config_for(directory), coalesce=0):
+        _steps(model, rank, size)
+
+
+def other_models(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 has another model, or other settings; what all are told, and whether the model is as it was."""
+
+    def tried(name: str, change: Callable[[nn.Module], Any] = lambda model: None, **settings: Any) -> tuple[str, bool]:
+        torch.manual_seed(1)
+        model = Odd()
+        given = {"coalesce": 0}
+        if rank == 1:
+            change(model)
+            given |= {key: settings.pop(key) for key in ("coalesce", "keep") if key in settings}
+        config = config_for(directory.parent / name, **settings if rank == 1 else {})
+        before = [values.clone() for values in model.parameters()]
+        said = told(lambda: tiermem.offload(model, config, **given))
+        same = all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+        return said, same and not list((directory.parent / name).rglob("*.*"))
+
+    return {
+        "a layer": tried("a layer", lambda model: model.layers.append(nn.Linear(20, 20))),
+        "a shape": tried("a shape", lambda model: setattr(model, "never", nn.Linear(5, 3))),
+        "frozen": tried("frozen", lambda model: model.layers[0].requires_grad_(False)),
+        "a buffer": tried("a buffer", lambda model: model.register_buffer("table", torch.ones(3))),
+        "param_dtype": tried("param_dtype", param_dtype="bfloat16"),
+        "stage": tried("stage", stage=2),
+        "moments": tried("moments", moments="int8"),
+        "coalesce": tried("coalesce", coalesce="16KiB"),
+        "keep": tried("keep", keep="100"),
+    }
+
+
+SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
+    "commits_alone": _alone(lambda runtime, _: runtime.commit({}).wait()),
+    "snapshots_alone": _alone(lambda runtime, path: runtime.snapshot(path)),
+    "saves_alone": _alone(lambda runtime, path: runtime.save_pretrained(path)),
+    "fails_in_backward": fails_in_backward,
+    "other_models": other_models,
+}

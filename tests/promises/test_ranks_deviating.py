@@ -1,0 +1,101 @@
+"""A rank that does what the others do not, or ends in the middle: each gets an error that says who and what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doubles_python import WarmPython
+from doubles_rank_deviations import SCENARIOS
+from doubles_ranks import ROOT, STALL, Reports, run_jobs, values
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    # One job each: where ranks are no longer in step, what follows would suffer from it.
+    jobs = [(2, [name]) for name in SCENARIOS]
+    return run_jobs(warm_python, tmp_path_factory.mktemp("deviating"), [*jobs, (3, ["fails_in_backward"])])
+
+
+@pytest.mark.parametrize(
+    ("name", "does"),
+    [
+        ("commits_alone", "commits"),
+        ("snapshots_alone", "makes a snapshot"),
+        ("saves_alone", "saves the model (save_pretrained)"),
+    ],
+)
+def test_what_one_rank_alone_calls_is_an_error_on_all(reports, name, does):
+    for report in reports[2, name]:
+        assert report is not None, "a rank died"
+        assert report.error is not None
+        assert report.error[0] == "TiermemError"
+        assert f"the ranks do different things: rank 0 {does}, rank 1 gathers unit 0" in report.error[1]
+        assert report.seconds < STALL / 2, "nobody has waited in vain"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_error_in_the_middle_of_backward_is_seen_and_told(reports, size):
+    for rank, report in enumerate(reports[size, "fails_in_backward"]):
+        assert report is not None
+        assert report.error is not None
+        if rank == 1:
+            assert report.error[0] == "ValueError"
+        else:
+            assert report.error[0] == "TiermemError"
+            assert "rank 1: closed its runtime because of ValueError: the gradient of rank 1" in report.error[1]
+
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+import tiermem
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=20.0)
+runtime = tiermem.offload(model, config)
+optimizer = tiermem.AdamW(model.parameters())
+for step in range(3):
+    loss = model(torch.ones(2, 8)).sum()
+    if rank == 1 and step == 1:
+        raise ValueError("the data of rank 1 are spoilt")
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+runtime.close()
+"""
+
+
+def test_an_error_that_nobody_catches_is_told_where_nobody_closes(tmp_path: Path) -> None:
+    """As in a script without `with`: what the others are told is told as the interpreter ends."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tmp_path), str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        first, second = (program.communicate(timeout=90)[1] for program in programs)
+    finally:
+        for program in programs:
+            program.kill()
+    assert "ValueError: the data of rank 1 are spoilt" in second.splitlines()[-1]
+    assert "rank 1: closed its runtime because of ValueError: the data of rank 1 are spoilt" in first
+
+
+def test_models_and_settings_that_differ_are_refused_before_anything_is_touched(reports):
+    first, second = values(reports[2, "other_models"])
+    assert first == second, "both are told the same"
+    for name, (said, untouched) in first.items():
+        assert said.startswith("ConfigError: the ranks have different models or settings: rank 0: "), name
+        assert "; rank 1: " in said
+        assert untouched, name
+    assert "param_dtype=float32" in first["param_dtype"][0]
+    assert "param_dtype=bfloat16" in first["param_dtype"][0]
+    assert "stage=2" in first["stage"][0]
