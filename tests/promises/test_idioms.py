@@ -301,6 +301,30 @@ def test_torch_compile(of, tmp_path):
         compare(Stack, compiled(of), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_of_layers_that_are_used_twice(tmp_path):
+    """There are more kinds of layers than dynamo compiles a function for, and it comes to some of them again."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(40, 8)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)) for _ in range(3)
+            )
+            self.head = nn.Linear(8, 40)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(rows)
+            for layer in self.layers:
+                hidden = hidden + layer(hidden)
+            return self.head(hidden + self.layers[0](hidden))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        compare(Twice, compiled("whole"), tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["weight_norm", "weight_norm, the old one", "spectral_norm", "parametrize"])
 def test_weights_computed_from_others(kind, tmp_path):
     class Doubled(nn.Module):

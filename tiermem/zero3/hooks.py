@@ -22,18 +22,20 @@ class BoundHook:
 
     def __init__(self, is_there: Callable[[], bool]) -> None:
         self._is_there = is_there
-        self._untraced: Callable[..., None] | None = None
 
     def __call__(self, *arguments: Any) -> None:
         """What a module calls. Dynamo (torch.compile) does not look inside: it breaks its graph here and goes on."""
-        act = self._untraced
-        if act is None:
-            # Importing dynamo costs seconds and memory; whoever compiles has done so.
-            if "torch._dynamo" not in sys.modules:
-                self.act(*arguments)
-                return
-            act = self._untraced = torch.compiler.disable(self.act)  # type: ignore[no-untyped-call]
-        act(*arguments)
+        self._pass_on(*arguments)
+
+    def _pass_on(self, *arguments: Any) -> None:
+        # Importing dynamo costs seconds and memory; whoever compiles has done so.
+        if "torch._dynamo" not in sys.modules:
+            self.act(*arguments)
+            return
+        # In place of this method, and not of a None: dynamo takes what it has compiled for one hook also for another
+        # that it has not come to yet, where a model calls a layer twice.
+        self._pass_on = torch.compiler.disable(self.act)  # type: ignore[method-assign,no-untyped-call]
+        self._pass_on(*arguments)
 
     def act(self, *arguments: Any) -> None:
         """What there is to do; the subclasses know."""
