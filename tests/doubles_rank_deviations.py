@@ -63,6 +63,25 @@ def fails_in_backward(directory: Path, rank: int, size: int) -> Any:
         _steps(model, rank, size)
 
 
+def interrupted(directory: Path, rank: int, size: int) -> Any:
+    """Somebody presses Ctrl-C where rank 1 is, in the forward of its second step."""
+    torch.manual_seed(1)
+    model = Odd()
+    calls = [0]
+
+    def interrupt(*_: Any) -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 2:
+            raise KeyboardInterrupt
+
+    model.layers[1].register_forward_hook(interrupt)
+    try:
+        with tiermem.offload(model, config_for(directory), coalesce=0):
+            _steps(model, rank, size)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
 def other_models(directory: Path, rank: int, size: int) -> Any:
     """Rank 1 has another model, or other settings; what all are told, and whether the model is as it was."""
 
@@ -97,5 +116,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "snapshots_alone": _alone(lambda runtime, path: runtime.snapshot(path)),
     "saves_alone": _alone(lambda runtime, path: runtime.save_pretrained(path)),
     "fails_in_backward": fails_in_backward,
+    "interrupted": interrupted,
     "other_models": other_models,
 }

@@ -50,6 +50,15 @@ def test_an_error_in_the_middle_of_backward_is_seen_and_told(reports, size):
             assert "rank 1: closed its runtime because of ValueError: the gradient of rank 1" in report.error[1]
 
 
+def test_an_interrupt_of_one_rank_is_seen_there_and_told_to_the_others(reports):
+    """It runs no hook behind the calls that it ends; what closes the runtime is not taken for a part of them."""
+    first, second = reports[2, "interrupted"]
+    assert second.error is None, second.error
+    assert second.value == "interrupted"
+    assert first.error[0] == "TiermemError"
+    assert "rank 1: closed its runtime because of KeyboardInterrupt" in first.error[1]
+
+
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist

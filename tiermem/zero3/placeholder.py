@@ -51,7 +51,10 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     """
     if tensor.is_meta or tensor.numel() == 0 or tensor.dim() == 0 or any(tensor.stride()):
         return False
-    return _is_marker(tensor.detach().flatten()[0])
+    # No operation on the parameter itself: a watch that an interrupt has left in place (borrow.py) would bring its
+    # values, with several ranks from the others, who are elsewhere.
+    value = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return _is_marker(value.set_(tensor.untyped_storage(), tensor.storage_offset(), (), ()))
 
 
 def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
