@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from doubles_rank_idioms import told
 from doubles_rank_scenarios import Odd, config_for, llama, loss_of, part, tokens
+from safetensors.torch import save_model
 from torch import nn
 
 import tiermem
@@ -82,8 +83,20 @@ def interrupted(directory: Path, rank: int, size: int) -> Any:
         return "interrupted"
 
 
+def ends_earlier(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 has fewer batches."""
+    torch.manual_seed(1)
+    model = Odd()
+    with tiermem.offload(model, config_for(directory), coalesce=0):
+        _steps(model, rank, size, count=3 - rank)
+    return "ended"
+
+
 def other_models(directory: Path, rank: int, size: int) -> Any:
     """Rank 1 has another model, or other settings; what all are told, and whether the model is as it was."""
+
+    weights = directory.parent / f"weights {rank}.safetensors"
+    save_model(Odd(), str(weights))
 
     def tried(name: str, change: Callable[[nn.Module], Any] = lambda model: None, **settings: Any) -> tuple[str, bool]:
         torch.manual_seed(1)
@@ -91,7 +104,7 @@ def other_models(directory: Path, rank: int, size: int) -> Any:
         given = {"coalesce": 0}
         if rank == 1:
             change(model)
-            given |= {key: settings.pop(key) for key in ("coalesce", "keep") if key in settings}
+            given |= {key: settings.pop(key) for key in ("coalesce", "keep", "weights") if key in settings}
         config = config_for(directory.parent / name, **settings if rank == 1 else {})
         before = [values.clone() for values in model.parameters()]
         said = told(lambda: tiermem.offload(model, config, **given))
@@ -108,6 +121,7 @@ def other_models(directory: Path, rank: int, size: int) -> Any:
         "moments": tried("moments", moments="int8"),
         "coalesce": tried("coalesce", coalesce="16KiB"),
         "keep": tried("keep", keep="100"),
+        "weights": tried("weights", weights=weights),
     }
 
 
@@ -117,5 +131,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "saves_alone": _alone(lambda runtime, path: runtime.save_pretrained(path)),
     "fails_in_backward": fails_in_backward,
     "interrupted": interrupted,
+    "ends_earlier": ends_earlier,
     "other_models": other_models,
 }

@@ -277,7 +277,7 @@ def test_learning_rate_schedulers(name, tmp_path):
     compare(Stack, scheduled(name), tmp_path)
 
 
-@pytest.mark.parametrize("update", ["forward", "step"])
+@pytest.mark.parametrize("update", ["auto", "forward", "step"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loops(name, update, tmp_path):
     compare(Stack, SCRIPTS[name], tmp_path, update)

@@ -59,6 +59,14 @@ def test_an_interrupt_of_one_rank_is_seen_there_and_told_to_the_others(reports):
     assert "rank 1: closed its runtime because of KeyboardInterrupt" in first.error[1]
 
 
+def test_a_rank_with_fewer_batches_ends_and_the_others_are_told(reports):
+    first, second = reports[2, "ends_earlier"]
+    assert second.value == "ended"
+    assert first.error[0] == "TiermemError"
+    assert "rank 0 gathers unit 0" in first.error[1]
+    assert "rank 1 closes its runtime. All ranks must do the same number of steps" in first.error[1]
+
+
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
@@ -108,3 +116,4 @@ def test_models_and_settings_that_differ_are_refused_before_anything_is_touched(
     assert "param_dtype=float32" in first["param_dtype"][0]
     assert "param_dtype=bfloat16" in first["param_dtype"][0]
     assert "stage=2" in first["stage"][0]
+    assert "weights=given" in first["weights"][0]

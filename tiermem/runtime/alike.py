@@ -20,11 +20,12 @@ from tiermem.runtime.company import Company
 from tiermem.runtime.record import layout_record
 
 
-def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, company: Company) -> None:
-    """Raise ConfigError on all ranks unless all have the same layout and buffers. Waits for them."""
+def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, company: Company, *, weights: bool) -> None:
+    """Raise ConfigError on all ranks unless all have the same layout and buffers, and weights or none; wait for them."""
     if company.size == 1:
         return
-    told = company.computing.tell_text(_summary(model, blueprint, config, company.grid.copies.size))
+    summary = _summary(model, blueprint, config, company.grid.copies.size)
+    told = company.computing.tell_text(f"{summary}, weights={'given' if weights else 'not given'}")
     if len(set(told)) > 1:
         found = "; ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(told))
         raise ConfigError(

@@ -86,7 +86,7 @@ def offload(
         beginning = agree_on_commit(replace(beginning, rank=company.rank), own, company)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
         blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
-        require_alike(model, blueprint, own, company)
+        require_alike(model, blueprint, own, company, weights=source is not None)
         return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")

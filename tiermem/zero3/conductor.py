@@ -54,6 +54,15 @@ _WORDS = {
     Act.SNAPSHOT: "makes a snapshot",
     Act.SAVE_PRETRAINED: "saves the model (save_pretrained)",
 }
+_UNEQUAL_ORDER = (
+    "All ranks must run the same modules and call the same methods in the same order, commit and save_pretrained too; "
+    "where the data decides which modules run (experts), make what surrounds them one unit (units=), so that only its "
+    "gradients differ"
+)
+_UNEQUAL_LENGTHS = (
+    "All ranks must do the same number of steps before they close: give each as many batches as the others "
+    "(DistributedSampler does), or stop all of them with the one that runs out first"
+)
 _FAILED = 1
 
 
@@ -216,11 +225,9 @@ class Conductor:
             raise TiermemError(f"rank {self.collectives.rank} stops because another rank has failed: {failed}")
         others = {tuple(each[:2]) for each in told if each[0] != Act.REDUCE}
         if len(others) > 1:
-            raise TiermemError(
-                f"the ranks do different things: {self._difference(told)}. All ranks must run the same modules and "
-                "call the same methods in the same order, commit and save_pretrained too; where the data decides which "
-                "modules run (experts), make what surrounds them one unit (units=), so that only its gradients differ"
-            )
+            ended = any(act == Act.CLOSE for act, _ in others)
+            advice = _UNEQUAL_LENGTHS if ended else _UNEQUAL_ORDER
+            raise TiermemError(f"the ranks do different things: {self._difference(told)}. {advice}")
         return told
 
     def _title(self, operation: Operation[Any]) -> str:
