@@ -21,7 +21,7 @@ from tiermem.runtime.record import layout_record
 
 
 def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, company: Company, *, weights: bool) -> None:
-    """Raise ConfigError on all ranks unless all have the same layout and buffers, and weights or none; wait for them."""
+    """Wait for all ranks; raise ConfigError on all unless they have the same layout and buffers, weights or none."""
     if company.size == 1:
         return
     summary = _summary(model, blueprint, config, company.grid.copies.size)
