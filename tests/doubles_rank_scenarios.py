@@ -147,8 +147,10 @@ def trained(
         masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
         statistics = runtime.statistics()
         crossed = crossings(runtime)
+        events = runtime._house.storage.timeline.events()
     return {
         "crossed": crossed,
+        "gradients_crossed": sum(" grad tile " in event.name and "swap" in event.lane for event in events),
         "losses": losses,
         "norm": None if optimizer.grad_norm is None else float(optimizer.grad_norm),
         "weights": weights,

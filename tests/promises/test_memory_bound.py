@@ -6,6 +6,7 @@ every budget.
 
 from __future__ import annotations
 
+import copy
 import textwrap
 import threading
 
@@ -16,6 +17,7 @@ from doubles_scenarios import Wide, wide_batch
 from doubles_training import MIB, config_for, least_budget, within_budgets
 
 import tiermem
+from tiermem.pager.page import Kind, Tier
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
@@ -47,6 +49,29 @@ def test_reserved_memory_at_any_moment_is_within_the_least_budget(update, tmp_pa
         assert runtime.statistics().tiers[-1].high_water >= max(seen) > budget // 2
         # What must come and go, does: the whole state is several times the budget.
         assert sum(values.numel() for values in model.parameters()) * 12 > 3 * budget
+
+
+def test_gradients_without_room_wait_in_swap_and_are_exact(tmp_path):
+    torch.manual_seed(0)
+    model = Wide(depth=6)
+    expected = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    wide_batch(expected).backward()
+    wide_batch(expected).backward()
+    torch.set_rng_state(state)
+    budget = least_budget(model, tmp_path)
+    with tiermem.offload(model, config_for(tmp_path, budget, "step")) as runtime:
+        tiermem.AdamW(model.parameters())
+        for _ in range(2):
+            wide_batch(model).backward()
+        runtime.settle()
+        pages = {key: set(valid) for key, (valid, _) in runtime._house.storage.pager.residency().items()}
+        gradients = [tiers for key, tiers in pages.items() if key.kind is Kind.GRAD]
+        assert sum(values.numel() * 4 for values in model.parameters()) > 2 * budget, "they cannot all be in memory"
+        assert all(gradients), "each is somewhere"
+        assert sum(tiers == {Tier.SWAP} for tiers in gradients) > len(gradients) // 2
+        for found, values in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(runtime.gradient(found), values.grad)
 
 
 GROWTH = """

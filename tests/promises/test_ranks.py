@@ -54,10 +54,8 @@ def test_gradients_without_room_go_to_swap(reports):
     """The least budget, with two batches a step: a step's gradients are far more than it."""
     found = values(reports[2, "odd_tight"])
     check(found, plain(scenarios.Odd, accumulate=2))
-    trained = sum(parameter.numel() for parameter in scenarios.Odd().parameters() if parameter.requires_grad)
-    assert all(each["tiers"]["SWAP"][2] > 0 for each in found)
+    assert all(each["gradients_crossed"] > 0 for each in found)
     assert all(each["tiers"]["HOST"][0] == each["least"] for each in found)
-    assert trained > 0
 
 
 @pytest.mark.parametrize("name", ["stage_1", "stage_2", "stage_1_tight"])
