@@ -143,8 +143,8 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a `.toml` or `.json` file of knobs. Raises ConfigError if it cannot be read or understood."""
+    def load(cls, path: str | os.PathLike[str], *, swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> Self:
+        """Read a `.toml` or `.json` file of knobs, with `swap_dirs` for its own if any are given. Raises ConfigError."""
         file = Path(path)
         _format_of(file)
         try:
@@ -155,7 +155,7 @@ class Config:
         if not isinstance(settings, dict):
             raise ConfigError(f"expected a table of settings in {file}, found {type(settings).__name__}")
         try:
-            return cls.from_dict(settings)
+            return cls.from_dict(settings | {"swap_dirs": swap_dirs} if swap_dirs else settings)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
 

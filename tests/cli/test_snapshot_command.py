@@ -120,6 +120,9 @@ def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str],
     for command in ("list", "verify"):
         assert "to be the manifest of a snapshot" in call(capsys, command, copy, code=1)
     assert "nothing is committed" in call(capsys, "list", tmp_path, code=1)
+    for command in (["list"], ["verify"], ["export", "--to", tmp_path / "out"]):
+        error = call(capsys, command[0], tmp_path, tmp_path, *command[1:], code=1)
+        assert "expected each swap directory once" in error
 
 
 def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
     assert json.loads(report.to_json())["steps"][0]["loss"] is None
 
 
+def test_a_run_with_no_step_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    report = TrainReport("m", 1, 16, 4096, 1, 2, ())
+    main.show_training(report, json=False, with_overlap=True)
+    assert "No step was left to do" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_same_seed_gives_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     losses = []
     for seed in ("1", "1", "2"):
@@ -95,6 +101,13 @@ def test_a_configuration_file_is_used_and_options_go_on_top(plain_core: Any, tmp
     (runtime,) = plain_core.runtimes
     assert runtime.config.swap_dirs == (str(tmp_path),)
     assert runtime.config.update == "step"
+
+
+def test_a_configuration_file_without_directories_takes_those_of_the_options(plain_core: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"host_memory": "64MiB"}))
+    assert main.run([*SHORT, "--config", "run.json", "--swap-dir", str(tmp_path)]) == 0
+    (runtime,) = plain_core.runtimes
+    assert runtime.config.swap_dirs == (str(tmp_path),)
 
 
 def test_the_default_swap_directory_is_removed_afterwards(plain_core: Any, tmp_path: Path) -> None:
@@ -128,6 +141,8 @@ def test_gradient_checkpointing_and_a_timeline(tmp_path: Path) -> None:
         (["--swap-dir", "missing"], ["swap directory missing does not exist"]),
         (["--swap-dir", "short.txt"], ["swap directory short.txt is not a directory"]),
         (["--model", "llama-70b"], ["swapping needs", "of disk", "free"]),
+        (["--timeline", "missing/trace.json"], ["--timeline: missing is not a directory"]),
+        (["--timeline", "."], ["--timeline: expected the name of a file"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
@@ -175,6 +190,7 @@ def test_a_read_only_swap_directory_is_refused(tmp_path: Path, capsys: pytest.Ca
         ["train", "--steps", "none"],
         ["train", "--steps", "0"],
         ["train", "--no-such-option"],
+        ["train", "--seed", str(2**64)],
         ["train", "--resume"],
     ],
 )

@@ -48,6 +48,16 @@ def check_directory(directory: Path) -> None:
         raise ConfigError(f"swap directory {directory} is not writable")
 
 
+def check_output(option: str, file: Path) -> None:
+    """Raise `ConfigError` unless `file`, the value of `option`, can be written where it is asked for."""
+    if file.is_dir():
+        raise ConfigError(f"{option}: expected the name of a file, found the directory {file}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option}: {file.parent} is not a directory; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{option}: {file} cannot be written there; choose another place")
+
+
 def check_space(directories: Sequence[Path], nbytes: int) -> None:
     """Raise `ConfigError` unless the file systems of `directories` together have `nbytes` free.
 

@@ -101,7 +101,7 @@ def train(
     )
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
-    found = training.train_in(swap_dir or (), what, training.load_config(config), overrides)
+    found = training.train_in(swap_dir or (), what, training.load_config(config, swap_dir or ()), overrides)
     if found is not None:
         show_training(found, json=json, with_overlap=report)
 

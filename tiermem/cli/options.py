@@ -22,7 +22,7 @@ Vertical = Annotated[
     bool, typer.Option("--vertical", help="Take all batches of a step through a unit before the next unit.")
 ]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of AdamW.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the batches.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the weights and the batches.")]
 Text = Annotated[
     list[Path] | None,
     typer.Option("--text", help="Text file or directory; repeatable. Default: the Python standard library's sources."),

@@ -53,7 +53,7 @@ def plan(
         ranks=ranks,
         commits=commits,
     )
-    base = load_config(config)
+    base = load_config(config, swap_dir or ())
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
     directories = swap_dir or (list(base.swap_paths) if base else [Path.cwd()])
@@ -108,7 +108,7 @@ def tune(
         tokenizer=tokenizer,
         gradient_checkpointing=gradient_checkpointing,
     )
-    base = load_config(config)
+    base = load_config(config, swap_dir or ())
     asked = swap_dir or (base.swap_paths if base else ())
     overrides = {"host_memory": host_memory, "update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:

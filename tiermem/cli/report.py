@@ -104,7 +104,9 @@ class TrainReport:
         return self.steps[0].loss, statistics.fmean(last)
 
     def to_sentence(self) -> str:
-        """Return what happened in one sentence; needs at least one step."""
+        """Return what happened in one sentence."""
+        if not self.steps:
+            return "No step was left to do: as many as --steps asks for are committed already."
         first, last = self.loss_span()
         return (
             f"{format_bytes(self.state_bytes)} of model state trained with {format_bytes(self.host_memory)} of host "

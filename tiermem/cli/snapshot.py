@@ -91,7 +91,7 @@ def look(paths: Sequence[Path]) -> SnapshotReport:
     """What is there, without a look at the bytes. Raises ResumeError if nothing is, swap.SwapError for damage."""
     if _is_snapshot(paths):
         return _of_snapshot(open_snapshot(paths[0]))
-    leftovers = swap.find_leftovers(paths, name=SPACE_NAME)
+    leftovers = _leftovers(paths)
     return _of_commit(paths, _manifest(paths, leftovers), in_use=leftovers.in_use)
 
 
@@ -137,11 +137,17 @@ def _is_snapshot(paths: Sequence[Path]) -> bool:
 @contextmanager
 def _opened(directories: Sequence[Path]) -> Iterator[tuple[Manifest, swap.SwapSpace, swap.Mark]]:
     """The last commit, its swap files, and a mark on what it holds."""
-    manifest = _manifest(directories, swap.find_leftovers(directories, name=SPACE_NAME))
+    manifest = _manifest(directories, _leftovers(directories))
     with swap.SwapSpace.open(directories, name=SPACE_NAME, nbytes=sum(manifest.file_sizes), keep=True) as space:
         if space.run_id != manifest.run_id:
             raise ResumeError(f"the swap files in {directories[0]} are of another run than its commit")
         yield manifest, space, swap.Generations(space).adopt(manifest.entries, page_key)
+
+
+def _leftovers(directories: Sequence[Path]) -> swap.Leftovers:
+    if len({directory.resolve() for directory in directories}) < len(directories):
+        raise ConfigError(f"expected each swap directory once, found {', '.join(map(str, directories))}")
+    return swap.find_leftovers(directories, name=SPACE_NAME)
 
 
 def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifest:

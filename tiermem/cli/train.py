@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 import tiermem
-from tiermem.cli.disk import capacity_bytes, check_space, swap_directories
+from tiermem.cli.disk import capacity_bytes, check_output, check_space, swap_directories
 from tiermem.cli.launch import Launch, launched
 from tiermem.cli.presets import build_model, count_parameters, find_model, recompute_activations
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
@@ -198,6 +198,8 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     launch = launch or Launch()
     launch.check_rows(options.batch)
     check_scalars(options.tensorboard)
+    if options.timeline is not None:
+        check_output("--timeline", options.timeline)
     source = open_text(options)
     model_config = find_model(options.model, vocabulary=source.vocabulary)
     limit = getattr(model_config, "max_position_embeddings", None)
@@ -290,9 +292,12 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def load_config(path: Path | None) -> tiermem.Config | None:
-    """Return the configuration in the file `path`; None without one. Raises `ConfigError` if it cannot be used."""
-    return None if path is None else tiermem.Config.load(path)
+def load_config(path: Path | None, directories: Sequence[Path] = ()) -> tiermem.Config | None:
+    """Return the configuration in the file `path`, on `directories` if there are any; None without a file.
+
+    Raises `ConfigError` if it cannot be used.
+    """
+    return None if path is None else tiermem.Config.load(path, swap_dirs=directories)
 
 
 def make_config(
