@@ -144,7 +144,7 @@ class Config:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> Self:
-        """Read a `.toml` or `.json` file of knobs, with `swap_dirs` for its own if any are given. Raises ConfigError."""
+        """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own. Raises ConfigError."""
         file = Path(path)
         _format_of(file)
         try:

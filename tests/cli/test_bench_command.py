@@ -57,6 +57,7 @@ def test_the_table_fits_a_narrow_terminal(tmp_path: Path, capsys: pytest.Capture
         (["--dir", "{}", "--size", "20G"], 1, "expected one of the units"),
         (["--size", "1MiB"], 2, "--dir"),
         (["--dir", "{}", "--size", "8MiB", "--plot", "{}/picture.txt"], 1, "--plot"),
+        (["--dir", "{}", "--size", "8MiB", "--out", "{}/none/out.json"], 1, "none is not a directory; make it first"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,26 @@ def test_the_learning_rate_warms_up_and_comes_down(plain_core: Any) -> None:
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[-1] == pytest.approx(0.1, abs=0.01)
     assert learning_rate_factor(0, 1) == 1.0
+
+
+STANDARD_STREAMS = """
+import os, sys
+from tiermem.cli.main import print_object, replace_closed_streams
+replace_closed_streams()
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+    print_object("{}")
+    sys.stderr.write("something")
+    os.write(1, b"more")
+    os.write(2, b"more")
+    file.write("mine")
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_what_is_written_to_a_closed_stream_goes_nowhere(tmp_path: Path, closed: str) -> None:
+    command = f'exec "$0" -c "$1" "$2" {closed}'
+    arguments = [sys.executable, STANDARD_STREAMS, str(tmp_path / "file")]
+    result = subprocess.run(["sh", "-c", command, *arguments], check=False, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "file").read_text() == "mine"

@@ -94,3 +94,11 @@ def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert captured.out == ""
     assert "needs at least" in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_place_for_the_choice_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.run([*QUICK, "--host-memory", "8MiB", "--output", str(tmp_path / "none" / "run.toml")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--output: " in captured.err
+    assert captured.err.count("\n") == 1

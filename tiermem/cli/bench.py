@@ -18,6 +18,7 @@ from rich.table import Table
 
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, run_bench
 from swap.blocks import align_down
+from tiermem.cli.disk import check_output
 from tiermem.memory.sizes import parse_bytes
 
 Directories = Annotated[
@@ -79,6 +80,8 @@ def bench(
         plan = make_plan(order)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if out is not None:
+        check_output("--out", out)
     if plot is not None:
         from tiermem.cli.bench_plot import check_plot
 

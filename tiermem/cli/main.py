@@ -185,8 +185,21 @@ def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(dropped)
 
 
+def replace_closed_streams() -> None:
+    """Give a standard stream that the caller has closed (`>&-`) to /dev/null.
+
+    Else the next file to be opened, such as a swap file, would have its number, and libraries would write into it.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the end
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
 def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
+    replace_closed_streams()
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, interrupt)
     sys.unraisablehook = interrupt_again

@@ -94,7 +94,7 @@ def tune(
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
     from tiermem.cli import main, tune_steps
-    from tiermem.cli.disk import swap_directories
+    from tiermem.cli.disk import check_output, swap_directories
     from tiermem.cli.train import TrainOptions, load_config, make_config
 
     what = TrainOptions(
@@ -110,6 +110,8 @@ def tune(
     )
     base = load_config(config, swap_dir or ())
     asked = swap_dir or (base.swap_paths if base else ())
+    if output is not None:
+        check_output("--output", output)
     overrides = {"host_memory": host_memory, "update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:
         settings = make_config(base, directories, overrides)
