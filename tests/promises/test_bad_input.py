@@ -579,3 +579,149 @@ def test_a_refused_run_leaves_plain_training_as_it_was(tmp_path):
         trainee.note(loss)
 
     assert torch.equal(plain(Stack, script).noted[0], plain(Stack, script).noted[0])
+
+
+# Models that cannot be served, and values that would be lost.
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 8))])
+def test_a_scripted_part_is_refused(tmp_path, make):
+    model = nn.Sequential(nn.Linear(8, 8), make(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
+    with refused(tiermem.ConfigError, r"1 is a TorchScript module .*offload the module that", model, tmp_path):
+        offload(model, tmp_path)
+
+
+def test_a_lazy_module_is_refused(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    with refused(tiermem.ConfigError, "0.weight has no shape yet: run the lazy module once", None, tmp_path):
+        offload(model, tmp_path)
+
+
+def tied_by_data(frozen: bool) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    return model.requires_grad_(not frozen)
+
+
+def test_parameters_tied_by_their_data_are_refused(tmp_path):
+    model = tied_by_data(frozen=False)
+    with refused(tiermem.ConfigError, r"0\.weight and 1\.weight are two parameters in one memory", model, tmp_path):
+        offload(model, tmp_path)
+    frozen = tied_by_data(frozen=True)
+    expected = frozen(torch.ones(2, 8))
+    with offload(frozen, tmp_path, param_dtype="float32"):
+        assert torch.equal(frozen(torch.ones(2, 8)), expected)
+
+
+def test_a_model_left_by_its_runtime_is_not_taken_for_tied(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 8), nn.PReLU())
+    model.register_parameter("a", nn.Parameter(torch.tensor(1.0)))
+    model.register_parameter("b", nn.Parameter(torch.tensor(2.0)))
+    with offload(model, tmp_path) as runtime:
+        runtime.commit().wait()
+    with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), resume=True) as runtime:
+        assert runtime.parameter(model.b) == 2.0
+
+
+def test_values_assigned_while_paged_out_are_not_lost_in_silence(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), coalesce=0) as runtime:
+        expected = model(torch.ones(2, 8)).detach()
+        model[1].bias.data = torch.ones(8)
+        with pytest.raises(tiermem.TiermemError, match=r"1\.bias was given other values .*gathered"):
+            model(torch.ones(2, 8))
+        assert torch.equal(model(torch.ones(2, 8)), expected)
+        message = r"1\.weight was written in place while it was gathered for reading"
+        with pytest.raises(tiermem.TiermemError, match=message), runtime.gathered(model):
+            model[1].weight.data = torch.ones(8, 8)
+        assert torch.equal(model(torch.ones(2, 8)), expected)
+        model.half().float()  # what changes nothing in the end stays allowed
+        tiermem.AdamW(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_values_assigned_while_lent_for_writing_count(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), coalesce=0) as runtime:
+        with runtime.gathered(model[0], write=True):
+            model[0].weight.data = torch.arange(64.0).view(8, 8).t()
+        assert torch.equal(runtime.parameter(model[0].weight), torch.arange(64.0).view(8, 8).t())
+        assert torch.equal(runtime.master(model[0].weight), torch.arange(64.0).view(8, 8).t())
+        message = r"0\.bias was given values of shape \(3,\) and torch.float32 .*expected \(8,\)"
+        with pytest.raises(tiermem.TiermemError, match=message), runtime.gathered(model[0], write=True):
+            model[0].bias.data = torch.ones(3)
+        assert runtime.parameter(model[0].bias).shape == (8,)
+
+
+def test_a_step_inside_gathered(tmp_path):
+    model = Stack()
+    with offload(model, tmp_path) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        tokens_batch(model).backward()
+        with runtime.gathered(model), pytest.raises(tiermem.TiermemError, match=r"cannot be updated: .*gathered"):
+            optimizer.step()
+        optimizer.step()
+        assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_gathered_of_something_else(tmp_path):
+    model = Stack()
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.ConfigError, match="module, a parameter or several, found int"):
+            runtime.gathered(3).__enter__()
+
+
+def test_resume_given_as_a_number(tmp_path):
+    with refused(tiermem.ConfigError, "resume=1: expected False, True", None, tmp_path):
+        tiermem.offload(Stack(), config_for(tmp_path, 32 * MIB, "step"), resume=1)
+
+
+def test_calls_from_several_threads_at_a_time_are_refused(tmp_path):
+    """And leave the thread that was first, and the model, alone."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            model(torch.ones(2, 8))
+        except tiermem.TiermemError as error:
+            errors.append(error)
+
+    def meanwhile(*_: object) -> None:
+        thread = threading.Thread(target=call, name="second")
+        thread.start()
+        thread.join()
+
+    with offload(model, tmp_path):
+        expected = model(torch.ones(2, 8)).detach()
+        call()
+        meanwhile()
+        assert errors == []
+        with model[1].register_forward_hook(meanwhile):
+            assert torch.equal(model(torch.ones(2, 8)), expected)
+        (error,) = errors
+        assert "called in thread 'second' while thread 'MainThread' was inside" in str(error)
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_threads_that_take_turns(tmp_path):
+    model, lock = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), threading.Lock()
+    errors: list[Exception] = []
+
+    def train() -> None:
+        try:
+            for _ in range(10):
+                with lock:
+                    model(torch.ones(2, 8)).sum().backward()
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            errors.append(error)
+
+    with tiermem.offload(model, config_for(tmp_path, "64KiB", "step"), coalesce=0) as runtime:
+        threads = [threading.Thread(target=train) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert torch.equal(runtime.gradient(model[1].bias), torch.full((8,), 60.0))

@@ -73,8 +73,9 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
     """
     if not config.swap_paths:
         raise ConfigError("swap_dirs: expected one or more directories for the swap files, found none")
-    path = None if isinstance(resume, bool) or resume == "auto" else _folder(resume)
-    if path is None and resume not in (False, True, "auto"):
+    known = isinstance(resume, bool) or resume == "auto"
+    path = None if known else _folder(resume)
+    if path is None and not known:
         raise ConfigError(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
     names = ", ".join(str(path) for path in config.swap_paths)
     leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME)

@@ -19,7 +19,7 @@ from torch import nn
 
 from tiermem.checkpoint.pretrained import MAX_SHARD, ModelSource, model_files, save_pretrained
 from tiermem.config import Config
-from tiermem.errors import ResumeError, TiermemError
+from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.process import HomeProcess
@@ -205,6 +205,8 @@ class Runtime(Closing):
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else parameters
+        if not isinstance(wanted, Iterable):
+            raise ConfigError(f"gathered expects a module, a parameter or several, found {type(what).__name__}")
         units = list(dict.fromkeys(self._places.find(parameter)[0] for parameter in wanted))
         house.scheduler.let_go_between()
         for unit in units:

@@ -24,7 +24,7 @@ from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
-from tiermem.zero3.guards import refuse_placeholders
+from tiermem.zero3.guards import refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.materialize import WeightSource
@@ -100,6 +100,7 @@ def _check_kinds(model: object, config: object, weights: object, init: object) -
     if not isinstance(config, Config):
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
     _refuse_offloaded(model)
+    refuse_unfit(model)
     if not (weights is None or isinstance(weights, (str, os.PathLike))):
         raise ConfigError(f"weights: expected the path of a file or a folder, found {type(weights).__name__}")
     if not (init is None or callable(init)):

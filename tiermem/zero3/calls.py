@@ -2,7 +2,7 @@
 
 Owns the stack of calls with the units each of them holds. Does not gather or let go of anything. Guarantees that the
 watch over operations (`borrow.py`) begins with the outermost call of a thread and ends with it, or when what an
-interrupt left behind is cleared away.
+interrupt left behind is cleared away; and that a second thread that calls the model meanwhile is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,33 @@ from contextlib import ExitStack
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
+
+
+class Turn:
+    """Which thread is inside a call of the model: one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: dict[str, int] = {}  # its `setdefault` asks and sets in one
+
+    def take(self) -> None:
+        """An outermost call begins. Raises TiermemError if another thread, still alive, is inside one."""
+        own = threading.get_ident()
+        other = self._thread.setdefault("inside", own)
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == other != own), None)
+        if name is not None:
+            raise TiermemError(
+                f"the model was called in thread {threading.current_thread().name!r} while thread {name!r} was inside "
+                "a call of it; its parameters come and go for one thread at a time: put a lock around forward and "
+                "backward"
+            )
+        self._thread["inside"] = own
+
+    def leave(self) -> None:
+        """The outermost call of this thread has ended."""
+        if self._thread.get("inside") == threading.get_ident():
+            del self._thread["inside"]
 
 
 class Call:
@@ -31,17 +57,20 @@ class Call:
 class CallStack(threading.local):
     """The calls in progress on this thread."""
 
-    def __init__(self, home: HomeProcess, watch: Callable[[], TorchFunctionMode | None]) -> None:
+    def __init__(self, home: HomeProcess, turn: Turn, watch: Callable[[], TorchFunctionMode | None]) -> None:
         """`home`: the process whose threads these are. `watch()`: what to enter around an outermost call, or None."""
         self.home = home
+        self._turn = turn
         self.calls: list[Call] = []
         self._watch = watch
         self._watching = ExitStack()
 
-    def begin(self, module: nn.Module | None) -> Call:
-        """A call begins."""
+    def begin(self, module: nn.Module | None, *, shared: bool) -> Call:
+        """A call begins. `shared`: others may be in progress on other threads, which take turns."""
         call = Call(module)
         if not self.calls:
+            if not shared:
+                self._turn.take()
             watching = self._watch()
             if watching is not None:
                 self._watching.enter_context(watching)
@@ -52,5 +81,6 @@ class CallStack(threading.local):
         """The innermost call has ended."""
         call = self.calls.pop()
         if not self.calls:
+            self._turn.leave()
             self._watching.close()
         return call

@@ -72,6 +72,41 @@ class _UnitState:
         self.writable = False
         self.counted = False
 
+    def replaced(self) -> str | None:
+        """The name of a parameter that was given memory of its own (`parameter.data = values`) while gathered."""
+        base = self.base
+        if base is None:
+            return None
+        start = base.data_ptr()
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            if slot.numel and parameter.data_ptr() != start + slot.offset:
+                return slot.names[0]
+        return None
+
+    def written(self) -> str | None:
+        """The name of a parameter that was written without permission while gathered; None: there is none."""
+        if self.writable:
+            return None
+        for parameter, slot, version in zip(self.parameters, self.layout.slots, self.versions, strict=True):
+            if version_of(parameter) != version:
+                return slot.names[0]
+        return self.replaced()
+
+    def take_in(self) -> None:
+        """Copy values that were assigned (`parameter.data = values`) into the frame. Raises TiermemError for others."""
+        if self.base is None or self.replaced() is None:
+            return
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            view, values = slot_view(self.base, slot), parameter.data
+            if values.shape != view.shape or values.dtype != view.dtype:
+                raise TiermemError(
+                    f"parameter {slot.names[0]} was given values of shape {tuple(values.shape)} and {values.dtype} "
+                    f"inside `gathered(write=True)`; expected {tuple(view.shape)} and {view.dtype}. They are dropped"
+                )
+            if slot.numel and values.data_ptr() != view.data_ptr():
+                view.copy_(values)
+                parameter.data = view
+
 
 class Gatherer:
     """Gathers and reshards units by number. `parameters` by global number. One thread at a time."""
@@ -116,6 +151,10 @@ class Gatherer:
         state.holds -= 1
         return state.holds
 
+    def take_in(self, unit: int) -> None:
+        """Have values that were assigned to the unit's parameters while it is lent for writing in its frame."""
+        self._units[unit].take_in()
+
     def gather(self, unit: int, *, writable: bool = False) -> torch.Tensor:
         """Make the unit's parameters views of its frame; waits for the frame. Returns the unit's bytes.
 
@@ -150,7 +189,7 @@ class Gatherer:
             raise InvariantError(f"unit {unit} is resharded while {state.holds} module call(s) rely on it")
         written = None
         if state.presence is Presence.GATHERED:
-            written = self._written(state)
+            written = state.written()
             self.put_placeholders(unit)
             state.presence = Presence.LINGERING
             self._lingering.add(unit)
@@ -164,7 +203,7 @@ class Gatherer:
 
     def require_free(self, unit: int) -> None:
         """Raise TiermemError, saying why, if the unit's page is still leased here and cannot be updated."""
-        if self.presence(unit) is not Presence.SHARDED and not self.reshard(unit):
+        if self.holds(unit) or (self.presence(unit) is not Presence.SHARDED and not self.reshard(unit)):
             raise TiermemError(f"unit {self._units[unit].layout.name} cannot be updated: {self.explain(unit)}")
 
     def start(self, unit: int) -> None:
@@ -206,7 +245,7 @@ class Gatherer:
         if state.presence is Presence.SHARDED:
             return "it is not held"
         if state.holds:
-            return f"{state.holds} module call(s) are using it"
+            return f"{state.holds} module call(s) or `runtime.gathered` are using it; go on after they have ended"
         return (
             "a tensor that views its parameters is still alive (a module returned its weight, or somebody keeps such "
             "a tensor); clone() what is kept"
@@ -241,7 +280,10 @@ class Gatherer:
         return True
 
     def _check_converted(self, state: _UnitState) -> None:
-        """Raise TiermemError if the placeholders were converted (`model.half()`); mended first, so it is said once."""
+        """Raise TiermemError if placeholders were converted (`model.half()`) or replaced (`parameter.data = values`).
+
+        Mended first, so that it is said once.
+        """
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
             if parameter.dtype != slot.dtype:
                 found = parameter.dtype
@@ -254,12 +296,9 @@ class Gatherer:
                     "choose Config(param_dtype=...), or offload's keep_dtype for what is kept, and convert what else "
                     "there is before tiermem.offload"
                 )
-
-    @staticmethod
-    def _written(state: _UnitState) -> str | None:
-        if state.writable:
-            return None
-        for parameter, slot, version in zip(state.parameters, state.layout.slots, state.versions, strict=True):
-            if version_of(parameter) != version:
-                return slot.names[0]
-        return None
+            if not self._placeholders.owns(parameter):
+                self.put_placeholders(state.layout.unit)
+                raise TiermemError(
+                    f"parameter {slot.names[0]} was given other values (`.data =`) while its own were paged out; these "
+                    "are lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+                )

@@ -1,9 +1,9 @@
-"""What is refused on an offloaded model because it would give or lose values in silence.
+"""What is refused of a model, before and after it is offloaded, because it would give or lose values in silence.
 
-Owns the hooks on `state_dict` and `load_state_dict`, and those that are left behind when the runtime is closed. Does
-not know how values come or go. Guarantees that `state_dict()` never hands out placeholders, that `load_state_dict`
-never writes into them or puts other parameters in their place, and that a model whose runtime is closed says so
-instead of computing with NaN, or being saved as NaN.
+Owns the looks at a model that is about to be offloaded, the hooks on `state_dict` and `load_state_dict`, and those that
+are left behind when the runtime is closed. Does not know how values come or go. Guarantees that `state_dict()` never
+hands out placeholders, that `load_state_dict` never writes into them or puts other parameters in their place, and that
+a model whose runtime is closed says so instead of computing with NaN, or being saved as NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import ConfigError, TiermemError
@@ -49,6 +51,42 @@ def all_gathered(divided: ModelUnits, gatherer: Gatherer) -> Callable[[], bool]:
     """A function that says whether the values of all units are there now."""
     units = range(len(divided.units))
     return lambda: all(gatherer.presence(unit) is Presence.GATHERED for unit in units)
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raise ConfigError for what cannot be made pages without loss, before anything is looked at more closely."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(f"parameter {name} has no shape yet: run the lazy module once before offload")
+    _refuse_scripted(model)
+    _refuse_overlaps(model)
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Refuse parts that TorchScript runs: no hook of ours is called inside them."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is a TorchScript module ({type(module).__name__}), which calls no hooks: its "
+                "parameters could not come and go; offload the module that torch.jit.script or torch.jit.trace was "
+                "given"
+            )
+
+
+def _refuse_overlaps(model: nn.Module) -> None:
+    """Refuse two parameters that begin at one address, unless both are frozen: a tie by `.data`."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or parameter.numel() == 0 or not all(parameter.stride()):
+            continue  # no memory of its own; strides of zero are also what a closed runtime leaves behind
+        if parameter.dim() == 0 and parameter != parameter:
+            continue  # so is this
+        other, before = found.setdefault(parameter.data_ptr(), (name, parameter))
+        if before is not parameter and (before.requires_grad or parameter.requires_grad):
+            raise ConfigError(
+                f"parameters {other} and {name} are two parameters in one memory (tied by `.data`?); as pages each "
+                "would be trained by itself. Make them one parameter (module.weight = other.weight), or clone() one"
+            )
 
 
 def refuse_placeholders(model: nn.Module) -> None:

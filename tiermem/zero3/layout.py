@@ -168,6 +168,8 @@ def part(length: int, ranks: int, multiple: int) -> int:
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return `stride` if it covers `numel` elements without holes or overlaps, else the contiguous one."""
+    if 0 in stride:  # no tensor with memory of its own; a placeholder of one element
+        return contiguous_stride(shape)
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size == 1:

@@ -7,7 +7,7 @@ Guarantees that a written parameter is reported, so that its master can follow, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -33,24 +33,25 @@ def lend(
     with (unit, slot, values: 1-D in memory order, the slot's dtype, CPU) for every parameter whose bytes changed.
     Raises TiermemError if a unit to be written is in use, and what the pager raises.
     """
-    before: dict[int, torch.Tensor] = {}
-    held: list[int] = []
-    try:
+
+    def let_go(unit: int) -> None:
+        if gatherer.unhold(unit) == 0 and not gatherer.reshard(unit):
+            gatherer.count_leaks()
+
+    def look(unit: int, before: torch.Tensor, written: Written) -> None:
+        gatherer.take_in(unit)
+        _report(layouts[unit], gatherer.gather(unit), before, written)
+
+    with ExitStack() as last:  # every unit is let go of, whatever happens to the others
         for unit in units:
             if gatherer.presence(unit) is Presence.SHARDED:
                 needed(unit)
             base = gatherer.gather(unit, writable=written is not None)
             gatherer.hold(unit)
-            held.append(unit)
+            last.callback(let_go, unit)
             if written is not None:
-                before[unit] = base.clone()
+                last.callback(look, unit, base.clone(), written)
         yield
-    finally:
-        for unit in reversed(held):
-            if written is not None:
-                _report(layouts[unit], gatherer.gather(unit), before.pop(unit), written)
-            if gatherer.unhold(unit) == 0 and not gatherer.reshard(unit):
-                gatherer.count_leaks()
 
 
 def restore(

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
@@ -284,8 +283,6 @@ def _info(member: Member) -> ParameterInfo:
 def _check(divided: ModelUnits) -> None:
     for _, member in divided.members():
         parameter = member.parameter
-        if is_lazy(parameter):
-            raise ConfigError(f"parameter {member.names[0]} has no shape yet: run the lazy module once before offload")
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
                 f"parameter {member.names[0]} is on {parameter.device}; offload takes models on cpu or meta, and "

@@ -28,6 +28,16 @@ class Placeholders:
             self._scalars[dtype, device] = scalar
         return scalar.expand(shape)
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of these placeholders, shows what they show (`model.half().float()`), or nothing."""
+        address = tensor.data_ptr()
+        if tensor.numel() == 0 or any(scalar.data_ptr() == address for scalar in self._scalars.values()):
+            return True
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - a watch over operations (borrow.py) is not to see this
+            values = tensor.detach()
+            marker = _marker(values.dtype, values.device)
+            return bool(((values == marker) | ((values != values) & (marker != marker))).all())
+
     def check(self, names: str) -> None:
         """Raise TiermemError if somebody wrote into a placeholder; `names` says where it was noticed.
 

@@ -23,7 +23,7 @@ from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
 from tiermem.zero3.between import Between
 from tiermem.zero3.borrow import Borrowing
-from tiermem.zero3.calls import Call, CallStack
+from tiermem.zero3.calls import Call, CallStack, Turn
 from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
@@ -74,7 +74,7 @@ class GatherScheduler:
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         owners = {id(parameters[member.number]): unit for unit, member in divided.members()}
         borrowing = Borrowing(divided.model, owners, gatherer, self._before_call, self._after_call)
-        self._stack = CallStack(HomeProcess(), borrowing.watch)
+        self._stack = CallStack(HomeProcess(), Turn(), borrowing.watch)
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         self._held = _Held(divided, gatherer)
@@ -174,7 +174,8 @@ class GatherScheduler:
                 "no saved-tensor hooks; use loss.backward() or torch.autograd.grad instead"
             )
         outermost = not self._stack.calls
-        call = self._stack.begin(module)  # first of all: the after-hook runs even if what follows raises
+        shared = self.lockstep is not None or backward_number() >= 0
+        call = self._stack.begin(module, shared=shared)  # first: the after-hook runs even if what follows raises
         if outermost and self._held and backward_number() < 0:
             self._release_backward()  # left by a backward that failed
         for unit in units:
