@@ -70,7 +70,7 @@ def test_the_unsigned_book_is_as_defined() -> None:
 def code_of(book: CodeBook, numbers: torch.Tensor) -> torch.Tensor:
     codes = torch.empty(numbers.numel(), dtype=torch.uint8)
     scratch = BlockScratch(numbers.numel())
-    book.encode(numbers, scratch.half, scratch.index, codes)
+    book.encode(numbers.clone(), scratch.half, scratch.index, codes)
     return codes
 
 
@@ -84,8 +84,8 @@ def test_every_value_gets_its_own_code_and_every_number_the_nearest(name: str) -
     codes = code_of(book, numbers)
     found = (book.values[codes.int()] - numbers).abs()
     best = (book.values[None, least:] - numbers[:, None]).abs().min(dim=1).values
-    # Rounding to float16 moves a number by 2**-11 of it, or 3e-8 near zero, and counts twice.
-    assert (found <= best + numbers.abs() * 2**-10 + 6e-8).all()
+    # Rounding to eleven digits moves a number by 2**-11 of it, and counts twice.
+    assert (found <= best + numbers.abs() * 2**-10 + 1e-11).all()
     if name == "unsigned":
         assert code_of(book, torch.tensor([0.0, 1e-30])).tolist() == [1, 1]
 

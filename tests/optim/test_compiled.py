@@ -153,7 +153,10 @@ def test_loops_with_other_bits_are_refused(afresh: None, monkeypatch: pytest.Mon
         exp_avg.view("int32")[17] ^= 1
 
     fake = SimpleNamespace(
-        update_split=other, update_coded=real.update_coded, update_coded_split=real.update_coded_split
+        update_split=other,
+        update_coded=real.update_coded,
+        update_coded_split=real.update_coded_split,
+        books=real.books,
     )
     compiled.compiled_loops.cache_clear()
     compiled._find.cache_clear()

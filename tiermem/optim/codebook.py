@@ -3,7 +3,8 @@
 Owns the values of the dynamic data type of "8-bit Optimizers via Block-wise Quantization" (Dettmers et al. 2022,
 section 2.2), signed and unsigned, and how a number is rounded to a code. Does not know blocks, scales or tiles.
 Guarantees that codes are in the order of the values, that a value of the book gets its own code, and that every number
-gets the code of the nearest value, or of one that is nearer to it after rounding to float16.
+gets the code of the nearest value, or of one that is nearer to it after rounding to eleven binary digits; of two that
+are equally near the smaller magnitude's.
 
 A value is +-10^-e (0.1 + 0.9 (2k + 1) / 2n), the middle of the k-th of n equal parts of a decade: the decade next to 1
 has 64 parts (128 without sign), each one below it half as many, seven decades in all; besides there are 0 and 1. The
@@ -12,8 +13,9 @@ last bit may differ from the table of bitsandbytes, which rounds to float32 on t
 Encoding by table
 -----------------
 A search for the nearest of 256 values costs 33 ns per number in torch (`bucketize`). Rounded to float16, a number in
-[-1, 1] has 16 bits, so a table of 65536 codes answers with one look (0.5 ns, the conversion included). float16 is finer
-than the book everywhere: 1/2048 of the number, or 6e-8, where neighbours in the book are 1/140 or 4.5e-7 apart.
+[-1, 1] has 16 bits, so a table of 65536 codes answers with one look (0.5 ns, the conversion included). It is multiplied
+by 32768 before, so that no digit is lost to float16's least exponent: what is looked up is within 1/2048 of the number,
+where neighbours in the book are 1/140 apart or more. `lines.py` says the same table in another form.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from dataclasses import dataclass
 import torch
 
 DECADES = 7
+UNIT = 32768.0  # what stands for 1 among the float16 that are looked up
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CodeBook:
-    """`values`: float32, 256, ascending. `table`: uint8, 65536, the code of each float16 by its bits."""
+    """`values`: float32, 256, ascending. `table`: uint8, 65536, the code of each float16 by its bits, times `UNIT`."""
 
     values: torch.Tensor
     table: torch.Tensor
@@ -44,11 +47,11 @@ class CodeBook:
         torch.index_select(self.values, 0, index, out=out)
 
     def encode(self, numbers: torch.Tensor, half: torch.Tensor, index: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write the codes of `numbers` (1-D float32, in [-1, 1]) to `codes` (uint8).
+        """Write the codes of `numbers` (1-D float32, in [-1, 1]; overwritten) to `codes` (uint8).
 
         `half` (float16) and `index` (int64) are scratch, all of one length. A NaN gets the code of the least magnitude.
         """
-        half.copy_(numbers)
+        half.copy_(numbers.mul_(UNIT))
         index.copy_(half.view(torch.uint16))
         torch.index_select(self.table, 0, index, out=codes)
 
@@ -79,11 +82,13 @@ def _positive(parts: int) -> torch.Tensor:
 
 
 def _book(exact: torch.Tensor, *, signed: bool) -> CodeBook:
-    values = exact.to(torch.float32)
-    least = 0 if signed else 1
-    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).to(torch.float64)
-    middles = (exact[1:] + exact[:-1]) / 2
-    codes = torch.bucketize(halves, middles).clamp_(min=least)
-    zero = max(int(torch.argmin(values.abs())), least)
-    codes[halves.isnan()] = zero
-    return CodeBook(values, codes.to(torch.uint8), signed)
+    zero = int(torch.argmin(exact.abs()))
+    middles = (exact[zero + 1 :] + exact[zero:-1]) / 2
+    magnitudes = torch.arange(1 << 15, dtype=torch.int32).to(torch.uint16).view(torch.float16).to(torch.float64) / UNIT
+    places = torch.bucketize(magnitudes, middles)
+    places[~magnitudes.isfinite()] = 0
+    if signed:
+        codes = torch.cat([zero + places, zero - places.clamp(max=zero)])
+    else:
+        codes = torch.cat([places, torch.zeros_like(places)]).clamp_(min=1)
+    return CodeBook(exact.to(torch.float32), codes.to(torch.uint8), signed)

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from tiermem.optim.blocks import BLOCK_NUMEL, Blocks
-from tiermem.optim.codebook import signed_book, unsigned_book
 from tiermem.optim.planes import BlockPlanes, StatePlanes
 from tiermem.optim.updates import Settings
 
@@ -51,7 +50,7 @@ class CompiledLoops:
         if planes.remainder is not None and planes.mark_bits is not None:
             masters = _bits(parameter), planes.remainder.numpy(), planes.mark_bits.numpy()
             self.module.update_coded_split(
-                *masters, _bits(grad), *_coded(planes), _books(), _constants(settings, grad_scale)
+                *masters, _bits(grad), *_coded(planes), self.module.books(), _constants(settings, grad_scale)
             )
 
     def update_coded(
@@ -59,7 +58,7 @@ class CompiledLoops:
     ) -> None:
         """Update float32 masters with 8-bit moments by float32 gradients, already scaled: 1-D, whole blocks."""
         self.module.update_coded(
-            master.numpy(), grad.numpy(), *_coded(planes), _books(), _constants(settings, grad_scale)
+            master.numpy(), grad.numpy(), *_coded(planes), self.module.books(), _constants(settings, grad_scale)
         )
 
 
@@ -187,12 +186,6 @@ def _bits(narrow: torch.Tensor) -> Any:
 def _coded(planes: BlockPlanes) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     blocks = planes.exp_avg, planes.exp_avg_sq
     return (blocks[0].codes.numpy(), blocks[1].codes.numpy()), (blocks[0].scales.numpy(), blocks[1].scales.numpy())
-
-
-@functools.cache
-def _books() -> tuple[Any, Any, Any, Any]:
-    signed, unsigned = signed_book(), unsigned_book()
-    return signed.values.numpy(), signed.table.numpy(), unsigned.values.numpy(), unsigned.table.numpy()
 
 
 def _constants(settings: Settings, grad_scale: float) -> tuple[np.float32, ...]:

@@ -12,12 +12,16 @@ Where multiplications and additions are fused
 by its own wish (`vec::fmadd`), in the second because its compiler contracted it. Everything else is rounded after every
 operation, which is what numba does unless told otherwise.
 
+Codes of 8-bit moments are looked up one by one, or, where the processor can, in `vectors.py`; `tables` gives what
+the one or the other looks into.
+
 Why the loads and stores of coded moments stand in two functions: taken out into one, with slices of the codes made
 there, both loops took a quarter longer, for the compiler then no longer knew which arrays overlap.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from tiermem.optim import vectors
+from tiermem.optim.codebook import UNIT, CodeBook, signed_book, unsigned_book
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.int16]
@@ -47,6 +54,7 @@ _ZERO = np.int32(0)
 _NONE = np.float32(0.0)
 _EVEN = np.float32(0.5)
 _UNIT = np.float32(1.0)
+_FULL = np.float32(UNIT)
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -161,12 +169,6 @@ def update_split(
 
 
 @_compile
-def _decode(codes: Bytes, scale: Any, values: Floats, out: Floats) -> None:
-    for j in range(_BLOCK):
-        out[j] = values[codes[j]] * scale
-
-
-@_compile
 def _scale(moments: Floats) -> Any:
     """The element of largest magnitude, with its sign; of two the positive one. NaN if there is one."""
     up, down = _ZERO, _ZERO
@@ -175,14 +177,6 @@ def _scale(moments: Floats) -> Any:
         up = max(up, bits)
         down = max(down, np.int32(bits ^ _SIGN))
     return float_of(up) if up >= down else float_of(np.int32(down ^ _SIGN))
-
-
-@_compile
-def _encode(moments: Floats, scale: Any, table: Bytes, halves: Any, codes: Bytes) -> None:
-    for j in range(_BLOCK):
-        halves[j] = half_bits_of(moments[j] / scale)
-    for j in range(_BLOCK):
-        codes[j] = table[halves[j]]
 
 
 @_compile
@@ -196,18 +190,69 @@ def _advance(master: Floats, grad: Floats, first: Floats, second: Floats, c: Con
 
 
 @_compile
+def decode_each(codes: Bytes, scale: Any, values: Floats, out: Floats) -> None:
+    """The numbers of a block's codes."""
+    for j in range(_BLOCK):
+        out[j] = values[codes[j]] * scale
+
+
+@_compile
+def encode_each(moments: Floats, scale: Any, table: Bytes, halves: Any, codes: Bytes) -> None:
+    """The codes of a block's numbers. `halves`: scratch, uint16."""
+    for j in range(_BLOCK):
+        halves[j] = half_bits_of(moments[j] / scale * _FULL)
+    for j in range(_BLOCK):
+        codes[j] = table[halves[j]]
+
+
+@_compile
+def decode_at_once(codes: Bytes, scale: Any, values: Bytes, out: Floats) -> None:
+    """`decode_each` in vectors."""
+    vectors.decode(codes.ctypes.data, values.ctypes.data, scale, out.ctypes.data)
+
+
+@_compile
+def encode_signed_at_once(moments: Floats, scale: Any, lines: Any, _halves: Any, codes: Bytes) -> None:
+    """`encode_each` by the signed book, in vectors."""
+    vectors.encode_signed(moments.ctypes.data, scale, lines.ctypes.data, codes.ctypes.data)
+
+
+@_compile
+def encode_unsigned_at_once(moments: Floats, scale: Any, lines: Any, _halves: Any, codes: Bytes) -> None:
+    """`encode_each` by the unsigned book, in vectors, of numbers that are not negative."""
+    vectors.encode_unsigned(moments.ctypes.data, scale, lines.ctypes.data, codes.ctypes.data)
+
+
+AT_ONCE = vectors.usable()
+_decode = decode_at_once if AT_ONCE else decode_each
+_encode_first = encode_signed_at_once if AT_ONCE else encode_each
+_encode_second = encode_unsigned_at_once if AT_ONCE else encode_each
+
+
+def tables(book: CodeBook) -> tuple[Any, Any]:
+    """What numbers of codes, and codes of numbers, are looked up in."""
+    return vectors.tables(book) if AT_ONCE else (book.values.numpy(), book.table.numpy())
+
+
+@functools.cache
+def books() -> tuple[Any, Any, Any, Any]:
+    """`tables` of the signed and of the unsigned code book."""
+    return *tables(signed_book()), *tables(unsigned_book())
+
+
+@_compile
 def update_coded(
     master: Floats,
     grad: Floats,
     codes: tuple[Bytes, Bytes],
     scales: tuple[Floats, Floats],
-    books: tuple[Floats, Bytes, Floats, Bytes],
+    books: tuple[Any, Any, Any, Any],
     c: Constants,
 ) -> None:
     """AdamW on float32 masters with 8-bit moments.
 
-    `master` and `grad`: float32, whole blocks. `codes` and `scales`: of both moments. `books`: values and table of the
-    signed and of the unsigned code book. The gradient's scale in `c` is not applied.
+    `master` and `grad`: float32, whole blocks. `codes` and `scales`: of both moments. `books`: as the function
+    of this name has them. The gradient's scale in `c` is not applied.
     """
     first, second = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
     halves = np.empty(_BLOCK, np.uint16)
@@ -218,8 +263,8 @@ def update_coded(
         _decode(own_second, scales[1][block], books[2], second)
         _advance(master[begin : begin + _BLOCK], grad[begin : begin + _BLOCK], first, second, c)
         scales[0][block], scales[1][block] = _scale(first), _scale(second)
-        _encode(first, scales[0][block], books[1], halves, own_first)
-        _encode(second, scales[1][block], books[3], halves, own_second)
+        _encode_first(first, scales[0][block], books[1], halves, own_first)
+        _encode_second(second, scales[1][block], books[3], halves, own_second)
 
 
 @_compile
@@ -276,7 +321,7 @@ def update_coded_split(
     grad: Halves,
     codes: tuple[Bytes, Bytes],
     scales: tuple[Floats, Floats],
-    books: tuple[Floats, Bytes, Floats, Bytes],
+    books: tuple[Any, Any, Any, Any],
     c: Constants,
 ) -> None:
     """AdamW on bfloat16 parameters whose masters are split, with 8-bit moments: whole blocks.
@@ -302,5 +347,5 @@ def update_coded_split(
         if _split(master, narrow, missing):
             _put_marks(master, missing, own_marks)
         scales[0][block], scales[1][block] = _scale(first), _scale(second)
-        _encode(first, scales[0][block], books[1], halves, own_first)
-        _encode(second, scales[1][block], books[3], halves, own_second)
+        _encode_first(first, scales[0][block], books[1], halves, own_first)
+        _encode_second(second, scales[1][block], books[3], halves, own_second)
