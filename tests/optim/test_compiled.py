@@ -209,3 +209,34 @@ def test_without_a_thread_for_the_trial_torch_does_it(afresh: None, monkeypatch:
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert Workspace().loops is None
     assert "can't start new thread" in str(compiled.why_not())
+
+
+_PREPARED = """
+import sys, tempfile
+import torch
+import tiermem
+
+dtype, moments = sys.argv[1:]
+with tempfile.TemporaryDirectory() as directory:
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(3)))
+    config = tiermem.Config(swap_dirs=[directory], param_dtype=dtype, moments=moments)
+    with tiermem.offload(model, config):
+        before = "numba" in sys.modules
+        tiermem.AdamW(model.parameters())
+        print(before, "numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "compiled_first"),
+    [("float32", "float32", False), ("bfloat16", "float32", True), ("float32", "int8", True)],
+)
+def test_the_loops_are_made_with_the_optimizer_and_only_for_who_has_use_for_them(
+    dtype: str, moments: str, compiled_first: bool
+) -> None:
+    """In the first step their memory would come on top of the activations."""
+    pytest.importorskip("numba", reason="numba is not installed")
+    command = [sys.executable, "-W", "ignore", "-c", _PREPARED, dtype, moments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["False", str(compiled_first)]

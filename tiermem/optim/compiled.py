@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiermem.memory.heap import release_library
 from tiermem.optim.blocks import BLOCK_NUMEL, Blocks
 from tiermem.optim.planes import BlockPlanes, StatePlanes
 from tiermem.optim.updates import Settings
@@ -85,9 +86,11 @@ def _find() -> CompiledLoops | str:
     """
     try:
         with ThreadPoolExecutor(1, "tiermem-trial") as passing:
-            return passing.submit(_try).result()
+            found = passing.submit(_try).result()
     except RuntimeError as error:  # a process that is ending, or that may have no more threads
         return f"no thread could be started to try the compiled loops ({error})"
+    release_library("libllvmlite")  # the compiler is through
+    return found
 
 
 def _try() -> CompiledLoops | str:

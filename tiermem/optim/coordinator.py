@@ -61,6 +61,7 @@ class UpdateCoordinator:
         Returns the updates that those which had another optimizer have had: their moments go on.
         """
         self.settle_early()
+        self._queue.prepare()
         had = {number: self._source_of[number] for number in parameters if number in self._source_of}
         done = {before: before.step_counts() for before in dict.fromkeys(had.values())}
         for before in done:

@@ -23,7 +23,7 @@ beyond its last multiple of 64 elements, or its last whole block, is left to tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, MixedPlanes, StatePlanes
 from tiermem.optim.shares import Shares
 from tiermem.optim.split import join, join_masked, split, split_masked
-from tiermem.optim.tiles import SEGMENT_ALIGNMENT
+from tiermem.optim.tiles import SEGMENT_ALIGNMENT, UnitState
 from tiermem.optim.updates import Settings
 
 SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
@@ -95,6 +95,11 @@ class Workspace:
         """The compiled loops, if they are to be used and can be."""
         return compiled_loops() if self._compiled else None
 
+    def prepare(self, units: Iterable[UnitState]) -> None:
+        """Compile the loops now, if updates of these units are done by them."""
+        if self._compiled and any(map(_has_loops, units)):
+            compiled_loops()
+
     def slices(self, begin: int, length: int, *, coded: bool = False) -> Iterator[slice]:
         """Cut [begin, begin + length) into slices that fit the scratch; `coded`: for 8-bit moments."""
         end, numel = begin + length, self.coded_slice_numel if coded else self.slice_numel
@@ -110,6 +115,11 @@ class Workspace:
             self._coded = _Coded(both[0], both[1], BlockScratch(whole, device), *books)
         whole = block_count(numel) * BLOCK_NUMEL
         return self._coded._replace(first=self._coded.first[:whole], second=self._coded.second[:whole])
+
+
+def _has_loops(state: UnitState) -> bool:
+    """Whether there are loops for such a unit: float32 with float32 moments is one call of torch's."""
+    return state.dtype == torch.bfloat16 or any(segment.quantized for segment in state.segments)
 
 
 def adamw_tile(

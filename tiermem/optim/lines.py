@@ -3,8 +3,8 @@
 Owns the form and how it is found. Does not know who computes with it: `vectors.py`. Guarantees the codes of the table
 for every float16, or that there are no lines.
 
-The 32 exponents of float16 each have two lines, one up to an `edge` and one above it, because within a factor of two the
-book has at most one place where the distance of its values changes, the end of a decade. A line answers with
+The 32 exponents of float16 each have two lines, one up to an `edge` and one above it, because within a factor of two
+the book has at most one place where the distance of its values changes, the end of a decade. A line answers with
 `min((slope * mantissa / 2^16 + offset) / 2^8, cap)`, all in unsigned integers of 16 bits, `mantissa` being the ten
 digits of the float16 times 64. What comes out is the distance from the code of zero, in codes; signs are not looked at.
 """

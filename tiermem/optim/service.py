@@ -100,6 +100,9 @@ class GradientBook(Protocol):
 class UpdateQueue(Protocol):
     """Carries updates out; the `Updater`, or a fake in tests."""
 
+    def prepare(self) -> None:
+        """Do what need only be done once, before there is something to update."""
+
     def start(self, update: UnitUpdate) -> None:
         """Queue an update."""
 

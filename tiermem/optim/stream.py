@@ -118,6 +118,10 @@ class UnitStream:
         """End the threads that share the kernel's work; call it when no update runs any more."""
         self._workspace.shares.close()
 
+    def prepare(self) -> None:
+        """Have the kernel compiled, if some unit has use for that."""
+        self._workspace.prepare(state for state in self.units.values() if not self._is_above(state.unit))
+
     def keys(self, update: UnitUpdate) -> list[PageKey]:
         """The pages that an update touches, in order."""
         state = self.units[update.unit]

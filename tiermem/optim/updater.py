@@ -69,6 +69,10 @@ class Updater:
         self._task: Future[None] | None = None
         self._closed = False
 
+    def prepare(self) -> None:
+        """Do what need only be done once: in the first step it would come on top of the activations."""
+        self._stream.prepare()
+
     def start(self, update: UnitUpdate) -> None:
         """Queue an update; it fails, when its turn comes, if an earlier one of the same unit has.
 

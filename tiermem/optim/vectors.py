@@ -1,9 +1,9 @@
 """Codes to numbers and back in vectors of 512 bits, for processors of the x86 kind that have AVX-512 with VBMI.
 
-Owns what no compiler makes of a look into a table for each element: a book's 256 values lie in sixteen registers, a byte
-of each value to four of them, and one instruction looks 64 codes up in two; the table of codes is the straight lines of
-`lines.py`. Does not know the update. Guarantees the codes and values of `codebook.py`, bit for bit, of numbers in
-[-1, 1] times a scale that is not NaN.
+Owns what no compiler makes of a look into a table for each element: a book's 256 values lie in sixteen registers, a
+byte of each value to four of them, and one instruction looks 64 codes up in two; the table of codes is the straight
+lines of `lines.py`. Does not know the update. Guarantees the codes and values of `codebook.py`, bit for bit, of numbers
+in [-1, 1] times a scale that is not NaN.
 
 numba keeps what it compiled by the date of `loops.py`, where this ends up. Whoever changes something here touches that.
 """
@@ -158,12 +158,11 @@ class _Vectors:
         """The float32 whose lowest bytes are in the first plane, whose highest in the last."""
         builder, numbers = self._builder, []
         for half in (False, True):
-            low, high = (
-                builder.bitcast(self._zip(*planes[p : p + 2], 16, half), ir.VectorType(_WORD, _WORDS)) for p in (0, 2)
-            )
+            zipped = [self._zip(planes[p], planes[p + 1], 16, half) for p in (0, 2)]
+            low, high = (builder.bitcast(one, ir.VectorType(_WORD, _WORDS)) for one in zipped)
             for quarter in (False, True):
-                zipped = self._zip(low, high, 8, quarter)
-                numbers.append(builder.bitcast(zipped, ir.VectorType(_FLOAT, _FLOATS)))
+                whole = self._zip(low, high, 8, quarter)
+                numbers.append(builder.bitcast(whole, ir.VectorType(_FLOAT, _FLOATS)))
         return numbers
 
     def _zip(self, left: Any, right: Any, quarter: int, upper: bool) -> Any:
@@ -176,7 +175,7 @@ class _Vectors:
         """The bits of the float16 nearest to 32 float32 in two registers."""
         half, words = ir.VectorType(ir.HalfType(), _FLOATS), ir.VectorType(_WORD, _FLOATS)
         parts = [self._builder.bitcast(self._builder.fptrunc(one, half), words) for one in pair]
-        return self.shuffle(*parts, list(range(_WORDS)))
+        return self.shuffle(parts[0], parts[1], list(range(_WORDS)))
 
     def place(self, half: Any, edges: Any, lines: Sequence[Any]) -> Any:
         """What the lines say of the magnitudes of float16."""

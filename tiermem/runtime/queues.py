@@ -77,6 +77,7 @@ class LazyQueue:
     def __init__(self, queue: UpdateQueue) -> None:
         self._queue = queue
         self._kept: dict[int, list[UnitUpdate]] = {}
+        self.prepare = queue.prepare
 
     def start(self, update: UnitUpdate) -> None:
         """Keep the update until somebody waits for its unit."""
@@ -124,6 +125,7 @@ class GatedQueue:
         self._wait_open = wait_open
         self._changed = changed
         self._queue = queue
+        self.prepare = queue.prepare
         self.wait = queue.wait
         self.wait_all = queue.wait_all
         self.pending = queue.pending
