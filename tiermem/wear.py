@@ -71,13 +71,15 @@ def parse_endurance(text: str | None, capacity: int | None = None) -> Endurance:
     if text is None:
         return Endurance(capacity)
     amount, _, size = text.partition("@")
-    capacity = parse_bytes(size) if size else capacity
     match = _DWPD.fullmatch(amount)
-    if match is None:
-        nbytes = parse_bytes(amount)
-    elif not capacity:
+    try:
+        capacity = parse_bytes(size) if size else capacity
+        nbytes = parse_bytes(amount) if match is None else 0
+    except ConfigError as error:
+        raise ConfigError(f"expected an endurance like '600TB' or '1DWPD@2TB', found {text!r}: {error}") from None
+    if match is not None and not capacity:
         raise ConfigError(f"endurance {text!r} is in drive writes per day: say of what capacity, as in '1DWPD@2TB'")
-    else:
+    if match is not None and capacity:
         writes, years = match.groups()
         nbytes = round(float(writes) * capacity * 365 * int(years or WARRANTY_YEARS))
     if nbytes <= 0:

@@ -129,6 +129,20 @@ def test_a_config_json_of_another_architecture(command: Command, tmp_path: Path)
     assert len(json.loads(done.stdout)["steps"]) == 2
 
 
+def test_resuming_where_nothing_was_committed_begins_anew_and_says_so(command: Command, tmp_path: Path) -> None:
+    model, swap = tmp_path / "config.json", tmp_path / "swap"
+    model.write_text(json.dumps(SMALL))
+    swap.mkdir()
+    common = ["train", "--model", str(model), "--steps", "1", "--batch", "1", "--seq", "16", "--json"]
+    done = command(*common, "--host-memory", "8MiB", "--swap-dir", str(swap), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["steps"]) == 1
+    assert f"nothing was committed in {swap}: training begins anew" in "".join(done.stderr.splitlines())
+    again = command(*common, "--host-memory", "8MiB", "--swap-dir", str(swap), "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "nothing was committed" not in again.stderr
+
+
 def test_a_training_is_resumed_where_it_was_committed(
     command: Command, warm_python: WarmPython, tmp_path: Path
 ) -> None:

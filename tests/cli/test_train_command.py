@@ -199,6 +199,26 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: p
     error_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--lr", "inf"], "--lr: expected a finite number, found inf"),
+        (["train", "--batch", "99999999999"], "of token numbers alone"),
+        (["train", "--endurance", "much"], "expected an endurance like '600TB'"),
+        (["bench", "--dir", ".", "--size", "20G"], "--size: expected one of the units"),
+        (["bench", "--dir", ".", "--block-size", "big"], "--block-size: expected a size"),
+        (["bench", "--dir", ".", "--steady-bytes", "-1"], "--steady-bytes: expected a size"),
+        (["snapshot", "export", "run", "--to", "out", "--max-shard-size", "5X"], "--max-shard-size: expected one of"),
+    ],
+)
+def test_numbers_that_make_no_sense_name_their_option(
+    plain_core: Any, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == 1
+    assert said in error_line(capsys)
+    assert plain_core.runtimes == []
+
+
 def test_errors_of_the_core_are_one_line(plain_core: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for error in (CapacityError("too little:\n  7 bytes"), swap.SwapError("cannot read"), OSError(28, "No space left")):
         plain_core.error = error

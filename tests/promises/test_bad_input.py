@@ -624,6 +624,13 @@ def test_a_model_left_by_its_runtime_is_not_taken_for_tied(tmp_path):
         assert runtime.parameter(model.b) == 2.0
 
 
+def test_a_model_made_in_inference_mode_is_refused(tmp_path):
+    with torch.inference_mode():
+        model = nn.Linear(8, 8)
+    with refused(tiermem.ConfigError, "weight was made in torch.inference_mode", model, tmp_path):
+        offload(model, tmp_path)
+
+
 def test_values_assigned_while_paged_out_are_not_lost_in_silence(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), coalesce=0) as runtime:

@@ -172,6 +172,29 @@ def test_reinitialising_while_gathered(tmp_path):
 # Conversions.
 
 
+def test_an_embedding_that_scales_its_rows_in_forward_needs_to_be_gathered_for_writing(tmp_path):
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(40, 8, max_norm=1.0), nn.Linear(8, 8))
+
+    plain, model, x = make(), make(), tokens()
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.TiermemError, match=r"0\.weight was written in place"):
+            model(x)
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            with runtime.gathered(model[0], write=True):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plain(x).square().mean().backward()
+            other.step()
+            other.zero_grad()
+        assert same_state(values(runtime), plain.state_dict())
+
+
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda model: model.to(torch.bfloat16)])
 def test_another_dtype_is_refused_by_the_next_call_and_undone(convert, tmp_path):
     model = Stack()

@@ -19,7 +19,7 @@ from rich.table import Table
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, run_bench
 from swap.blocks import align_down
 from tiermem.cli.disk import check_output
-from tiermem.memory.sizes import parse_bytes
+from tiermem.cli.options import size_of
 
 Directories = Annotated[
     list[Path], typer.Option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
@@ -66,14 +66,14 @@ def bench(
     """Measure what the drives of directories give: block size x queue depth x backend; read, write, half and half."""
     order = Order(
         directories=tuple(dir),
-        nbytes=align_down(parse_bytes(size)),
+        nbytes=align_down(size_of("--size", size)),
         seconds=seconds,
-        block_sizes=tuple(map(parse_bytes, block_size)) if block_size else None,
+        block_sizes=tuple(size_of("--block-size", one) for one in block_size) if block_size else None,
         queue_depths=tuple(queue_depth) if queue_depth else None,
         backends=tuple(backend) if backend else None,
         quick=quick,
         steady_seconds=steady_seconds,
-        steady_bytes=parse_bytes(steady_bytes),
+        steady_bytes=size_of("--steady-bytes", steady_bytes),
         huge_pages=not small_pages,
     )
     try:

@@ -11,6 +11,9 @@ from typing import Annotated
 
 import typer
 
+from tiermem.errors import ConfigError
+from tiermem.memory.sizes import parse_bytes
+
 Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")]
@@ -120,3 +123,11 @@ MeasuredSteps = Annotated[
 ]
 Best = Annotated[int, typer.Option("--best", min=1, help="How many of the best simulated settings are measured.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the choice to this .toml or .json file.")]
+
+
+def size_of(option: str, text: str) -> int:
+    """Return the bytes that `text`, given for `option`, says. Raises ConfigError, naming the option."""
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None

@@ -52,9 +52,8 @@ def export_command(
 ) -> None:
     """Write the weights of a commit or a snapshot as safetensors that transformers' from_pretrained reads."""
     from tiermem.cli.snapshot import export
-    from tiermem.memory.sizes import parse_bytes
 
-    show(export(paths, to, max_shard_nbytes=parse_bytes(max_shard_size)), json=json)
+    show(export(paths, to, max_shard_nbytes=options.size_of("--max-shard-size", max_shard_size)), json=json)
 
 
 @app.command("reshard")

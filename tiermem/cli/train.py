@@ -34,6 +34,7 @@ from tiermem.config import resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
+from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
@@ -197,6 +198,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     """
     launch = launch or Launch()
     launch.check_rows(options.batch)
+    check_numbers(options)
     check_scalars(options.tensorboard)
     if options.timeline is not None:
         check_output("--timeline", options.timeline)
@@ -218,6 +220,8 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
     training = Training(options, config, model_config=model_config, source=source, launch=launch)
+    if options.resume and training.runtime.committed is None:
+        console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
     steps: list[StepReport] = []
     try:
         host_memory = host_budget(config, training.runtime)
@@ -245,6 +249,18 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         overlap=overlap,
         look_ahead=found.look_ahead,
     )
+
+
+def check_numbers(options: TrainOptions) -> None:
+    """Raise ConfigError for numbers that no training can be made with, whatever the model."""
+    if not math.isfinite(options.lr):
+        raise ConfigError(f"--lr: expected a finite number, found {options.lr}")
+    nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
+    if nbytes > available:
+        raise ConfigError(
+            f"--batch {options.batch} of --seq {options.seq} are {format_bytes(nbytes)} of token numbers alone, and "
+            f"{format_bytes(available)} of memory are available: take fewer at a time, and --accumulate"
+        )
 
 
 def run_steps(training: Training, steps: list[StepReport], progress: TrainProgress) -> None:

@@ -69,8 +69,8 @@ class Materializer:
     def run(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
         """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
 
-        Raises ConfigError for parameters on other devices than cpu or meta, and for a parameter or buffer that the
-        initialisation left without values.
+        Raises ConfigError for parameters on other devices than cpu or meta, or made in inference mode, and for a
+        parameter or buffer that the initialisation left without values.
         """
         _check(divided)
         initialiser = Initialiser(divided.model, self.init)
@@ -283,6 +283,11 @@ def _info(member: Member) -> ParameterInfo:
 def _check(divided: ModelUnits) -> None:
     for _, member in divided.members():
         parameter = member.parameter
+        if parameter.is_inference():
+            raise ConfigError(
+                f"parameter {member.names[0]} was made in torch.inference_mode() and can never be trained: make the "
+                "model outside of it"
+            )
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
                 f"parameter {member.names[0]} is on {parameter.device}; offload takes models on cpu or meta, and "
