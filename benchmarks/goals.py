@@ -27,6 +27,7 @@ from common import RESULTS, describe_surroundings, earlier_result, end_on_sigter
 from train_step import DRIVE, IDEAL, Contender, Plan, held_against, profile, rate_of, run_all, table
 
 THEME = "goals"
+REST = 20.0  # seconds in which a drive gets what ZeRO-Infinity has left to its cache out of the way
 PACKAGES = ("torch", "transformers", "numpy")
 PARTS = ("compute", "drive", "batches", "memory")
 PEER = "deepspeed nvme"
@@ -118,6 +119,7 @@ def side_by_side(part: str, options: argparse.Namespace) -> list[dict[str, Any]]
         steps=0,
         directory=options.directory,
         in_turns=True,
+        pause=REST if part == "drive" and not options.quick else 0.0,
     )
     return run_all(plan if part != "batches" else replace(plan, rounds=max(5, options.rounds)))
 

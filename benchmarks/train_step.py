@@ -59,6 +59,7 @@ class Plan:
     directory: Path
     timeout: float | None = None  # seconds for one contender's run
     in_turns: bool = False
+    pause: float = 0.0  # seconds before each turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,7 +191,8 @@ def run_in_turns(plan: Plan, workload: str) -> list[dict[str, Any]]:
                 command = command_of(contender, workload, directory)
                 players.append(stack.enter_context(Player(contender.name, command, environment())))
             print(f"{workload}: {', '.join(player.name for player in players)}, in turns", file=sys.stderr)
-            blocks = take_turns(players, warm_up=plan.warm_up, rounds=max(5, plan.rounds), steps=TURN)
+            rounds = max(5, plan.rounds)
+            blocks = take_turns(players, warm_up=plan.warm_up, rounds=rounds, steps=TURN, pause=plan.pause)
             outcomes = [player.finish() for player in players]
     except PlayerError as error:
         print(error.errors, file=sys.stderr)

@@ -84,8 +84,13 @@ class Player:
         return PlayerError(self.name, code, self._errors.read())
 
 
-def take_turns(players: Sequence[Player], *, warm_up: int, rounds: int, steps: int) -> list[list[list[float]]]:
-    """Return, for each player, for each round, the seconds of `steps` steps."""
+def take_turns(
+    players: Sequence[Player], *, warm_up: int, rounds: int, steps: int, pause: float = 0.0
+) -> list[list[list[float]]]:
+    """Return, for each player, for each round, the seconds of `steps` steps.
+
+    `pause`: seconds of rest before each turn, where a drive is still at what the contender before has written.
+    """
     for player in players:
         for _ in range(warm_up):
             player.step()
@@ -93,6 +98,7 @@ def take_turns(players: Sequence[Player], *, warm_up: int, rounds: int, steps: i
     for number in range(rounds):
         turns = list(zip(players, blocks, strict=True))
         for player, own in turns if number % 2 == 0 else reversed(turns):
+            time.sleep(pause)
             player.step()
             own.append([player.step() for _ in range(steps)])
     return blocks
