@@ -13,6 +13,8 @@ from doubles_python import WarmPython
 
 if "TIERMEM_GPU_SUITE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; for child processes too
+# Processes that tests start compute with one thread (doubles_python.py); sums over several have other last bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

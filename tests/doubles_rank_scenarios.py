@@ -108,13 +108,18 @@ def train(
     accumulate: int = 1,
     clip: bool = True,
     batch: Callable[[int], torch.Tensor] = tokens,
+    together: tiermem.Runtime | None = None,
 ) -> list[float]:
-    """The loop of every scenario; one process with size=1 sees all rows."""
+    """The loop of every scenario; one process with size=1 sees all rows. `together`: micro-batches by its verb."""
     losses = []
     for step in range(steps):
         total = 0.0
-        for micro in range(accumulate):
-            loss = loss_of(model, part(batch(step * accumulate + micro), rank, size)) / accumulate
+        own = [part(batch(step * accumulate + micro), rank, size) for micro in range(accumulate)]
+        if together is not None:
+            total = float(sum(together.forward_backward(own, lambda rows: loss_of(model, rows) / accumulate)))
+            own = []
+        for rows in own:
+            loss = loss_of(model, rows) / accumulate
             loss.backward()
             total += float(loss.detach())
         if clip:
@@ -138,11 +143,13 @@ def trained(
     settings = {key: how.pop(key) for key in list(how) if key not in ("steps", "accumulate", "clip", "batch")}
     given = {name: settings.pop(name) for name in ("mesh", "keep", "keep_dtype", "coalesce") if name in settings}
     given.setdefault("coalesce", 0)  # these models are all small: all of one would be a unit
+    together = settings.pop("together", False)
     torch.manual_seed(seed)
     model = make()
     with tiermem.offload(model, config_for(directory, **settings), **given) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-        losses = train(model, optimizer, rank=rank, size=size, **how)
+        losses = train(model, optimizer, rank=rank, size=size, together=runtime if together else None, **how)
+        cut = runtime._house.cutting.why_not is None
         weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
         masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
         statistics = runtime.statistics()
@@ -150,6 +157,7 @@ def trained(
         events = runtime._house.storage.timeline.events()
     return {
         "crossed": crossed,
+        "cut": cut,
         "gradients_crossed": sum(" grad tile " in event.name and "swap" in event.lane for event in events),
         "losses": losses,
         "norm": None if optimizer.grad_norm is None else float(optimizer.grad_norm),
@@ -216,6 +224,16 @@ def stage_1_tight(directory: Path, rank: int, size: int) -> Any:
 
 def plain_llama(directory: Path, rank: int, size: int) -> Any:
     return trained(llama, directory, rank, size, accumulate=2)
+
+
+def llama_together(directory: Path, rank: int, size: int) -> Any:
+    """Micro-batches unit by unit, their graphs cut from the second step on."""
+    return trained(llama, directory, rank, size, accumulate=2, together=True)
+
+
+def odd_together(directory: Path, rank: int, size: int) -> Any:
+    """Micro-batches unit by unit, each on its own thread: what is tied has gradients of two units."""
+    return trained(Odd, directory, rank, size, accumulate=2, together=True)
 
 
 def routed(directory: Path, rank: int, size: int) -> Any:
@@ -454,6 +472,8 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         stage_1_tight,
         committing_stage_2,
         plain_llama,
+        llama_together,
+        odd_together,
         routed,
         verbs,
         sub_group,

@@ -31,6 +31,7 @@ STALL = 20.0  # seconds the ranks wait for each other
 # Scenarios of other people's models, and what they import.
 IMPORTS = {
     "plain_llama": "transformers.models.llama.modeling_llama",
+    "llama_together": "transformers.models.llama.modeling_llama",
     "lora": "peft",
     "mixture": "transformers.models.mixtral.modeling_mixtral",
     "streamed": "transformers.models.mixtral.modeling_mixtral",

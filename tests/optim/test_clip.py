@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError
 from tiermem.optim.clip import are_finite, clip_coefficient, is_finite, total_norm
-from tiermem.zero3.reduce import gradient_norm
+from tiermem.zero3.norms import gradient_norm
 
 
 @given(

@@ -74,13 +74,14 @@ def test_invariants_and_budget_hold_at_every_event(design: Design) -> None:
 def test_a_step_takes_at_least_what_each_resource_needs(design: Design) -> None:
     result = simulate(design)
     assert simulate(design) == result, "the same design, the same course"
-    assert result.seconds >= result.computing * (1 - 1e-9)
+    rounding = 1 - 1e-6  # seconds are sums over hundreds of moments, each of them a sum
+    assert result.seconds >= result.computing * rounding
     assert result.seconds * 2e9 * 1.001 >= result.bytes_read
-    assert result.seconds >= sum(result.phases.values()) * (1 - 1e-9)
+    assert result.seconds >= sum(result.phases.values()) * rounding
     work = design.workload
     needed = sum((times.forward + times.backward) * work.batches for times in design.times)
-    assert result.computing >= needed * (1 - 1e-9)
-    assert result.updating >= work.parameters * design.update_seconds * (1 - 1e-9)
+    assert result.computing >= needed * rounding
+    assert result.updating >= work.parameters * design.update_seconds * rounding
     assert result.seconds == pytest.approx(result.computing + result.stall_seconds, rel=1e-6)
 
 

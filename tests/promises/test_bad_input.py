@@ -614,6 +614,22 @@ def test_parameters_tied_by_their_data_are_refused(tmp_path):
         assert torch.equal(frozen(torch.ones(2, 8)), expected)
 
 
+def test_a_buffer_that_is_a_view_of_a_parameter(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model[1].register_buffer("row", model[0].weight.detach()[3])
+    with refused(tiermem.ConfigError, r"buffer 1\.row is a view of parameter 0\.weight", model, tmp_path):
+        offload(model, tmp_path)
+    model[0].weight.requires_grad_(False)  # never changes, so the copy stays right
+    offload(model, tmp_path).close()
+
+
+def test_a_buffer_beside_a_parameter_in_one_storage(tmp_path):
+    model, whole = nn.Linear(8, 8, bias=False), torch.randn(2, 64)
+    model.weight.data = whole[0].view(8, 8)
+    model.register_buffer("beside", whole[1])
+    offload(model, tmp_path).close()
+
+
 def test_a_model_left_by_its_runtime_is_not_taken_for_tied(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 8), nn.PReLU())
     model.register_parameter("a", nn.Parameter(torch.tensor(1.0)))

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.long
 SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
-MORE = [*STAGES, "odd_tight", "odd_bfloat16", "odd_coalesced", "plain_llama", "routed", "verbs"]
+TOGETHER = ["llama_together", "odd_together"]
+MORE = [*STAGES, "odd_tight", "odd_bfloat16", "odd_coalesced", "plain_llama", *TOGETHER, "routed", "verbs"]
 WAYS = ["asked_ahead", "lora", "mixture", "autocast", "experts_as_units"]
 WRONG = ["an_expert_without_tokens", "two_dimensions", "another_order", "one_fails", "one_cannot_begin"]
 
@@ -82,6 +83,13 @@ def test_small_units_that_have_become_one(reports):
 
 def test_llama(reports):
     check(values(reports[2, "plain_llama"]), plain(scenarios.llama, accumulate=2))
+
+
+@pytest.mark.parametrize(("name", "make", "cut"), [("llama", scenarios.llama, True), ("odd", scenarios.Odd, False)])
+def test_micro_batches_together(reports, name, make, cut):
+    found = values(reports[2, f"{name}_together"])
+    assert [each["cut"] for each in found] == [cut, cut]
+    check(found, plain(make, accumulate=2))
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -36,10 +37,13 @@ class FakeGatherer:
 
 
 class Script:
-    """Needs the units of `way`, one after the other; fails before number `failing`."""
+    """Needs the units of `way`, one after the other, and leaves those of `back`; fails before number `failing`."""
 
-    def __init__(self, world: World, number: int, way: list[int], failing: int | None = None) -> None:
-        self.world, self.number, self.way, self.failing = world, number, way, failing
+    def __init__(self, world: World, number: int, way: list[int], back: Sequence[int] = ()) -> None:
+        self.world, self.number, self.way = world, number, way
+        self.failing: int | None = None
+        self.left = list(reversed(back))
+        self.failing_back: int | None = None
         self.away = True
         self.unwound = False
 
@@ -53,6 +57,25 @@ class Script:
                 self.world.use(self, unit)
         finally:
             self.unwound = True
+
+    def go_back(self) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        unit = self.left.pop()
+        if len(self.left) == self.failing_back:
+            raise ValueError("mine")
+        for needed in (unit, OTHER, unit):
+            self.world.lockstep.turn(needed)
+            self.world.lockstep.arrived(needed)
+        self.world.use(self, unit)
+
+    def enter(self, *_: object) -> None:
+        return None
+
+    def looked_back(self) -> None:
+        raise AssertionError("there is no backward")
+
+    def keeps_back(self, _: object) -> bool:
+        return False
 
     def resume(self) -> None:
         assert self.away
@@ -83,6 +106,7 @@ class World:
         assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-micro-batch"]
 
 
+OTHER = 99  # a unit that is not the one all go back through: nobody holds it
 WAYS = st.lists(st.integers(0, 3), max_size=8)
 
 
@@ -110,6 +134,43 @@ def test_units_are_brought_once_where_all_agree_and_passed_in_order(way: list[in
     order = [who for who, _ in itertools.groupby(who for who, _ in world.used)]
     if count > 1:
         assert order == list(range(count)) * len(passes)
+
+
+@given(backs=st.lists(WAYS, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_everybody_goes_back_through_what_was_left(backs: list[list[int]]) -> None:
+    world = World()
+    world.lockstep.run([Script(world, number, [7], back) for number, back in enumerate(backs)])
+    for number, back in enumerate(backs):
+        assert [unit for who, unit in world.used if who == number] == [7, *back]
+    assert OTHER not in world.gatherer.brought
+    brought = world.gatherer.brought
+    assert world.complete == [*brought, *dict.fromkeys(brought)]
+    world.check_rest()
+
+
+@given(back=WAYS, count=st.integers(1, 6))
+@settings(max_examples=50, deadline=None)
+def test_where_all_agree_units_are_brought_once_on_the_way_back(back: list[int], count: int) -> None:
+    world = World()
+    world.lockstep.run([Script(world, number, [7], back) for number in range(count)])
+    assert world.gatherer.brought == [7, *back]
+    assert [who for who, _ in world.used] == list(range(count)) * (1 + len(back))
+
+
+@given(backs=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_an_error_on_the_way_back_leaves_nothing_held(backs: list[list[int]], who: int, place: int) -> None:
+    world = World()
+    scripts = [Script(world, number, [7], back) for number, back in enumerate(backs)]
+    victim = scripts[who % len(scripts)]
+    if place >= len(victim.left):
+        world.lockstep.run(scripts)
+    else:
+        victim.failing_back = place
+        with pytest.raises(ValueError, match="mine"):
+            world.lockstep.run(scripts)
+    world.check_rest()
 
 
 def test_those_who_took_different_ways_meet_again() -> None:

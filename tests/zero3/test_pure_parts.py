@@ -12,7 +12,6 @@ from tiermem.pager.tiling import tile_count, tile_ranges, tiles_in_turn
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, dense_stride, memory_order, plan_layout, slot_view
 from tiermem.zero3.order import Access, OrderRecorder, Phase
 from tiermem.zero3.placeholder import Placeholders
-from tiermem.zero3.reduce import gradient_norm
 
 NUMBERS = st.integers(0, 10_000)
 
@@ -191,23 +190,3 @@ def test_placeholders_are_truthful_and_free():
     with pytest.raises(TiermemError, match="bfloat16"):
         placeholders.check("unit u")
     placeholders.check("it is mended")
-
-
-@pytest.mark.parametrize("numel", [0, 1, 1000, 3 << 16, (3 << 16) + 1, 1_000_003])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_gradient_s_norm_is_as_exact_as_its_dtype(numel, dtype):
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    norm = gradient_norm(gradient)
-    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert norm.shape == ()
-    if dtype == torch.float32:
-        assert torch.equal(norm, torch.linalg.vector_norm(gradient))  # the bits of torch, which are less exact
-    else:
-        torch.testing.assert_close(norm.double(), torch.linalg.vector_norm(gradient.double()), rtol=3e-6, atol=0)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_gradient_s_norm_tells_what_is_not_finite(value):
-    gradient = torch.zeros(1_000_000, dtype=torch.bfloat16)
-    gradient[999_999] = value
-    assert not torch.isfinite(gradient_norm(gradient))

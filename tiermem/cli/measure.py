@@ -32,7 +32,7 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 from tiermem.planner.machine import Drive, Host, Machine
-from tiermem.zero3.reduce import gradient_norm
+from tiermem.zero3.norms import gradient_norm
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # A product of the size of a small model's layers on a few hundred tokens, and a tile as training updates.

@@ -46,11 +46,13 @@ from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
 from tiermem.runtime.undo import choose_schedule, make_speculation, wanted_copies
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
+from tiermem.zero3.cuts import Cutting
 from tiermem.zero3.exchange import join
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot, UnitLayout
 from tiermem.zero3.materialize import Materializer, WeightSource
+from tiermem.zero3.norms import compiled_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
 from tiermem.zero3.shards import Piece, Shard
@@ -86,6 +88,11 @@ class House:
         """What every commit says about the meaning of the pages' bytes."""
         copies, small = self.company.grid.copies.size, self.divided.small
         return layout_record(self.layouts, self.config, self.footprint.tile_numel, copies=copies, small=small)
+
+    @cached_property
+    def cutting(self) -> Cutting:
+        """Whether the graphs of micro-batches can be cut, which the first calls of `forward_backward` find out."""
+        return Cutting(self.parameters, self.scheduler.saved.outstanding)
 
     @cached_property
     def other_names(self) -> dict[str, str | None]:
@@ -193,7 +200,7 @@ def _furnish(
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=beginning.past)
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
-    queue = GatedQueue(LazyQueue(updater) if footprint.serial else updater, snapshots.wait_open, source.changed)
+    queue = _queue(blueprint, updater, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
     states_in_order, patient = list(blueprint.states.values()), blueprint.patient
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
@@ -236,6 +243,16 @@ def _plans(
 ) -> StepPlans:
     look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
     return StepPlans(storage.pager, storage.counters, blueprint, schedule, look_ahead)
+
+
+def _queue(
+    blueprint: Blueprint, updater: Updater, wait_open: Callable[[], None], changed: Callable[[int], None]
+) -> GatedQueue:
+    queue = LazyQueue(updater) if blueprint.footprint.serial else updater
+    narrow = any(state.dtype == torch.bfloat16 for state in blueprint.states.values())
+    # In the first backward a compiler would come on top of the activations.
+    prepare = compiled_loops if narrow and blueprint.device is None else None
+    return GatedQueue(queue, wait_open, changed, prepare=prepare)
 
 
 def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:

@@ -120,18 +120,31 @@ class LazyQueue:
 class GatedQueue:
     """Lets no update begin while a commit of the step before is being made."""
 
-    def __init__(self, queue: UpdateQueue, wait_open: Callable[[], None], changed: Callable[[int], None]) -> None:
-        """`changed(unit)` is told of every unit whose update is queued."""
+    def __init__(
+        self,
+        queue: UpdateQueue,
+        wait_open: Callable[[], None],
+        changed: Callable[[int], None],
+        *,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        """`changed(unit)` is told of every unit whose update is queued. `prepare()`: what else is done only once."""
         self._wait_open = wait_open
         self._changed = changed
+        self._also_prepare = prepare
         self._queue = queue
-        self.prepare = queue.prepare
         self.wait = queue.wait
         self.wait_all = queue.wait_all
         self.pending = queue.pending
         self.hurry = queue.hurry
         self.raise_failed = queue.raise_failed
         self.withdraw = queue.withdraw
+
+    def prepare(self) -> None:
+        """Do what need only be done once, before there is something to update."""
+        self._queue.prepare()
+        if self._also_prepare is not None:
+            self._also_prepare()
 
     def start(self, update: UnitUpdate) -> None:
         """Queue the update once no commit is under way; waits for that."""

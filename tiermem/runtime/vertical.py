@@ -22,6 +22,7 @@ from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.runtime.house import House
+from tiermem.zero3.cuts import Arguments, Cuts
 from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
 from tiermem.zero3.lockstep import Lockstep
 
@@ -43,10 +44,15 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     kept = _generators()
     surroundings = Surroundings()
     measure = loss if loss is not None else _model_loss(house.divided.model, count)
-    passages = [Passage(measure, batch, seed, surroundings) for batch, seed in zip(batches, seeds, strict=True)]
+    cutting = house.cutting
+    passages = [
+        Passage(measure, batch, seed, surroundings, cutting.cuts(count))
+        for batch, seed in zip(batches, seeds, strict=True)
+    ]
     scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce)
     try:
         scheduler.lockstep.run(passages)
+        cutting.succeeded(count)
     finally:
         scheduler.lockstep = None
         _restore(kept)
@@ -75,13 +81,14 @@ class Surroundings:
 
 
 class Passage:
-    """One micro-batch: forward, loss, backward."""
+    """One micro-batch: forward, loss, backward. `cuts`: what divides its backward; None: it is not divided."""
 
-    def __init__(self, loss: Loss, micro_batch: Any, seed: int, surroundings: Surroundings) -> None:
+    def __init__(self, loss: Loss, micro_batch: Any, seed: int, surroundings: Surroundings, cuts: Cuts | None) -> None:
         self._loss = loss
         self._micro_batch = micro_batch
         self._seed = seed
         self._surroundings = surroundings
+        self._cuts = cuts
         self._states: list[torch.Tensor] | None = None
         self._result: torch.Tensor | None = None
 
@@ -99,12 +106,40 @@ class Passage:
     def _run(self) -> None:
         with ExitStack() as stack:
             self._surroundings.enter(stack)
+            if self._cuts is not None:
+                self._cuts.begin()
             loss = self._loss(self._micro_batch)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise TiermemError(f"a loss is a tensor of one element, found {found}; return one from `loss`")
             self._result = loss.detach().clone()
+            if self._cuts is not None:
+                self._cuts.close(loss)
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A module of `unit` is called."""
+        return None if self._cuts is None else self._cuts.enter(unit, args, kwargs)
+
+    def looked_back(self) -> None:
+        """There was a backward through several units."""
+        if self._cuts is not None:
+            self._cuts.looked_back()
+
+    @property
+    def left(self) -> list[int | None]:
+        """The units backward has not been through yet."""
+        return [] if self._cuts is None else self._cuts.units
+
+    def keeps_back(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient that has arrived is to wait for more of this micro-batch."""
+        return self._cuts is not None and self._cuts.keeps_back(parameter)
+
+    def go_back(self) -> None:
+        """Backward through one of them."""
+        if self._cuts is not None:
+            with torch.autograd.set_multithreading_enabled(False):
+                self._cuts.go_back()
 
     def resume(self) -> None:
         """Continue this micro-batch's random numbers."""

@@ -81,6 +81,22 @@ def call_at_backward_end(function: Callable[[], None]) -> None:
     queue(function)
 
 
+def sequence_number() -> int:
+    """Return the number the next node made on this thread will have; they count up."""
+    try:
+        return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+    except AttributeError as error:
+        raise _moved("torch._C._autograd._get_sequence_nr") from error
+
+
+def node_number(node: torch.autograd.graph.Node) -> int:
+    """Return the `sequence_number` at which a node was made. What accumulates a leaf's gradient is above all others."""
+    try:
+        return int(node._sequence_nr())  # noqa: SLF001 - torch documents it, under this name
+    except AttributeError as error:
+        raise _moved("torch.autograd.graph.Node._sequence_nr") from error
+
+
 def viewers(tensor: torch.Tensor) -> int:
     """Return how many tensors and storages hold on to the bytes of `tensor`."""
     try:

@@ -26,7 +26,8 @@ from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
-from tiermem.zero3.reduce import StepGradients, gradient_norm, norm_dtype, plain
+from tiermem.zero3.norms import gradient_norm, norm_dtype
+from tiermem.zero3.reduce import StepGradients, plain
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Pager
 from tiermem.zero3.sums import mean_over_ranks

@@ -8,6 +8,7 @@ a model whose runtime is closed says so instead of computing with NaN, or being 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,7 @@ def refuse_unfit(model: nn.Module) -> None:
             raise ConfigError(f"parameter {name} has no shape yet: run the lazy module once before offload")
     _refuse_scripted(model)
     _refuse_overlaps(model)
+    _refuse_views(model)
 
 
 def _refuse_scripted(model: nn.Module) -> None:
@@ -77,8 +79,8 @@ def _refuse_overlaps(model: nn.Module) -> None:
     """Refuse two parameters that begin at one address, unless both are frozen: a tie by `.data`."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.numel() == 0 or not all(parameter.stride()):
-            continue  # no memory of its own; strides of zero are also what a closed runtime leaves behind
+        if not _lies(parameter):
+            continue
         if parameter.dim() == 0 and parameter != parameter:
             continue  # so is this
         other, before = found.setdefault(parameter.data_ptr(), (name, parameter))
@@ -87,6 +89,36 @@ def _refuse_overlaps(model: nn.Module) -> None:
                 f"parameters {other} and {name} are two parameters in one memory (tied by `.data`?); as pages each "
                 "would be trained by itself. Make them one parameter (module.weight = other.weight), or clone() one"
             )
+
+
+def _refuse_views(model: nn.Module) -> None:
+    """Refuse buffers that look into the memory of a parameter to be trained: they would keep the values before."""
+    parameters = [
+        (*_extent(each), name) for name, each in model.named_parameters() if each.requires_grad and _lies(each)
+    ]
+    parameters.sort()
+    for name, buffer in model.named_buffers():
+        if type(buffer) is not torch.Tensor or not _lies(buffer):
+            continue
+        begin, end = _extent(buffer)
+        last = bisect.bisect_left(parameters, end, key=lambda found: found[0])
+        if last and parameters[last - 1][1] > begin:
+            raise ConfigError(
+                f"buffer {name} is a view of parameter {parameters[last - 1][2]}; as pages the parameter would be "
+                "trained and the buffer keep its values of now. clone() it, or take the view in forward"
+            )
+
+
+def _lies(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own (strides of zero are also what a closed runtime leaves behind)."""
+    dense = tensor.layout is torch.strided and not tensor.is_meta
+    return dense and tensor.numel() > 0 and all(tensor.stride())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the byte behind its last."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
 def refuse_placeholders(model: nn.Module) -> None:

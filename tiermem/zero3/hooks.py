@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
+from tiermem.zero3.cuts import Arguments
 
 
 class BoundHook:
@@ -23,22 +24,21 @@ class BoundHook:
     def __init__(self, is_there: Callable[[], bool]) -> None:
         self._is_there = is_there
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> Any:
         """What a module calls. Dynamo (torch.compile) does not look inside: it breaks its graph here and goes on."""
-        self._pass_on(*arguments)
+        return self._pass_on(*arguments)
 
-    def _pass_on(self, *arguments: Any) -> None:
+    def _pass_on(self, *arguments: Any) -> Any:
         # Importing dynamo costs seconds and memory; whoever compiles has done so.
         if "torch._dynamo" not in sys.modules:
-            self.act(*arguments)
-            return
+            return self.act(*arguments)
         # In place of this method, and not of a None: dynamo takes what it has compiled for one hook also for another
         # that it has not come to yet, where a model calls a layer twice.
         self._pass_on = torch.compiler.disable(self.act)  # type: ignore[method-assign,no-untyped-call]
-        self._pass_on(*arguments)
+        return self._pass_on(*arguments)
 
-    def act(self, *arguments: Any) -> None:
-        """What there is to do; the subclasses know."""
+    def act(self, *arguments: Any) -> Any:
+        """What there is to do; the subclasses know. Returns what torch is to take from a hook of this kind."""
         raise NotImplementedError
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Nothing:
@@ -85,11 +85,14 @@ class LastHook:
 
 
 class BeforeCall(BoundHook):
-    """Forward pre-hook with keyword arguments. `last`: what will run behind the call."""
+    """Forward pre-hook with keyword arguments. `last`: what will run behind the call.
+
+    `call(module, units, args, kwargs)` returns what to call the module with, or None for what is there.
+    """
 
     def __init__(
         self,
-        call: Callable[[nn.Module, tuple[int, ...]], None],
+        call: Callable[[nn.Module, tuple[int, ...], tuple[Any, ...], dict[str, Any]], Arguments | None],
         units: tuple[int, ...],
         last: LastHook,
         is_there: Callable[[], bool],
@@ -99,10 +102,10 @@ class BeforeCall(BoundHook):
         self._units = units
         self._last = last
 
-    def act(self, module: nn.Module, *_: Any) -> None:
+    def act(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The module is about to run."""
         self._last.renew()
-        self._call(module, self._units)
+        return self._call(module, self._units, args, kwargs)
 
 
 class AfterCall(BoundHook):
@@ -142,11 +145,14 @@ class OutputHook(BoundHook):
             self._demand(unit)
 
 
-def gradient_hook(call: Callable[[int, int], None], unit: int, number: int) -> Callable[[torch.Tensor], None]:
-    """A hook for after the gradient of parameter `number` has been accumulated."""
+def gradient_hook(
+    call: Callable[[int, int], None], unit: int, number: int, kept_back: Callable[[torch.Tensor], bool]
+) -> Callable[[torch.Tensor], None]:
+    """A hook for after the gradient of parameter `number` has been accumulated, but for what is `kept_back`."""
 
-    def arrived(_: torch.Tensor) -> None:
-        call(unit, number)
+    def arrived(parameter: torch.Tensor) -> None:
+        if not kept_back(parameter):
+            call(unit, number)
 
     return arrived
 

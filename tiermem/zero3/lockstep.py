@@ -11,16 +11,22 @@ that are units of their own) those that are furthest behind go first and the oth
 unit may then be brought more than once.
 
 Threads rather than a rewritten model: forward and backward of an unmodified model can only be interrupted inside
-hooks, and a hook can only wait if its whole stack, autograd's part in it too, waits with it.
+hooks, and a hook can only wait if its whole stack, autograd's part in it too, waits with it. A computation whose graph
+could be cut (`cuts.py`) ends on its thread with the unit that forward came to last; what it leaves is gone back through
+on the caller's thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from tiermem.errors import TiermemError
+from tiermem.zero3.cuts import Arguments
+from tiermem.zero3.engine import backward_number
 from tiermem.zero3.gather import Gatherer
 
 
@@ -28,7 +34,23 @@ class Computation(Protocol):
     """What runs in lockstep with others, on a thread of its own. `resume` and `pause` surround each piece of it."""
 
     def run(self) -> None:
-        """Do all of it; interrupted wherever it needs another unit."""
+        """Do it, all but what `left` says then; interrupted wherever it needs another unit."""
+
+    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A module is about to be called, the first since it came to `unit`: what to call it with, if not with this."""
+
+    def looked_back(self) -> None:
+        """It came to another unit inside a backward."""
+
+    @property
+    def left(self) -> Sequence[int | None]:
+        """The units that `go_back` has still to go through, the next one last."""
+
+    def keeps_back(self, parameter: torch.Tensor) -> bool:
+        """A gradient has arrived; whether it is kept until more have been added to it."""
+
+    def go_back(self) -> None:
+        """Go through the next one of these, on the thread that calls."""
 
     def resume(self) -> None:
         """It goes on: what it left behind in `pause` is to be put back."""
@@ -51,6 +73,7 @@ class _Walker:
         self.unit: int | None = None
         self.wanted: int | None = None
         self.passed = 0
+        self.entering = False
         self.ended = False
         self.error: BaseException | None = None
 
@@ -69,6 +92,9 @@ class Lockstep:
         self._back = threading.Semaphore(0)
         self._running: _Walker | None = None
         self._held: int | None = None
+        # On the caller's thread: the unit that all go back through, and who is just doing so.
+        self._due: int | None = None
+        self._returning: Computation | None = None
         self._passed: dict[int, None] = {}
         self._abandoned = False
 
@@ -83,6 +109,8 @@ class Lockstep:
                     if walker.wanted == wanted:
                         self._advance(walker)
                 self._let_go()
+            self._running = None
+            self._go_back([walker.computation for walker in self._walkers])
             for unit in self._passed:
                 self._complete(unit)
         except BaseException:
@@ -98,6 +126,8 @@ class Lockstep:
             raise _AbandonedError("another micro-batch has failed")
         if unit == walker.unit:
             return
+        if backward_number() >= 0:
+            walker.computation.looked_back()
         walker.wanted = unit
         walker.computation.pause()
         self._back.release()
@@ -107,11 +137,28 @@ class Lockstep:
         walker.computation.resume()
         walker.unit = unit
         walker.passed += 1
+        walker.entering = True
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A module is about to be called; returns what to call it with, or None for this."""
+        walker = self._running
+        if walker is None or walker.unit is None or not walker.entering or backward_number() >= 0:
+            return None
+        if walker.thread is not threading.current_thread():
+            return None
+        walker.entering = False
+        return walker.computation.enter(walker.unit, args, kwargs)
+
+    def keeps_back(self, parameter: torch.Tensor) -> bool:
+        """A gradient of `parameter` has arrived on this thread; whether nobody else is to see it yet."""
+        computation = self._returning if self._running is None else self._running.computation
+        return computation is not None and computation.keeps_back(parameter)
 
     def arrived(self, unit: int) -> None:
         """`unit` has been gathered: keep it until all have passed."""
         walker = self._running
-        if walker is not None and walker.unit == unit and self._held is None:
+        wanted = self._due if walker is None else walker.unit
+        if unit == wanted and self._held is None:
             self._gatherer.hold(unit)
             self._held = unit
             self._passed[unit] = None
@@ -139,6 +186,19 @@ class Lockstep:
         finally:
             walker.ended = True
             self._back.release()
+
+    def _go_back(self, computations: Sequence[Computation]) -> None:
+        """Take all back through what they have left, unit by unit."""
+        while left := [computation for computation in computations if computation.left]:
+            self._due = max(left, key=lambda computation: len(computation.left)).left[-1]
+            for computation in left:
+                if computation.left[-1] == self._due:
+                    self._returning = computation
+                    computation.resume()
+                    computation.go_back()
+                    computation.pause()
+            self._let_go()
+        self._returning = None
 
     def _let_go(self) -> None:
         unit, self._held = self._held, None

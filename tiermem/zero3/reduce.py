@@ -18,9 +18,8 @@ from torch import nn
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
+from tiermem.zero3.norms import gradient_norm, measuring_copy
 from tiermem.zero3.sources import Lease, Pager, PendingLease
-
-_PIECE = 3 << 16  # elements of a gradient whose norm is taken at once: its bytes and their float32 stay in the cache
 
 _NOT_YET = torch.tensor(float("nan"))  # the norm of a gradient that was expected to grow
 
@@ -128,10 +127,10 @@ class GradientStore(StepGradients):
             self.release()
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
-        self._store(layout, slot, flat, add=parameter in self._norms, into_flat=not more)
+        squares = self._store(layout, slot, flat, add=parameter in self._norms, measure=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
-        self._norms[parameter] = _NOT_YET if more else gradient_norm(flat)
+        self._norms[parameter] = _NOT_YET if more else gradient_norm(flat, squares)
 
     def norm(self, parameter: int) -> torch.Tensor:
         """As of every `StepGradients`; waits for the pages of a gradient that was expected to grow, and did not."""
@@ -234,16 +233,23 @@ class GradientStore(StepGradients):
             raise InvariantError(f"some gradient tiles of unit {layout.name} are written in this step and some are not")
         return keys, Intent.FRESH if all(fresh) else Intent.WRITE
 
-    def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool, into_flat: bool) -> None:
-        """Write `flat` to the pages, or with `add` add it to what they hold; `into_flat`: `flat` is the sum, too."""
+    def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool, measure: bool) -> float | None:
+        """Write `flat` to the pages, or with `add` add it to what they hold.
+
+        `measure`: its norm is taken now, so `flat` is the sum afterwards, too; the squares are returned if they were
+        added up on the way.
+        """
         held = self._held[1] if self._held is not None and self._held[0] == layout.unit else None
+        measuring = measuring_copy(flat) if measure and not add else None
         for piece in layout.ranges(slot):
             lease = held or self._lease(layout, [piece.tile])
             try:
                 page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
                 fresh = flat[piece.begin : piece.begin + piece.length]
-                if add and not into_flat:
+                if measuring is not None:
+                    measuring.copy(piece.begin, kept)
+                elif add and not measure:
                     kept.add_(fresh)
                 else:
                     kept.copy_(fresh.add_(kept) if add else fresh)
@@ -254,6 +260,7 @@ class GradientStore(StepGradients):
                 raise
             if held is None:
                 lease.release()
+        return None if measuring is None else measuring.squares
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
@@ -261,37 +268,3 @@ def plain(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is not torch.strided:
         gradient = gradient.detach().to_dense()
     return gradient.detach().clone() if gradient.requires_grad else gradient
-
-
-def gradient_norm(flat: torch.Tensor) -> torch.Tensor:
-    """The L2 norm of a gradient, [n] of any floating dtype: 0-d, in `norm_dtype`, without waiting for a device.
-
-    In host memory it is finite where every element is, also where the squares are too large for float32.
-    """
-    if not flat.is_cpu:
-        return _vector_norm(flat, norm_dtype(flat.dtype))
-    norm = _vector_norm(flat, flat.dtype) if norm_dtype(flat.dtype) == flat.dtype else _norm_by_pieces(flat)
-    if torch.isinf(norm):
-        norm = _vector_norm(flat, torch.float64).to(norm.dtype)
-    return norm
-
-
-def _vector_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=dtype)
-    return norm
-
-
-def _norm_by_pieces(flat: torch.Tensor) -> torch.Tensor:
-    # Here torch would widen all of it first: a copy twice its size, whose memory is new to the process every time
-    # (beyond malloc's limit), which takes up to ten times as long as adding up. So piece by piece, in the cache.
-    wide = torch.empty(min(_PIECE, flat.numel()))
-    squares = torch.zeros(max(1, -(-flat.numel() // _PIECE)))
-    for square, narrow in zip(squares, torch.split(flat, _PIECE), strict=True):
-        piece = wide[: narrow.numel()].copy_(narrow)
-        torch.dot(piece, piece, out=square)
-    return squares.sum().sqrt()
-
-
-def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a norm of gradients of `dtype` is kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from tiermem.process import HomeProcess
 from tiermem.zero3.between import Between
 from tiermem.zero3.borrow import Borrowing
 from tiermem.zero3.calls import Call, CallStack, Turn
+from tiermem.zero3.cuts import Arguments
 from tiermem.zero3.engine import backward_number, call_at_backward_end, is_transformed
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
@@ -147,6 +149,14 @@ class GatherScheduler:
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
         there = all_gathered(divided, self._gatherer)
+
+        def before_call(module: nn.Module, units: tuple[int, ...], *arguments: Any) -> Arguments | None:
+            self._before_call(module, units)
+            return None if self.lockstep is None else self.lockstep.enter(*arguments)
+
+        def kept_back(parameter: torch.Tensor) -> bool:
+            return self.lockstep is not None and self.lockstep.keeps_back(parameter)
+
         points = divided.points
         if not any(point.module is divided.model for point in points):  # its call, too, has a beginning and an end
             points = (HookPoint(divided.model, ()), *points)
@@ -154,14 +164,14 @@ class GatherScheduler:
             module = point.module
             # First in and last out: the hooks of others see gathered parameters.
             last = LastHook(module, AfterCall(self._after_call, there))
-            before = BeforeCall(self._before_call, point.units, last, there)
+            before = BeforeCall(before_call, point.units, last, there)
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(last)
             if may_checkpoint_itself(module):
                 self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
         for unit, member in divided.members():
             if parameters[member.number].requires_grad:
-                hook = gradient_hook(self._gradient_arrived, unit, member.number)
+                hook = gradient_hook(self._gradient_arrived, unit, member.number, kept_back)
                 register = parameters[member.number].register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 

@@ -1,0 +1,468 @@
+"""Graphs of micro-batches that are cut at units: which are, the numbers, and what happens to the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from doubles_models import Block
+from doubles_training import MIB, PlainAdamW, config_for, same
+from torch import nn
+from torch.nn import functional
+
+import tiermem
+
+AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
+
+
+class Chain(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.layer() for _ in range(3))
+
+    def layer(self) -> nn.Module:
+        return Block(16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Around(Chain):
+    """What goes into a layer is added behind it, outside of it."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(torch.sin(x))
+        return x
+
+
+class AroundTwo(Chain):
+    """Around one layer in the middle: the one before it and it would have to be brought for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(self.layer() for _ in range(2))
+
+    def forward(self, x):
+        first, second, third, *others = self.layers
+        x = second(first(x))
+        x = x + third(torch.sin(x))
+        for layer in others:
+            x = layer(x)
+        return x
+
+
+class Inside(Chain):
+    """The same, but the model's own code stands in front of each layer only."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(torch.sin(x) * x)
+        return x
+
+
+class TransposedBlock(Block):
+    """Gives gradients back whose memory is not in the order of their elements."""
+
+    def forward(self, x):
+        return super().forward(x.t().contiguous().t() * 2.0)
+
+
+class Transposed(Chain):
+    def layer(self) -> nn.Module:
+        return TransposedBlock(16)
+
+
+class InPlaceBlock(Block):
+    def forward(self, x):
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+class InPlace(Chain):
+    def layer(self) -> nn.Module:
+        return InPlaceBlock(16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x * 1.0)
+        return x
+
+
+class Reader(nn.Module):
+    """Takes what it reads, in a tuple, as a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, *, read):
+        first, second = read
+        return torch.tanh(self.own(x) + self.other(first) * second)
+
+
+class TwoStacks(nn.Module):
+    """What the first stack makes is read by every layer of the second, as in an encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block(16) for _ in range(2))
+        self.decoder = nn.ModuleList(Reader() for _ in range(3))
+
+    def forward(self, x):
+        read = x
+        for layer in self.encoder:
+            read = layer(read)
+        read, gate = torch.tanh(read), torch.sigmoid(read)
+        for layer in self.decoder:
+            x = layer(x, read=(read, gate))
+        return x * read.detach()
+
+
+class Tied(Chain):
+    """What is before the layers and what is behind them have one weight, as words have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(super().forward(torch.tanh(self.first(x))))
+
+
+class Ones(torch.autograd.Function):
+    """Has no gradient for what it was given, though that is in the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.ones_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Deaf(Block):
+    def forward(self, x):
+        return super().forward(Ones.apply(x))
+
+
+class Stopped(Tied):
+    """No gradient comes to the first use of the weight."""
+
+    def layer(self) -> nn.Module:
+        return Deaf(16)
+
+
+class Positions(Tied):
+    """What two units make is added up between units, as words and positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(4, 16)
+
+    def forward(self, x):
+        x = self.first(x) + self.positions(torch.arange(4))
+        return self.last(Chain.forward(self, x))
+
+
+class TiedBetween(Chain):
+    """Two layers have one weight, which is in the unit of the first; so the second is of two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].up.weight = self.layers[0].up.weight
+
+
+class Noting(Block):
+    """Notes what it was given."""
+
+    def forward(self, x, notes):
+        notes.append(x)
+        return super().forward(x)
+
+
+class Noted(Chain):
+    """The result is multiplied by what the second layer was given."""
+
+    def layer(self) -> nn.Module:
+        return Noting(16)
+
+    def forward(self, x):
+        notes: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = layer(x, notes)
+        return x * notes[1]
+
+
+GATE = torch.ones(16, requires_grad=True)
+
+
+class Gated(Chain):
+    """A leaf that is not the model's is used between layers."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x * GATE)
+        GATE.grad = None
+        return x
+
+
+class Skipping(Chain):
+    """The second layer is left out for rows that begin with a negative number."""
+
+    def forward(self, x):
+        out = self.layers[0](x)
+        if float(x.flatten()[0].detach()) >= 0:
+            out = self.layers[1](out)
+        return self.layers[2](out)
+
+
+def squares(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).square().mean()
+
+
+def with_penalty(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The gradient at the inputs is part of the loss."""
+    rows = rows.clone().requires_grad_()
+    out = squares(model, rows)
+    (slope,) = torch.autograd.grad(out, rows, create_graph=True)
+    return out + slope.square().sum()
+
+
+def with_a_look(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The gradient at the inputs is only looked at."""
+    rows = rows.clone().requires_grad_()
+    out = squares(model, rows)
+    (slope,) = torch.autograd.grad(out, rows, retain_graph=True)
+    return out * (1.0 + slope.abs().max().detach())
+
+
+class Beside:
+    """A model and its plain twin, trained by the same micro-batches."""
+
+    def __init__(self, make: Callable[[], nn.Module], directory, loss: Callable = squares, **settings: Any) -> None:
+        torch.manual_seed(3)
+        self.plain = make()
+        self.model = make()
+        self.model.load_state_dict(self.plain.state_dict())
+        self.loss = loss
+        config = config_for(directory, MIB, settings.pop("update", "forward"), **settings)
+        self.runtime = tiermem.offload(self.model, config, coalesce=0)
+        self.ours = tiermem.AdamW(self.model.parameters(), lr=1e-2)
+        self.theirs = PlainAdamW(self.plain.parameters(), lr=1e-2)
+
+    @property
+    def why_not(self) -> str | None:
+        return self.runtime._house.cutting.why_not
+
+    def bring(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.runtime.forward_backward(batches, lambda rows: self.loss(self.model, rows))
+
+    def step(self, batches: list[torch.Tensor]) -> None:
+        found = self.bring(batches)
+        for rows, value in zip(batches, found, strict=True):
+            expected = self.loss(self.plain, rows)
+            expected.backward()
+            assert same(value, expected.detach())
+        self.update()
+
+    def update(self) -> None:
+        for optimizer in (self.ours, self.theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def compare(self) -> None:
+        for (name, mine), other in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert same(self.runtime.parameter(mine), other.detach()), name
+
+
+def rows(count: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(4, 16).abs() for _ in range(count)]
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "auto"])
+@pytest.mark.parametrize(
+    ("make", "loss", "reason"),
+    [
+        (Chain, squares, None),
+        (Inside, squares, None),
+        (Transposed, squares, None),
+        (TwoStacks, squares, None),
+        (Around, squares, AROUND),
+        (AroundTwo, squares, AROUND),
+        (Tied, squares, None),
+        (Stopped, squares, None),
+        (Positions, squares, None),
+        (TiedBetween, squares, None),
+        (Noted, squares, None),
+        (Gated, squares, AROUND),
+        (InPlace, squares, "a unit writes into what it was given"),
+        (Chain, with_penalty, "the loss goes backward through several units itself"),
+        (Chain, with_a_look, "the loss goes backward through several units itself"),
+    ],
+    ids=lambda value: getattr(value, "__name__", "cut" if value is None else "whole"),
+)
+def test_the_numbers_of_accumulation_and_which_graphs_are_cut(make, loss, reason, update, tmp_path):
+    beside = Beside(make, tmp_path, loss, update=update)
+    with beside.runtime:
+        for _ in range(4):
+            beside.step(rows())
+        assert beside.why_not == reason
+        assert all(parameter.grad is None for parameter in beside.model.parameters())
+        beside.compare()
+
+
+def seen_by(model: nn.Module, threads: list[str]) -> None:
+    """Note on which thread backward comes to the outputs of each layer."""
+
+    def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: threads.append(threading.current_thread().name))
+
+    for layer in model.layers:
+        layer.register_forward_hook(watch)
+
+
+def test_backward_of_all_but_the_last_unit_is_on_the_callers_thread(tmp_path):
+    beside = Beside(Chain, tmp_path)
+    threads: list[str] = []
+    seen_by(beside.model, threads)
+    own, other = threading.current_thread().name, "tiermem-micro-batch"
+    with beside.runtime:
+        beside.step(rows())
+        assert threads == [other] * 9, "the first micro-batches are only looked at"
+        threads.clear()
+        beside.step(rows())
+        assert threads == [other] * 3 + [own] * 6
+        threads.clear()
+        beside.step(rows(1))
+        assert threads == [other] * 3, "one by itself is not cut"
+
+
+def test_micro_batches_that_leave_layers_out(tmp_path):
+    """Gradients of a unit may be added up in another order then."""
+    beside = Beside(Skipping, tmp_path)
+    signs = torch.tensor([[1, -1, 1], [-1, -1, 1], [-1, 1, -1], [1, 1, 1]])
+    with beside.runtime:
+        for row in signs:
+            batches = [part * sign for part, sign in zip(rows(), row, strict=True)]
+            beside.bring(batches)
+            for part in batches:
+                squares(beside.plain, part).backward()
+            beside.update()
+        assert beside.why_not is None
+        for mine, other in zip(beside.model.parameters(), beside.plain.parameters(), strict=True):
+            torch.testing.assert_close(beside.runtime.parameter(mine), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+class Changing(Chain):
+    """Goes around its layers from some step on."""
+
+    around = False
+
+    def forward(self, x):
+        return Around.forward(self, x) if self.around else super().forward(x)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_model_that_begins_to_go_around_its_units_is_noticed_before_backward(update, tmp_path):
+    beside = Beside(Changing, tmp_path, update=update)
+    with beside.runtime:
+        for _ in range(2):
+            beside.step(rows())
+        beside.model.around = beside.plain.around = True
+        batches = rows()
+        with pytest.raises(tiermem.TiermemError, match=r"another way .*zero_grad.* do it again"):
+            beside.bring(batches)
+        assert not any(leased for _, leased in beside.runtime._house.storage.pager.residency().values())
+        beside.ours.zero_grad()
+        for _ in range(2):
+            beside.step(batches)
+        assert beside.why_not == AROUND
+        beside.compare()
+
+
+class Broken(Chain):
+    """Its gradients cannot be had behind a layer, once."""
+
+    failing: int | None = None
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == self.failing and x.requires_grad:
+                x.register_hook(self.fail)
+        return x
+
+    def fail(self, _: torch.Tensor) -> None:
+        raise ValueError("no gradient here")
+
+
+@pytest.mark.parametrize("update", ["forward", "auto"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_in_a_segment_leaves_nothing_behind(failing, update, tmp_path):
+    beside = Beside(Broken, tmp_path, update=update)
+    with beside.runtime:
+        beside.step(rows())
+        beside.model.failing = failing
+        with pytest.raises(ValueError, match="no gradient here"):
+            beside.bring(rows())
+        beside.model.failing = None
+        assert not any(leased for _, leased in beside.runtime._house.storage.pager.residency().values())
+        beside.ours.zero_grad()
+        for _ in range(2):
+            beside.step(rows())
+        assert beside.why_not is None
+        beside.compare()
+
+
+class Dropping(Chain):
+    """Random numbers in forward, and drawn anew where backward computes forward again."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+            x = functional.dropout(x, 0.3)
+        return x
+
+
+def test_random_numbers_of_each_micro_batch_go_on_in_its_segments(tmp_path):
+    beside = Beside(Dropping, tmp_path)
+    with beside.runtime:
+        for _ in range(3):
+            state = torch.get_rng_state()
+            batches = rows()
+            beside.bring(batches)
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            rows()
+            seeds = torch.randint(2**63 - 1, (len(batches),)).tolist()
+            for part, seed in zip(batches, seeds, strict=True):
+                torch.manual_seed(seed)
+                squares(beside.plain, part).backward()
+            torch.set_rng_state(after)
+            beside.update()
+        assert beside.why_not is None
+        beside.compare()
+
+
+def test_with_activations_in_pages(tmp_path):
+    beside = Beside(Chain, tmp_path)
+    with beside.runtime:
+        for _ in range(3):
+            batches = [torch.randn(4096, 16) for _ in range(3)]
+            with beside.runtime.offload_activations(threshold="4KiB"):
+                beside.bring(batches)
+            for part in batches:
+                squares(beside.plain, part).backward()
+            beside.update()
+        assert beside.why_not is None
+        beside.compare()

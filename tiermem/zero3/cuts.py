@@ -1,0 +1,258 @@
+"""The graph of a micro-batch, cut where it enters a unit, so that backward can be done a unit at a time.
+
+Owns the cuts, the segments of graph between them, and the proof that nothing leads around a cut. Does not know threads,
+nor when a segment has its turn. Guarantees the gradients of the graph that was not cut, bit for bit: whatever has two
+gradients gets them in the order in which the engine would have added them; a graph where that cannot be had is found
+before anything goes backward through it.
+
+Why cut. A backward in one piece can only wait for other micro-batches inside a hook, with its whole stack, that is on a
+thread of its own; and GNU's OpenMP keeps a team of threads for each thread that computes. More teams than cores sleep
+after every operation (`benchmarks/MEASURED.md`). Segments go backward one by one on the caller's thread.
+
+Which graphs can be cut is not known beforehand, so those of a model's first micro-batches are only marked: a view
+stands where the cut would be. A graph can be cut if every way from a segment into an earlier one leads through a mark,
+each mark and each leaf belongs to one segment, and no unit writes into what it was given. Nodes know when they were
+made (`node_number`), and so to which segment they belong. Where it cannot be cut segments are joined, so that words and
+positions may be two units; not if two units' values would have to be brought for each micro-batch. A parameter of the
+model may be a leaf of several segments (tied words are): what the later ones give it is kept back until the first has
+added its own, as the engine does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.engine import node_number, sequence_number, version
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Cutting:
+    """Where the graphs of a model can be cut, as far as is known.
+
+    `why_not`: None while nothing speaks against it. `joined`: the entries of units, counted from 1, where they cannot.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], needed: Callable[[int], object]) -> None:
+        """`parameters`: whose gradients may be kept back. `needed(unit)`: whether a graph needs its values."""
+        self.why_not: str | None = None
+        self.joined: set[int] = set()
+        self.parameters = {id(parameter) for parameter in parameters}
+        self.needed = needed
+        self._looked_at = False
+
+    def cuts(self, count: int) -> Cuts | None:
+        """What cuts, or marks, the graph of one of `count` micro-batches; None: it stays in one piece."""
+        return None if count < 2 or self.why_not is not None else Cuts(self, sever=self._looked_at)
+
+    def succeeded(self, count: int) -> None:
+        """All of `count` micro-batches have been through the model."""
+        self._looked_at = self._looked_at or count > 1
+
+
+class _Segment:
+    """What was computed from one cut to the next. `ends`: what later ones were given, its gradient, and which one."""
+
+    __slots__ = ("begin", "ends", "unit")
+
+    def __init__(self, unit: int | None) -> None:
+        self.unit = unit
+        self.begin = sequence_number()
+        self.ends: list[tuple[torch.Tensor, list[torch.Tensor], int]] = []
+
+
+class Cuts:
+    """The cuts in one micro-batch's graph; `sever`: or the marks where they would be. One thread at a time."""
+
+    def __init__(self, cutting: Cutting, *, sever: bool) -> None:
+        self._cutting = cutting
+        self._sever = sever
+        self._segments: list[_Segment] = []
+        self._entries = 0
+        self._marks: dict[Any, int] = {}  # nodes, to the segment they begin
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._open = False
+        # The first segment that uses a parameter, of those that several use; by id, as what is kept of their gradients.
+        self._first: dict[int, int] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """What this thread computes from now on is the micro-batch's."""
+        self._segments = [_Segment(None)]
+        self._open = True
+
+    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A module of `unit` is called with these; returns what to call it with instead, None: nothing else."""
+        if not self._open:
+            return None
+        self._entries += 1
+        if self._sever and self._entries in self._cutting.joined:
+            self._segments[-1].unit = unit
+            return None
+        self._segments.append(_Segment(unit))
+        if not torch.is_grad_enabled():
+            return None
+        given: dict[int, torch.Tensor] = {}
+        return tuple(self._give(value, given) for value in args), {
+            name: self._give(value, given) for name, value in kwargs.items()
+        }
+
+    def looked_back(self) -> None:
+        """Another backward went from one unit to another, before the micro-batch's own."""
+        if self._open:
+            self._cutting.why_not = "the loss goes backward through several units itself"
+
+    def close(self, loss: torch.Tensor) -> None:
+        """Backward begins at `loss`. Raises TiermemError if the graph was cut and should not have been."""
+        self._open = False
+        reason = self._cutting.why_not or self._why_not(loss)
+        self._marks.clear()
+        self._versions.clear()
+        if self._sever and reason is not None:
+            self._cutting.why_not = reason
+            raise TiermemError(
+                f"a micro-batch went another way through the model than those before: {reason}; forget this step's "
+                "gradients (optimizer.zero_grad()) and do it again: from now on each micro-batch goes by itself"
+            )
+        if self._sever:
+            self._segments.pop()  # backward from the loss goes through this one
+        else:
+            self._cutting.why_not = reason
+            self._segments.clear()
+            self._first.clear()
+
+    @property
+    def units(self) -> list[int | None]:
+        """The units backward has still to go through, the next one last."""
+        return [segment.unit for segment in self._segments]
+
+    def go_back(self) -> None:
+        """Go backward through the last segment that is left."""
+        # In the order in which the engine meets them; it adds up gradients of one tensor as they come.
+        ends = [(end, gradients[0]) for end, gradients, _ in reversed(self._segments.pop().ends) if gradients]
+        if ends:
+            tensors, gradients = zip(*ends, strict=True)
+            del ends
+            with self._added_to_kept():
+                torch.autograd.backward(tensors, gradients)
+        if not self._segments:  # nothing came for these from the first segment
+            self._first.clear()
+            for parameter, gradient in self._kept.values():
+                torch.autograd.backward(parameter, gradient)
+            self._kept.clear()
+
+    def keeps_back(self, parameter: torch.Tensor) -> bool:
+        """A gradient of `parameter` has arrived in `parameter.grad`; whether it is kept here, for more will come."""
+        number = len(self._segments)  # of the segment that backward is going through
+        if self._first.get(id(parameter), number) == number or parameter.grad is None:
+            return False
+        self._kept[id(parameter)] = parameter, parameter.grad
+        parameter.grad = None
+        return True
+
+    @contextmanager
+    def _added_to_kept(self) -> Iterator[None]:
+        """What arrives meanwhile is added to what is kept back."""
+        kept, self._kept = self._kept, {}
+        for parameter, gradient in kept.values():
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for key, (parameter, _) in kept.items():
+                if parameter.grad is not None:  # nothing has arrived
+                    self._kept[key] = parameter, parameter.grad
+                    parameter.grad = None
+
+    def _give(self, value: Any, given: dict[int, torch.Tensor]) -> Any:
+        if type(value) is tuple:
+            return tuple(self._give(part, given) for part in value)
+        if type(value) is not torch.Tensor or value.grad_fn is None:
+            return value  # anything else with a graph behind it is found to lead around the cut
+        if id(value) not in given:
+            gradients: list[torch.Tensor] = []
+            number = len(self._segments) - 1
+            self._segments[self._made_in(value.grad_fn, number)].ends.append((value, gradients, number))
+            self._versions.append((value, version(value)))
+            if self._sever:
+                given[id(value)] = _cut(value, gradients)
+            else:
+                given[id(value)] = value.view_as(value)
+            self._marks[given[id(value)].grad_fn] = number
+        return given[id(value)]
+
+    def _made_in(self, node: Any, before: int) -> int:
+        """The segment that a node belongs to, of those before number `before`."""
+        begins = [segment.begin for segment in self._segments[:before]]
+        return max(bisect_right(begins, node_number(node)) - 1, 0)
+
+    def _why_not(self, loss: torch.Tensor) -> str | None:
+        """Why the graph cannot be cut; what has to be joined is noted."""
+        if any(version(tensor) != before for tensor, before in self._versions):
+            return "a unit writes into what it was given"
+        around = "what is made in front of a unit, and was not given to it, is used behind it"
+        if self._sever:
+            return around if self._around(loss, set()) else None
+        joined = self._cutting.joined
+        while found := self._around(loss, joined):
+            joined |= found
+        if not any(to not in joined for segment in self._segments for _, _, to in segment.ends):
+            return around if joined else "there is one unit only"
+        first = 0
+        for stop in [number for number in range(1, len(self._segments)) if number not in joined]:
+            units = {segment.unit for segment in self._segments[first:stop]}
+            if sum(unit is not None and bool(self._cutting.needed(unit)) for unit in units) > 1:
+                return around
+            first = stop
+        return None
+
+    def _around(self, loss: torch.Tensor, joined: set[int]) -> set[int]:
+        """Which segments would have to be joined to the one before, for all that leads around a cut."""
+        owners: dict[Any, int] = {}
+        found: set[int] = set()
+        nodes = [loss.grad_fn]
+        for number, segment in reversed(list(enumerate(self._segments))):
+            nodes.extend(end.grad_fn for end, _, to in segment.ends if to not in joined)
+            if number in joined:
+                continue
+            while nodes:
+                node = nodes.pop()
+                if node is None or owners.get(node) == number:
+                    continue
+                if (owner := owners.setdefault(node, number)) != number:
+                    leaf = id(getattr(node, "variable", None))
+                    if leaf in self._cutting.parameters:
+                        self._first[leaf] = number
+                    else:
+                        found.update(range(number + 1, owner + 1))
+                elif node_number(node) < segment.begin:
+                    found.update(range(self._made_in(node, number) + 1, number + 1))
+                elif self._marks.get(node, 0) in joined or node not in self._marks:
+                    nodes.extend(following for following, _ in node.next_functions)
+        return found
+
+
+class _Cut(torch.autograd.Function):
+    """The same numbers; their gradient is kept and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gradients.extend(gradient for gradient in gradients if gradient is not None)
+        return None, None
+
+
+def _cut(tensor: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    result: torch.Tensor = _Cut.apply(tensor.detach().requires_grad_(), gradients)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,133 @@
+"""The norm of a gradient.
+
+Owns in which dtype, and by what, the squares of one parameter's gradient are added up. Does not know pages, ranks or
+clipping. Guarantees a norm that is finite wherever every element is (in host memory), as exact as float32 whatever the
+gradient's dtype, and that nobody waits for a device.
+
+bfloat16, in host memory, is added up by a compiled loop (`squares.py`), which copies it as well: torch would first make
+float32 of all of it, and does so piece by piece. On the thread that computes, for 168 M parameters, copies included:
+50 ms instead of 125.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiermem.memory.heap import release_library
+
+_PIECE = 3 << 16  # elements whose squares torch adds at once: their bytes and their float32 stay in the cache
+
+
+def gradient_norm(flat: torch.Tensor, squares: float | None = None) -> torch.Tensor:
+    """The L2 norm of a gradient, [n] of any floating dtype: 0-d, in `norm_dtype`, without waiting for a device.
+
+    In host memory it is finite where every element is, also where the squares are too large for float32. `squares`:
+    what a `MeasuringCopy` of it has added up.
+    """
+    if not flat.is_cpu:
+        return _vector_norm(flat, norm_dtype(flat.dtype))
+    if squares is not None:
+        norm = torch.tensor(math.sqrt(squares), dtype=torch.float32, device=flat.device)
+    elif norm_dtype(flat.dtype) == flat.dtype:
+        norm = _vector_norm(flat, flat.dtype)
+    else:
+        norm = _norm_of_halves(flat)
+    if torch.isinf(norm):
+        norm = _vector_norm(flat, torch.float64).to(norm.dtype)
+    return norm
+
+
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what a norm of gradients of `dtype` is kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(slots=True, eq=False)
+class MeasuringCopy:
+    """Copies a bfloat16 gradient in host memory, stretch by stretch from its first element on, and adds its squares up.
+
+    Made by `measuring_copy`. `squares`: the sum so far; of the whole once all of it is copied.
+    """
+
+    loops: ModuleType
+    bits: Any
+    squares: float = 0.0
+
+    def copy(self, begin: int, target: torch.Tensor) -> None:
+        """Copy what begins at `begin`, where the stretch before ended, to all of `target`."""
+        self.squares = self.loops.copy_and_add(self.bits, begin, _bits(target), self.squares)
+
+
+def measuring_copy(flat: torch.Tensor) -> MeasuringCopy | None:
+    """What copies this gradient, [n], and measures it; None if torch has to."""
+    loops = compiled_loops() if _is_narrow(flat) else None
+    return None if loops is None else MeasuringCopy(loops, _bits(flat))
+
+
+@functools.cache
+def compiled_loops() -> ModuleType | None:
+    """`squares.py`, or None where it has no use. Compiles at the first call: a second, once."""
+    try:
+        loops = importlib.import_module("tiermem.zero3.squares")
+        usable = _add_up(loops)
+    except Exception:  # noqa: BLE001  a compiler has many ways to fail, and torch can do without it
+        return None
+    release_library("libllvmlite")  # the compiler is through
+    return loops if usable else None
+
+
+def _add_up(loops: ModuleType) -> bool:
+    """Whether the loops have the sum that numpy has, copy what they should, and tell infinity and NaN."""
+    bits = np.random.default_rng(7).integers(-0x8000, 0x8000, 3 * 4096 + 5).astype(np.int16)
+    bits &= np.int16(-0x4001)  # exponents below that of 1: squares can be added in float32
+    exact = float(np.square((bits.astype(np.int32) << 16).view(np.float32).astype(np.float64)).sum())
+    copy, total = np.zeros_like(bits), 0.0
+    for begin, end in ((0, 5000), (5000, bits.size)):
+        total = loops.copy_and_add(bits, begin, copy[begin:end], total)
+    if not (math.isclose(total, exact, rel_tol=1e-6) and total == loops.sum_of_squares(bits) and (copy == bits).all()):
+        return False
+    for special in (0x7F80, 0x7FC0):
+        bits[-1] = special
+        if math.isfinite(loops.sum_of_squares(bits)):
+            return False
+    return True
+
+
+def _is_narrow(flat: torch.Tensor) -> bool:
+    """Whether these are bfloat16 numbers in host memory, and nothing that only acts as if."""
+    return type(flat) is torch.Tensor and flat.is_cpu and flat.dtype == torch.bfloat16
+
+
+def _bits(flat: torch.Tensor) -> Any:
+    return flat.detach().view(torch.int16).numpy()
+
+
+def _norm_of_halves(flat: torch.Tensor) -> torch.Tensor:
+    loops = compiled_loops() if _is_narrow(flat) else None
+    if loops is None:
+        return _norm_by_pieces(flat)
+    return torch.tensor(math.sqrt(loops.sum_of_squares(_bits(flat))), dtype=torch.float32, device=flat.device)
+
+
+def _vector_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=dtype)
+    return norm
+
+
+def _norm_by_pieces(flat: torch.Tensor) -> torch.Tensor:
+    # Here torch would widen all of it first: a copy twice its size, whose memory is new to the process every time
+    # (beyond malloc's limit), which takes up to ten times as long as adding up. So piece by piece, in the cache.
+    wide = torch.empty(min(_PIECE, flat.numel()), device=flat.device)
+    squares = torch.zeros(max(1, -(-flat.numel() // _PIECE)), device=flat.device)
+    for square, narrow in zip(squares, torch.split(flat, _PIECE), strict=True):
+        piece = wide[: narrow.numel()].copy_(narrow)
+        torch.dot(piece, piece, out=square)
+    return squares.sum().sqrt()
