@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermem.zero3.fibers import OwnStack, OwnThread
 from tiermem.zero3.lockstep import Lockstep
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [
+    pytest.mark.timeout(30),
+    pytest.mark.parametrize("stacks", [False, True], ids=["threads", "stacks"]),
+]
 
 
 class FakeGatherer:
@@ -87,10 +92,13 @@ class Script:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, stacks: bool) -> None:
         self.gatherer = FakeGatherer()
         self.complete: list[int] = []
-        self.lockstep = Lockstep(self.gatherer, self.complete.append)
+        self.kept = threading.local()  # what is kept for each thread: how often a unit was used in it
+        self.kept.count = 0
+        run_in = partial(OwnStack, aside=[self.put_aside]) if stacks else OwnThread
+        self.lockstep = Lockstep(self.gatherer, self.complete.append, run_in)
         self.used: list[tuple[int, int]] = []
         self.busy = threading.Lock()
 
@@ -99,10 +107,22 @@ class World:
         assert self.gatherer.holds[unit] == 1
         assert not script.away
         self.used.append((script.number, unit))
+        if not script.unwound:
+            self.kept.count = getattr(self.kept, "count", 0) + 1
+            assert self.kept.count == sum(number == script.number for number, _ in self.used)
         self.busy.release()
+
+    def put_aside(self) -> Callable[[], None]:
+        before, self.kept.count = self.kept.count, 0
+
+        def put_back() -> None:
+            self.kept.count = before
+
+        return put_back
 
     def check_rest(self) -> None:
         assert not any(self.gatherer.holds.values())
+        assert self.kept.count == 0
         assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-micro-batch"]
 
 
@@ -112,8 +132,8 @@ WAYS = st.lists(st.integers(0, 3), max_size=8)
 
 @given(ways=st.lists(WAYS, max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_everybody_goes_their_own_way_whatever_it_is(ways: list[list[int]]) -> None:
-    world = World()
+def test_everybody_goes_their_own_way_whatever_it_is(stacks: bool, ways: list[list[int]]) -> None:
+    world = World(stacks)
     scripts = [Script(world, number, way) for number, way in enumerate(ways)]
     world.lockstep.run(scripts)
     for number, way in enumerate(ways):
@@ -126,8 +146,8 @@ def test_everybody_goes_their_own_way_whatever_it_is(ways: list[list[int]]) -> N
 
 @given(way=WAYS, count=st.integers(1, 6))
 @settings(max_examples=50, deadline=None)
-def test_units_are_brought_once_where_all_agree_and_passed_in_order(way: list[int], count: int) -> None:
-    world = World()
+def test_units_are_brought_once_where_all_agree_and_passed_in_order(stacks: bool, way: list[int], count: int) -> None:
+    world = World(stacks)
     world.lockstep.run([Script(world, number, way) for number in range(count)])
     passes = [unit for unit, _ in itertools.groupby(way)]
     assert world.gatherer.brought == passes
@@ -138,8 +158,8 @@ def test_units_are_brought_once_where_all_agree_and_passed_in_order(way: list[in
 
 @given(backs=st.lists(WAYS, max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_everybody_goes_back_through_what_was_left(backs: list[list[int]]) -> None:
-    world = World()
+def test_everybody_goes_back_through_what_was_left(stacks: bool, backs: list[list[int]]) -> None:
+    world = World(stacks)
     world.lockstep.run([Script(world, number, [7], back) for number, back in enumerate(backs)])
     for number, back in enumerate(backs):
         assert [unit for who, unit in world.used if who == number] == [7, *back]
@@ -151,8 +171,8 @@ def test_everybody_goes_back_through_what_was_left(backs: list[list[int]]) -> No
 
 @given(back=WAYS, count=st.integers(1, 6))
 @settings(max_examples=50, deadline=None)
-def test_where_all_agree_units_are_brought_once_on_the_way_back(back: list[int], count: int) -> None:
-    world = World()
+def test_where_all_agree_units_are_brought_once_on_the_way_back(stacks: bool, back: list[int], count: int) -> None:
+    world = World(stacks)
     world.lockstep.run([Script(world, number, [7], back) for number in range(count)])
     assert world.gatherer.brought == [7, *back]
     assert [who for who, _ in world.used] == list(range(count)) * (1 + len(back))
@@ -160,8 +180,10 @@ def test_where_all_agree_units_are_brought_once_on_the_way_back(back: list[int],
 
 @given(backs=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
-def test_an_error_on_the_way_back_leaves_nothing_held(backs: list[list[int]], who: int, place: int) -> None:
-    world = World()
+def test_an_error_on_the_way_back_leaves_nothing_held(
+    stacks: bool, backs: list[list[int]], who: int, place: int
+) -> None:
+    world = World(stacks)
     scripts = [Script(world, number, [7], back) for number, back in enumerate(backs)]
     victim = scripts[who % len(scripts)]
     if place >= len(victim.left):
@@ -173,8 +195,8 @@ def test_an_error_on_the_way_back_leaves_nothing_held(backs: list[list[int]], wh
     world.check_rest()
 
 
-def test_those_who_took_different_ways_meet_again() -> None:
-    world = World()
+def test_those_who_took_different_ways_meet_again(stacks: bool) -> None:
+    world = World(stacks)
     ways = [[0, 1, 9, 5], [0, 2, 9, 5], [0, 1, 9, 5], [0, 9, 5]]
     world.lockstep.run([Script(world, number, way) for number, way in enumerate(ways)])
     assert world.gatherer.brought.count(1) == 1
@@ -185,8 +207,8 @@ def test_those_who_took_different_ways_meet_again() -> None:
 
 @given(ways=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
-def test_an_error_ends_everybody_where_they_are(ways: list[list[int]], who: int, place: int) -> None:
-    world = World()
+def test_an_error_ends_everybody_where_they_are(stacks: bool, ways: list[list[int]], who: int, place: int) -> None:
+    world = World(stacks)
     scripts = [Script(world, number, way) for number, way in enumerate(ways)]
     victim = scripts[who % len(scripts)]
     victim.failing = place
@@ -200,8 +222,8 @@ def test_an_error_ends_everybody_where_they_are(ways: list[list[int]], who: int,
     assert all(script.unwound for script in scripts if script.number in started)
 
 
-def test_an_interrupt_of_the_waiting_thread_ends_everybody() -> None:
-    world = World()
+def test_an_interrupt_of_the_waiting_thread_ends_everybody(stacks: bool) -> None:
+    world = World(stacks)
 
     class Interrupting(Script):
         def run(self) -> None:

@@ -8,12 +8,17 @@ glibc keeps what they free. Guarantees to do nothing where the C library, or the
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 _LARGE = 1 << 20
+_LARGEST = 32 << 20  # of what glibc can keep
+_KEPT = 512 << 20
 _M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD = -1
+_asked: set[str] = set()  # of this process's allocator
 _MADV_DONTNEED = 4
 _MAPPINGS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
@@ -36,8 +41,25 @@ def return_large_blocks() -> bool:
     with 2,048 tokens a step and two cores: 0.73 GB less at its peak (2.43 for 3.16), steps 1.4 times as long. So only
     where memory is short. Returns whether the C library knows how.
     """
+    _asked.add("return")
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     return option is not None and bool(option(_M_MMAP_THRESHOLD, _LARGE))
+
+
+def keep_freed_blocks() -> bool:
+    """Have freed blocks of up to 32 MiB kept for the next ones, 512 MiB in all, for the whole process; return whether.
+
+    By default glibc comes to the first by itself and keeps twice as much as the largest block, so that with many blocks
+    it gives memory back and has it cleared anew all the time. Measured where eight micro-batches go through a Llama of
+    537 M parameters together: 4.5 s instead of 5.6 a step, for 0.25 GB. Nothing if the process or its environment has
+    decided otherwise.
+    """
+    decided = bool(_asked) or any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if decided or option is None:
+        return False
+    _asked.add("keep")
+    return bool(option(_M_MMAP_THRESHOLD, _LARGEST)) and bool(option(_M_TRIM_THRESHOLD, _KEPT))
 
 
 def release_library(name: str) -> int:

@@ -15,16 +15,20 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
+from tiermem.memory.heap import keep_freed_blocks
 from tiermem.runtime.house import House
 from tiermem.zero3.cuts import Arguments, Cuts
 from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
-from tiermem.zero3.lockstep import Lockstep
+from tiermem.zero3.fibers import OwnStack, OwnThread
+from tiermem.zero3.lockstep import Lockstep, RunIn
+from tiermem.zero3.thread_state import put_thread_aside
 
 Loss = Callable[[Any], torch.Tensor]
 _AUTOCAST = ("cpu", "cuda")
@@ -49,7 +53,7 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
         Passage(measure, batch, seed, surroundings, cutting.cuts(count))
         for batch, seed in zip(batches, seeds, strict=True)
     ]
-    scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce)
+    scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce, _run_in(house, count))
     try:
         scheduler.lockstep.run(passages)
         cutting.succeeded(count)
@@ -60,8 +64,17 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     return [passage.result() for passage in passages]
 
 
+def _run_in(house: House, count: int) -> RunIn:
+    if not house.cutting.severs(count):
+        return OwnThread
+    if house.storage.torch_device.type == "cpu":
+        keep_freed_blocks()
+    scheduler = house.scheduler
+    return partial(OwnStack, aside=(scheduler.stack.put_aside, scheduler.saved.put_aside, put_thread_aside))
+
+
 class Surroundings:
-    """What torch keeps for each thread and a micro-batch's thread has to share with the caller's."""
+    """What torch keeps for each thread and a micro-batch has to share with the caller."""
 
     def __init__(self) -> None:
         self._hooks = top_hooks()

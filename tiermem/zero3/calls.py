@@ -77,6 +77,16 @@ class CallStack(threading.local):
         self.calls.append(call)
         return call
 
+    def put_aside(self) -> Callable[[], None]:
+        """Have no call in progress on this thread; returns what has these in progress again."""
+        before = self.calls, self._watching
+        self.calls, self._watching = [], ExitStack()
+
+        def put_back() -> None:
+            self.calls, self._watching = before
+
+        return put_back
+
     def end(self) -> Call:
         """The innermost call has ended."""
         call = self.calls.pop()

@@ -51,6 +51,10 @@ class Cutting:
         """What cuts, or marks, the graph of one of `count` micro-batches; None: it stays in one piece."""
         return None if count < 2 or self.why_not is not None else Cuts(self, sever=self._looked_at)
 
+    def severs(self, count: int) -> bool:
+        """Whether it cuts: then nothing is left of a micro-batch that would have to be stopped in its backward."""
+        return count > 1 and self.why_not is None and self._looked_at
+
     def succeeded(self, count: int) -> None:
         """All of `count` micro-batches have been through the model."""
         self._looked_at = self._looked_at or count > 1
@@ -231,11 +235,16 @@ class Cuts:
                         self._first[leaf] = number
                     else:
                         found.update(range(number + 1, owner + 1))
-                elif node_number(node) < segment.begin:
+                elif node_number(node) < segment.begin and not self._is_cast(node):
                     found.update(range(self._made_in(node, number) + 1, number + 1))
                 elif self._marks.get(node, 0) in joined or node not in self._marks:
                     nodes.extend(following for following, _ in node.next_functions)
         return found
+
+    def _is_cast(self, node: Any) -> bool:
+        """Whether all behind it are parameters: what autocast has cast for one micro-batch it gives to others, too."""
+        leaves = [id(getattr(following, "variable", None)) for following, _ in node.next_functions]
+        return bool(leaves) and all(leaf in self._cutting.parameters for leaf in leaves)
 
 
 class _Cut(torch.autograd.Function):

@@ -165,6 +165,15 @@ class SavedTensorHooks:
             )
         scope.pair = None
 
+    def put_aside(self) -> Callable[[], None]:
+        """Forget what was pushed on this thread, which is no longer on torch's stack; returns what remembers it."""
+        scopes, self._stack.scopes = self._stack.scopes, []
+
+        def put_back() -> None:
+            self._stack.scopes = scopes
+
+        return put_back
+
     def outstanding(self, unit: int) -> int:
         """How many saved views of this unit a living graph still has."""
         return self._tallies[unit].alive

@@ -1,24 +1,22 @@
 """Several computations through one model, unit by unit: all of them pass a unit before any goes on to the next.
 
-Owns the threads, of which one runs at any time, and the hold on the unit that is being passed. Does not know what is
-computed, nor hooks: the gather scheduler says when a computation needs a unit. Guarantees that computations pass a
-unit in their order, that each is served whatever units it needs, that after an error the others end where they are, and
-that no thread is left.
+Owns whose turn it is, and the hold on the unit that is being passed. Does not know what is computed, nor hooks: the
+gather scheduler says when a computation needs a unit. Guarantees that computations pass a unit in their order, that
+each is served whatever units it needs, that after an error the others end where they are, and that no thread is left.
 
 A computation waits when it needs another unit than it needed last. Then the next one runs, up to the same
 place. Once all have passed, the unit is let go of and the next one is brought. Where they need different units (experts
 that are units of their own) those that are furthest behind go first and the others wait, so that all meet again; a
 unit may then be brought more than once.
 
-Threads rather than a rewritten model: forward and backward of an unmodified model can only be interrupted inside
-hooks, and a hook can only wait if its whole stack, autograd's part in it too, waits with it. A computation whose graph
-could be cut (`cuts.py`) ends on its thread with the unit that forward came to last; what it leaves is gone back through
-on the caller's thread.
+Stacks of their own (`fibers.py`) rather than a rewritten model: forward and backward of an unmodified model can only be
+interrupted inside hooks, and a hook can only wait if its whole stack, autograd's part in it too, waits with it. A
+computation whose graph could be cut (`cuts.py`) ends with the unit that forward came to last; what it leaves is gone
+back through on the caller's stack.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +25,10 @@ import torch
 from tiermem.errors import TiermemError
 from tiermem.zero3.cuts import Arguments
 from tiermem.zero3.engine import backward_number
+from tiermem.zero3.fibers import Fiber, OwnThread
 from tiermem.zero3.gather import Gatherer
+
+RunIn = Callable[[Callable[[], None]], Fiber]
 
 
 class Computation(Protocol):
@@ -64,12 +65,12 @@ class _AbandonedError(TiermemError):
 
 
 class _Walker:
-    """One computation: its thread, the unit it needs next, and how many it has passed."""
+    """One computation: what it runs in, the unit it needs next, and how many it has passed."""
 
-    def __init__(self, computation: Computation) -> None:
+    def __init__(self, computation: Computation, run_in: RunIn) -> None:
         self.computation = computation
-        self.go = threading.Semaphore(0)
-        self.thread: threading.Thread | None = None
+        self.fiber = run_in(self._live)
+        self.begun = False
         self.unit: int | None = None
         self.wanted: int | None = None
         self.passed = 0
@@ -77,19 +78,29 @@ class _Walker:
         self.ended = False
         self.error: BaseException | None = None
 
+    def _live(self) -> None:
+        try:
+            self.computation.resume()
+            self.computation.run()
+            self.computation.pause()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self.error = error
+        finally:
+            self.ended = True
+
 
 class Lockstep:
     """One pass of several computations. Made for one `run`.
 
-    `complete(unit)` is told when all have passed a unit and nothing holds it, and again of every unit when all have
-    ended: meanwhile a graph that still asked for it may have died.
+    `run_in`: what each runs in. `complete(unit)` is told when all have passed a unit and nothing holds it, and again of
+    every unit when all have ended: meanwhile a graph that still asked for it may have died.
     """
 
-    def __init__(self, gatherer: Gatherer, complete: Callable[[int], None]) -> None:
+    def __init__(self, gatherer: Gatherer, complete: Callable[[int], None], run_in: RunIn = OwnThread) -> None:
         self._gatherer = gatherer
         self._complete = complete
+        self._run_in = run_in
         self._walkers: list[_Walker] = []
-        self._back = threading.Semaphore(0)
         self._running: _Walker | None = None
         self._held: int | None = None
         # On the caller's thread: the unit that all go back through, and who is just doing so.
@@ -100,7 +111,7 @@ class Lockstep:
 
     def run(self, computations: Sequence[Computation]) -> None:
         """Run all to their ends; waits. Raises the first error, after the others have been abandoned."""
-        self._walkers = [_Walker(computation) for computation in computations]
+        self._walkers = [_Walker(computation, self._run_in) for computation in computations]
         try:
             while walking := [walker for walker in self._walkers if not walker.ended]:
                 # The first of those that have passed fewest units.
@@ -118,9 +129,12 @@ class Lockstep:
             raise
 
     def turn(self, unit: int) -> None:
-        """A computation needs `unit`: wait until it is its turn. Nothing for other threads."""
+        """A computation needs `unit`: wait until it is its turn. Nothing for others.
+
+        Nor where it cannot wait, inside a backward on a stack of its own: then it gets the unit for itself.
+        """
         walker = self._running
-        if walker is None or walker.thread is not threading.current_thread():
+        if walker is None or not walker.fiber.inside:
             return
         if self._abandoned:
             raise _AbandonedError("another micro-batch has failed")
@@ -128,10 +142,13 @@ class Lockstep:
             return
         if backward_number() >= 0:
             walker.computation.looked_back()
+            if not walker.fiber.anywhere:
+                self._let_go()
+                self._passed[unit] = None
+                return
         walker.wanted = unit
         walker.computation.pause()
-        self._back.release()
-        walker.go.acquire()
+        walker.fiber.stop()
         if self._abandoned:
             raise _AbandonedError("another micro-batch has failed")
         walker.computation.resume()
@@ -144,7 +161,7 @@ class Lockstep:
         walker = self._running
         if walker is None or walker.unit is None or not walker.entering or backward_number() >= 0:
             return None
-        if walker.thread is not threading.current_thread():
+        if not walker.fiber.inside:
             return None
         walker.entering = False
         return walker.computation.enter(walker.unit, args, kwargs)
@@ -166,26 +183,10 @@ class Lockstep:
     def _advance(self, walker: _Walker) -> None:
         """Let one computation run until it needs another unit or ends. Raises its error."""
         self._running = walker
-        if walker.thread is None:
-            walker.thread = threading.Thread(target=self._live, args=(walker,), name="tiermem-micro-batch", daemon=True)
-            walker.thread.start()
-        walker.go.release()
-        self._back.acquire()
+        walker.begun = True
+        walker.fiber.go()
         if walker.error is not None:
             raise walker.error
-
-    def _live(self, walker: _Walker) -> None:
-        walker.go.acquire()
-        try:
-            if not self._abandoned:
-                walker.computation.resume()
-                walker.computation.run()
-                walker.computation.pause()
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            walker.error = error
-        finally:
-            walker.ended = True
-            self._back.release()
 
     def _go_back(self, computations: Sequence[Computation]) -> None:
         """Take all back through what they have left, unit by unit."""
@@ -212,10 +213,9 @@ class Lockstep:
         self._abandoned = True
         running = self._running
         for walker in sorted(self._walkers, key=lambda walker: walker is not running):
-            if walker.thread is not None and not walker.ended:
+            if walker.begun and not walker.ended:
                 self._running = walker
-                walker.go.release()
-                walker.thread.join()
+                walker.fiber.end()
         self._running = None
         unit, self._held = self._held, None
         if unit is not None and not self._gatherer.unhold(unit):

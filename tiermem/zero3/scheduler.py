@@ -76,7 +76,7 @@ class GatherScheduler:
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         owners = {id(parameters[member.number]): unit for unit, member in divided.members()}
         borrowing = Borrowing(divided.model, owners, gatherer, self._before_call, self._after_call)
-        self._stack = CallStack(HomeProcess(), Turn(), borrowing.watch)
+        self.stack = CallStack(HomeProcess(), Turn(), borrowing.watch)
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         self._held = _Held(divided, gatherer)
@@ -95,8 +95,8 @@ class GatherScheduler:
 
         Also removes what an interrupt or a failed backward left behind, hence not to be called from inside a forward.
         """
-        while self._stack.calls:
-            self._finish(self._stack.end())
+        while self.stack.calls:
+            self._finish(self.stack.end())
         self._watched.clear()
         self._held.between.end()
         self._release_backward()
@@ -177,15 +177,15 @@ class GatherScheduler:
 
     def _before_call(self, module: nn.Module | None, units: tuple[int, ...]) -> None:
         """A module, or an operation that reads what belongs to others (None), is about to run."""
-        self._stack.home.check()
+        self.stack.home.check()
         if is_transformed():
             raise TiermemError(
                 "an offloaded model was called inside torch.func.grad, vjp, jvp or another of its kind; they know "
                 "no saved-tensor hooks; use loss.backward() or torch.autograd.grad instead"
             )
-        outermost = not self._stack.calls
+        outermost = not self.stack.calls
         shared = self.lockstep is not None or backward_number() >= 0
-        call = self._stack.begin(module, shared=shared)  # first: the after-hook runs even if what follows raises
+        call = self.stack.begin(module, shared=shared)  # first: the after-hook runs even if what follows raises
         if outermost and self._held and backward_number() < 0:
             self._release_backward()  # left by a backward that failed
         for unit in units:
@@ -196,10 +196,10 @@ class GatherScheduler:
             call.pushed = self.saved.enter()
 
     def _after_call(self, module: nn.Module | None) -> None:
-        if not any(call.module is module for call in self._stack.calls):
+        if not any(call.module is module for call in self.stack.calls):
             return  # a hook of somebody else raised before the entry was made
         while True:
-            call = self._stack.end()
+            call = self.stack.end()
             self._finish(call)
             if call.module is module:
                 break

@@ -1,0 +1,134 @@
+"""What torch keeps for a thread, put aside and put back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.thread_state import put_thread_aside
+
+
+class Doubling(TorchFunctionMode):
+    """Every sum is twice what it is."""
+
+    def __torch_function__(self, function, _, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.sum else result
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def state() -> tuple[Any, ...]:
+    """What a computation notices of the state of its thread."""
+    product = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+    return (
+        torch.is_grad_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch.autograd.is_multithreading_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        product.dtype,
+        float(torch.sum(torch.ones(3))),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+    )
+
+
+def identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def also_identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "no forward gradients": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
+    "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+    "function mode": Doubling,
+    "dispatch mode": Counting,
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(identity, identity),
+}
+
+
+def in_a_new_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_aside_a_thread_is_as_new_and_then_as_before(name: str) -> None:
+    new = in_a_new_thread(state)
+    assert state() == new, "this test begins in a thread as it is at first"
+    with CONTEXTS[name]():
+        before = state()
+        assert before != new
+        put_back = put_thread_aside()
+        assert state() == new
+        put_back()
+        assert state() == before
+    assert state() == new
+
+
+@pytest.mark.parametrize("left", CONTEXTS)
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_whatever_is_left_meanwhile_is_gone(name: str, left: str) -> None:
+    new = state()
+    with CONTEXTS[name]():
+        before = state()
+        put_back = put_thread_aside()
+        CONTEXTS[left]().__enter__()
+        put_back()
+        assert state() == before
+    assert state() == new
+
+
+def test_stacks_come_back_in_their_order() -> None:
+    outer, inner = Counting(), Counting()
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(identity, identity), hooks(also_identity, also_identity), Doubling(), Doubling(), outer, inner:
+        put_thread_aside()()
+        assert float(torch.sum(torch.ones(3))) == 12
+        assert inner.count == outer.count > 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (also_identity, also_identity)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_what_autocast_remembers_lasts_as_long_as_the_outermost_autocast() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        put_back = put_thread_aside()
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
+        put_back()
+        assert torch.autocast_increment_nesting() == 2
+        torch.autocast_decrement_nesting()
+        assert torch.nn.functional.linear(weight, weight).dtype == torch.bfloat16
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+def test_a_torch_that_has_moved_something_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_pop_torch_dispatch_stack")
+    with pytest.raises(TiermemError, match=r"no torch\._C\._pop_torch_dispatch_stack"):
+        put_thread_aside()

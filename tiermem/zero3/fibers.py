@@ -1,0 +1,126 @@
+"""Where a computation runs that others take turns with: in a thread of its own, or on a stack of its own in this one.
+
+Owns how the turn is given and given back. Does not know units or whose turn it is. Guarantees that only one side runs
+at a time, that a fiber whose target raises has ended, and that a stack in the caller's thread finds what is kept for
+each thread as if the thread was its own.
+
+Two kinds, because autograd's engine keeps one stack of running backwards for each thread: only a thread of its own can
+be stopped inside a backward. A stack of its own needs no thread, and so no second team of OpenMP's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import greenlet
+
+from tiermem.errors import InvariantError
+
+PutAside = Callable[[], Callable[[], None]]
+
+
+class Fiber(Protocol):
+    """A computation that can be stopped; `anywhere`: inside a backward, too."""
+
+    anywhere: bool
+
+    def go(self) -> None:
+        """Let it go on until it stops or ends. By the one who made it."""
+
+    def stop(self) -> None:
+        """Give the turn back and wait for the next. By what runs in it."""
+
+    def end(self) -> None:
+        """Let it go on to its end, once it has begun."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether this is called in it."""
+
+
+class OwnThread:
+    """In a thread of its own."""
+
+    anywhere = True
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self._target = target
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def inside(self) -> bool:
+        """As of every `Fiber`."""
+        return self._thread is threading.current_thread()
+
+    def go(self) -> None:
+        """As of every `Fiber`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._live, name="tiermem-micro-batch", daemon=True)
+            self._thread.start()
+        self._go.release()
+        self._back.acquire()
+
+    def stop(self) -> None:
+        """As of every `Fiber`."""
+        self._back.release()
+        self._go.acquire()
+
+    def end(self) -> None:
+        """As of every `Fiber`. It may be running: what interrupts a caller who waits does not interrupt it."""
+        if self._thread is not None:
+            self._go.release()
+            self._thread.join()
+
+    def _live(self) -> None:
+        self._go.acquire()
+        try:
+            self._target()
+        finally:
+            self._back.release()
+
+
+class OwnStack:
+    """On a stack of its own in the thread of the caller.
+
+    `aside`: each puts something aside that is kept for each thread, as if the thread was new, and returns what puts it
+    back, whatever is there then.
+    """
+
+    anywhere = False
+
+    def __init__(self, target: Callable[[], None], *, aside: Sequence[PutAside]) -> None:
+        self._aside = aside
+        self._greenlet = greenlet.greenlet(target)
+
+    @property
+    def inside(self) -> bool:
+        """As of every `Fiber`."""
+        return greenlet.getcurrent() is self._greenlet
+
+    def go(self) -> None:
+        """As of every `Fiber`."""
+        self._greenlet.parent = greenlet.getcurrent()
+        self._switch(self._greenlet)
+
+    def stop(self) -> None:
+        """As of every `Fiber`."""
+        caller = self._greenlet.parent
+        if caller is None:
+            raise InvariantError("a fiber stops that nobody has let go on")
+        self._switch(caller)
+
+    def end(self) -> None:
+        """As of every `Fiber`."""
+        while self._greenlet:  # has begun and not ended
+            self.go()
+
+    def _switch(self, to: greenlet.greenlet) -> None:
+        back = [put_aside() for put_aside in self._aside]
+        try:
+            to.switch()
+        finally:
+            for put_back in back:
+                put_back()

@@ -1,0 +1,112 @@
+"""What torch keeps for each thread, put aside while another computation has the thread.
+
+Owns the list of it: grad mode and its like, autocast, saved-tensor hooks, function and dispatch modes. Does not know
+who has the thread when. Guarantees that nothing the one leaves behind reaches the other.
+
+Not in the list: the current device and stream, profilers' ranges, functorch's transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
+
+_KINDS = ("cpu", "cuda")
+
+
+def put_thread_aside() -> Callable[[], None]:
+    """Make this thread as torch has it when it is new; return what makes it as it was, whatever came between."""
+    # The modes first: they see who sets the others.
+    stacks = [(push, _emptied(length, pop)) for length, pop, push in _stacks()]
+    switches = _switches()
+    before = [(switch, ask()) for switch, ask, _ in switches]
+    nesting = _set_nesting(0)
+    for switch, _, new in switches:
+        switch(new)
+
+    def put_back() -> None:
+        for length, pop, _ in _stacks():
+            _emptied(length, pop)
+        _set_nesting(nesting)
+        for switch, value in before:
+            switch(value)
+        for push, entries in stacks:
+            for entry in reversed(entries):
+                push(entry)
+
+    return put_back
+
+
+def _switches() -> list[tuple[Callable[[Any], Any], Callable[[], Any], Any]]:
+    """How to set what has one value, how to ask for it, and what it is in a new thread."""
+    # Torch's context managers set these at once; used as such they would have to be left in order.
+    return [
+        (torch.set_grad_enabled, torch.is_grad_enabled, True),
+        (_core("_set_fwd_grad_enabled"), _core("_is_fwd_grad_enabled"), True),
+        (torch.autograd.set_multithreading_enabled, torch.autograd.is_multithreading_enabled, True),
+        (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled, True),
+        *((_setter(kind), _getter(kind), (False, torch.get_autocast_dtype(kind))) for kind in _KINDS),
+    ]
+
+
+def _setter(kind: str) -> Callable[[tuple[bool, torch.dtype]], None]:
+    def switch(value: tuple[bool, torch.dtype]) -> None:
+        torch.set_autocast_enabled(kind, value[0])
+        torch.set_autocast_dtype(kind, value[1])
+
+    return switch
+
+
+def _getter(kind: str) -> Callable[[], tuple[bool, torch.dtype]]:
+    return lambda: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+def _stacks() -> list[tuple[Callable[[], object], Callable[[], Any], Callable[[Any], Any]]]:
+    """Of each stack: whether there is something on it, how to take the top, how to put something on top."""
+    push_function, push_dispatch = _core("_push_on_torch_function_stack"), _core("_push_on_torch_dispatch_stack")
+    pop_dispatch = partial(_core("_pop_torch_dispatch_stack"), None)
+    return [
+        (top_hooks, _pop_pair, lambda pair: push_hooks(*pair)),
+        (_core("_len_torch_function_stack"), _core("_pop_torch_function_stack"), push_function),
+        (_core("_len_torch_dispatch_stack"), pop_dispatch, push_dispatch),
+    ]
+
+
+def _core(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = getattr(torch._C, name, None)  # noqa: SLF001 - no public way
+    if function is None:
+        raise TiermemError(
+            f"torch {torch.__version__} has no torch._C.{name}, which tiermem needs; use a torch version that tiermem "
+            "supports"
+        )
+    return function
+
+
+def _pop_pair() -> Any:
+    pair = top_hooks()
+    pop_hooks()
+    return pair
+
+
+def _emptied(length: Callable[[], object], pop: Callable[[], Any]) -> list[Any]:
+    """Take everything from a stack, the top first."""
+    taken = []
+    while length():
+        taken.append(pop())
+    return taken
+
+
+def _set_nesting(wanted: int) -> int:
+    """Say in how many autocasts this thread is; return in how many it was. The last to leave forgets what was cast."""
+    before = torch.autocast_increment_nesting() - 1
+    for _ in range(before + 1 - wanted):
+        torch.autocast_decrement_nesting()
+    for _ in range(wanted - before - 1):
+        torch.autocast_increment_nesting()
+    return before
