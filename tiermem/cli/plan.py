@@ -21,8 +21,9 @@ from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
-from tiermem.planner.design import PlanSettings
+from tiermem.planner.design import PlanSettings, least_host_memory
 from tiermem.planner.machine import Machine
+from tiermem.planner.overhead import beside_pages
 from tiermem.planner.predict import Prediction, predict
 from tiermem.planner.simulate import StepPlan
 from tiermem.planner.workload import Workload, transformer
@@ -53,7 +54,7 @@ def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) ->
     return predict(
         workload,
         machine,
-        plan_settings(config, machine, options.ranks),
+        plan_settings(config, machine, options.ranks, workload),
         commits=options.commits,
         with_plan=with_actions,
     )
@@ -95,7 +96,7 @@ def find_machine(options: PlanOptions, config: Config) -> Machine:
     return this_machine(config.swap_paths or (Path.cwd(),), again=options.measure)
 
 
-def plan_settings(config: Config, machine: Machine, ranks: int) -> PlanSettings:
+def plan_settings(config: Config, machine: Machine, ranks: int, workload: Workload) -> PlanSettings:
     """The settings of one rank: the configuration's, or what "auto" makes of the machine."""
     per_node = min(ranks, machine.ranks_per_node)
     if config.host_nbytes is None and not machine.host.memory:
@@ -104,8 +105,12 @@ def plan_settings(config: Config, machine: Machine, ranks: int) -> PlanSettings:
     # What was measured has left the share of others out already.
     measured = machine.source.startswith("measured")
     host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
+    beside = beside_pages(host, config.dtype, config.moments)
+    if host - beside < least_host_memory(workload, ranks, device=machine.device is not None):
+        beside = 0
     return PlanSettings(
-        host_memory=host // 4096 * 4096,
+        host_memory=(host - beside) // 4096 * 4096,
+        beside_pages=beside,
         device_memory=config.device_nbytes,
         # Without room on disk for the copies that commits need there is none to take an update back either.
         update="forward" if config.update == "auto" and not config.commits else config.update,
@@ -126,7 +131,7 @@ def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict
     found: dict[str, Any] = {
         "fits": prediction.fits,
         "device_bytes": (design.device_budget if design else settings.device_memory) or 0,
-        "host_bytes": settings.host_memory,
+        "host_bytes": settings.host_memory + settings.beside_pages,
         "swap_bytes": prediction.swap_bytes,
         "bytes_read_per_step": None if read is None else round(read),
         "bytes_written_per_step": None if written is None else round(written),
@@ -231,7 +236,7 @@ def _summary(prediction: Prediction) -> Table:
     ranks = f", {settings.ranks} ranks; bytes below are one rank's" if settings.ranks > 1 else ""
     table.add_row("batch", f"{workload.tokens:,} tokens, {workload.batches} a step{ranks}")
     least = format_bytes(prediction.host_least)
-    table.add_row("host memory", f"{format_bytes(settings.host_memory)} (at least {least})")
+    table.add_row("host memory", f"{format_bytes(settings.host_memory + settings.beside_pages)} (at least {least})")
     table.add_row("disk", format_bytes(prediction.swap_bytes))
     simulation = prediction.simulation
     if simulation is None:

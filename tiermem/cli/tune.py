@@ -133,7 +133,7 @@ def run(
     `measure` gives the median seconds of a step under a configuration; without it the simulation decides. Raises what
     the planner and `measure` raise.
     """
-    settings = plan_settings(config, machine, 1)
+    settings = plan_settings(config, machine, 1, workload)
     # An update that the user has chosen stays.
     updates = ("forward", "backward", "step") if config.update == "auto" else ()
     tuning = tune(workload, machine, settings, updates=updates)

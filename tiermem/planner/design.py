@@ -31,7 +31,8 @@ _BLOCK_ELEMENTS = 256
 class PlanSettings:
     """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
 
-    `host_memory` and `device_memory` are those of one rank. `update`, `update_on`: as `Config` takes them.
+    `host_memory` and `device_memory` are those of one rank, for pages; `beside_pages`: what else is in the host budget.
+    `update`, `update_on`: as `Config` takes them.
     """
 
     host_memory: int
@@ -43,6 +44,7 @@ class PlanSettings:
     queue_depth: int = 8
     ranks: int = 1
     update_on: str = "host"
+    beside_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

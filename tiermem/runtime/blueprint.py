@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from tiermem.config import Config, resolve_host_memory
-from tiermem.errors import ConfigError
+from tiermem.errors import BudgetError, ConfigError, ResumeError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.tiles import UnitState
@@ -26,6 +26,7 @@ from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, rounded
+from tiermem.planner.overhead import beside_pages
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.planner.tilesizes import SMALLEST_TILE
@@ -45,7 +46,7 @@ from tiermem.zero3.units import ModelUnits, Wanted, find_units
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What can be known before anything is opened."""
+    """What can be known before anything is opened. `host_nbytes` are for pages, `beside_nbytes` are not."""
 
     divided: ModelUnits
     layouts: tuple[UnitLayout, ...]
@@ -57,6 +58,7 @@ class Blueprint:
     stage: int = 3
     device: DeviceFootprint | None = None
     resting: tuple[int, ...] = ()
+    beside_nbytes: int = 0
 
     @property
     def kept(self) -> frozenset[int]:
@@ -191,7 +193,14 @@ def draw(
     sketch = lay_out(tile_numel=SMALLEST_TILE)
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
-    footprint, device = share_out(config, sizes, host_nbytes, tile=beginning.tile_numel, least=company.least)
+    beside = beside_pages(host_nbytes, config.dtype, config.moments) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    share = partial(share_out, config, sizes, tile=beginning.tile_numel, least=company.least)
+    try:
+        footprint, device = share(host_nbytes - beside)
+    except (BudgetError, ResumeError):  # of a budget that is just enough all is for pages
+        beside = 0
+        footprint, device = share(host_nbytes)
+    host_nbytes -= beside
     if whole and device is not None and any(size.kept for size in sizes):
         raise ConfigError(
             f"keep= with {ranks} ranks that compute on devices needs stage=3, found stage={config.stage}: there what "
@@ -207,7 +216,7 @@ def draw(
     settled = device.settled if device is not None else ()
     resting = resting_units(sizes, footprint, host_nbytes, settled) if config.update == "auto" else ()
     return Blueprint(
-        divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device, resting
+        divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device, resting, beside
     )
 
 

@@ -163,7 +163,14 @@ def build(
     `device`: instead of the one `config` names; the house closes it.
     """
     swap_nbytes = blueprint.swap_nbytes(wanted_copies(config, _update(config, company)))
-    budgets = Budgets(swap_nbytes, blueprint.host_nbytes, blueprint.footprint, blueprint.device, blueprint.kept)
+    budgets = Budgets(
+        swap_nbytes,
+        blueprint.host_nbytes,
+        blueprint.footprint,
+        blueprint.device,
+        blueprint.kept,
+        beside_nbytes=blueprint.beside_nbytes,
+    )
     storage = company.together(
         "open its swap files",
         lambda: open_storage(config, beginning, budgets, device=device or open_device(config)),

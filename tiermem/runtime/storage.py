@@ -40,7 +40,8 @@ _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 class Budgets:
     """Bytes of each tier, and how those of memory are shared out. `device`: None where there is no DEVICE tier.
 
-    `kept`: the units whose parameters stay in host memory by choice.
+    `kept`: the units whose parameters stay in host memory by choice. `beside_nbytes`: host memory of the run
+    that is not for pages.
     """
 
     swap_nbytes: int
@@ -48,6 +49,7 @@ class Budgets:
     host: Footprint
     device: DeviceFootprint | None = None
     kept: frozenset[int] = frozenset()
+    beside_nbytes: int = 0
 
     def appetites(self) -> dict[Tier, Appetite]:
         """How far the pager looks ahead on each tier."""
@@ -60,7 +62,10 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where bytes live, and who moves them. `recovered`: the commit this run continues, None if it began anew."""
+    """Where bytes live, and who moves them.
+
+    `recovered`: the commit this run continues, None if it began anew. `beside_nbytes`: as `Budgets` has them.
+    """
 
     space: SwapSpace
     extents: Extents
@@ -71,6 +76,7 @@ class Storage:
     pager: Pager
     counters: Counters
     timeline: Timeline
+    beside_nbytes: int = 0
 
     def tiers(self) -> tuple[TierStatistics, ...]:
         """Budget, reserved bytes and high-water mark of each tier, from far to near."""
@@ -82,11 +88,12 @@ class Storage:
                 swap.allocated + scratch.allocated,
                 swap.high_water + scratch.high_water,
             ),
-            *(
-                TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
-                for tier, arena in sorted(self.arenas.items())
-            ),
+            *(self._memory(tier, arena) for tier, arena in sorted(self.arenas.items())),
         )
+
+    def _memory(self, tier: Tier, arena: Arena) -> TierStatistics:
+        beside = self.beside_nbytes if tier is Tier.HOST else 0
+        return TierStatistics(tier.name, arena.capacity + beside, arena.reserved + beside, arena.high_water + beside)
 
     def drives(self) -> tuple[DriveStatistics, ...]:
         """What each drive holds and has moved; directories on one file system are one drive."""
@@ -176,7 +183,8 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
     except BaseException:
         space.close(remove=not resumed)
         raise
-    return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline)
+    beside = budgets.beside_nbytes
+    return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, beside)
 
 
 def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents: Extents) -> Chain:

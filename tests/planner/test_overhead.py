@@ -1,0 +1,58 @@
+"""What of a host budget is not for pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from doubles_training import MIB, config_for
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tiermem
+from tiermem.planner.overhead import beside_pages
+from tiermem.runtime.blueprint import draw
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@given(small=st.integers(0, 4 << 30), more=st.integers(0, 1 << 30), dtype=st.sampled_from(DTYPES))
+def test_a_larger_budget_has_more_for_pages_and_small_ones_have_all(small: int, more: int, dtype: torch.dtype) -> None:
+    taken = [beside_pages(budget, dtype, "exact") for budget in (small, small + more)]
+    assert 0 <= taken[0] <= taken[1] <= taken[0] + more + 4096
+    assert small + more - taken[1] >= small - taken[0] - 4096
+    assert small > 64 * MIB or taken[0] == 0
+    assert taken[0] <= (48 if dtype == torch.bfloat16 else 12) * MIB
+
+
+def test_the_numbers() -> None:
+    assert beside_pages(512 * MIB, torch.bfloat16, "exact") == 48 * MIB
+    assert beside_pages(512 * MIB, torch.float32, "exact") == 12 * MIB
+    assert beside_pages(512 * MIB, torch.float32, "int8") == 48 * MIB
+    assert beside_pages(96 * MIB, torch.bfloat16, "exact") == 4 * MIB
+
+
+@pytest.mark.parametrize(("dtype", "beside"), [("bfloat16", 16), ("float32", 12)])
+def test_pages_have_the_rest_and_the_statistics_count_both(dtype, beside, tmp_path):
+    config = config_for(tmp_path, 192 * MIB, "step", param_dtype=dtype)
+    with tiermem.offload(nn.Linear(8, 8), config) as runtime:
+        storage, host = runtime._house.storage, runtime.statistics().tiers[-1]
+        (arena,) = storage.arenas.values()
+        assert arena.capacity == (192 - beside) * MIB
+        assert host.budget == 192 * MIB
+        assert host.reserved == arena.reserved + beside * MIB <= host.high_water == arena.high_water + beside * MIB
+
+
+def test_a_budget_that_is_just_enough_is_all_for_pages(tmp_path):
+    """The least budget that an error names has to work."""
+    with torch.device("meta"):
+        model = nn.Linear(4096, 4096, bias=False)
+    with pytest.raises(tiermem.BudgetError) as caught:
+        draw(model, config_for(tmp_path, MIB, "step"), None)
+    least = int(str(caught.value).split("set host_memory to ")[1].split()[0])
+    assert least > 64 * MIB
+    found = draw(model, config_for(tmp_path, least, "step"), None)
+    assert (found.host_nbytes, found.beside_nbytes) == (least, 0)
+    found = draw(model, config_for(tmp_path, 2 * least, "step"), None)
+    assert found.host_nbytes + found.beside_nbytes == 2 * least
+    assert found.beside_nbytes > 0
