@@ -22,13 +22,13 @@ def test_a_larger_budget_has_more_for_pages_and_small_ones_have_all(small: int, 
     assert 0 <= taken[0] <= taken[1] <= taken[0] + more + 4096
     assert small + more - taken[1] >= small - taken[0] - 4096
     assert small > 64 * MIB or taken[0] == 0
-    assert taken[0] <= (48 if dtype == torch.bfloat16 else 12) * MIB
+    assert taken[0] <= (56 if dtype == torch.bfloat16 else 12) * MIB
 
 
 def test_the_numbers() -> None:
-    assert beside_pages(512 * MIB, torch.bfloat16, "exact") == 48 * MIB
+    assert beside_pages(512 * MIB, torch.bfloat16, "exact") == 56 * MIB
     assert beside_pages(512 * MIB, torch.float32, "exact") == 12 * MIB
-    assert beside_pages(512 * MIB, torch.float32, "int8") == 48 * MIB
+    assert beside_pages(512 * MIB, torch.float32, "int8") == 56 * MIB
     assert beside_pages(96 * MIB, torch.bfloat16, "exact") == 4 * MIB
 
 
