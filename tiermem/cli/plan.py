@@ -21,6 +21,7 @@ from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
+from tiermem.optim.compiled import are_wanted
 from tiermem.planner.design import PlanSettings, least_host_memory
 from tiermem.planner.machine import Machine
 from tiermem.planner.overhead import beside_pages
@@ -105,7 +106,7 @@ def plan_settings(config: Config, machine: Machine, ranks: int, workload: Worklo
     # What was measured has left the share of others out already.
     measured = machine.source.startswith("measured")
     host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
-    beside = beside_pages(host, config.dtype, config.moments)
+    beside = beside_pages(host, compiled=are_wanted(config.dtype, config.moments))
     if host - beside < least_host_memory(workload, ranks, device=machine.device is not None):
         beside = 0
     return PlanSettings(

@@ -63,6 +63,11 @@ class CompiledLoops:
         )
 
 
+def are_wanted(dtype: torch.dtype, moments: str) -> bool:
+    """Whether parameters of `dtype` are updated by them where they can be had; `moments`: as `Config` has it."""
+    return dtype == torch.bfloat16 or moments == "int8"
+
+
 @functools.cache
 def compiled_loops() -> CompiledLoops | None:
     """The loops, or None where they cannot be had. Imports and compiles at the first call: a second, once."""

@@ -6,8 +6,6 @@ pages, and no more than an eighth of what is beyond goes to others.
 
 from __future__ import annotations
 
-import torch
-
 # Resident memory, measured on x86-64 with numba 0.66: importing it takes 14 MB, its registries 15, the loops and their
 # tables 5, the code of its and LLVM's libraries 10. The record of the latest moves is 13 MB (`tiermem.timeline`).
 _LOOPS_NBYTES = 44 << 20
@@ -17,8 +15,7 @@ _SHARE = 8
 _PAGE = 4096
 
 
-def beside_pages(budget: int, dtype: torch.dtype, moments: str) -> int:
-    """Bytes of a host budget that are not for pages, where parameters are of `dtype`; `moments`: as `Config` has it."""
-    compiled = dtype == torch.bfloat16 or moments == "int8"  # all else is updated by torch's own code
+def beside_pages(budget: int, *, compiled: bool) -> int:
+    """Bytes of a host budget that are not for pages; `compiled`: whether the update has machine code of its own."""
     taken = _RECORD_NBYTES + (_LOOPS_NBYTES if compiled else 0)
     return min(taken, max(0, budget - _ALL_PAGES) // _SHARE) // _PAGE * _PAGE

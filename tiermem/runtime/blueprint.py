@@ -19,6 +19,7 @@ from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import BudgetError, ConfigError, ResumeError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
+from tiermem.optim.compiled import are_wanted
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
@@ -193,7 +194,8 @@ def draw(
     sketch = lay_out(tile_numel=SMALLEST_TILE)
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
-    beside = beside_pages(host_nbytes, config.dtype, config.moments) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    loops = are_wanted(config.dtype, config.moments)
+    beside = beside_pages(host_nbytes, compiled=loops) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     share = partial(share_out, config, sizes, tile=beginning.tile_numel, least=company.least)
     try:
         footprint, device = share(host_nbytes - beside)
