@@ -32,14 +32,14 @@ def test_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("dtype", "moments", "beside"), [("bfloat16", "float32", 16), ("float32", "int8", 16), ("float32", "float32", 12)]
 )
-def test_pages_have_the_rest_and_the_statistics_count_both(dtype, moments, beside, tmp_path):
+def test_pages_have_the_rest_of_the_budget(dtype, moments, beside, tmp_path):
     config = config_for(tmp_path, 192 * MIB, "step", param_dtype=dtype, moments=moments)
     with tiermem.offload(nn.Linear(8, 8), config) as runtime:
         storage, host = runtime._house.storage, runtime.statistics().tiers[-1]
         (arena,) = storage.arenas.values()
         assert arena.capacity == (192 - beside) * MIB
         assert host.budget == 192 * MIB
-        assert host.reserved == arena.reserved + beside * MIB <= host.high_water == arena.high_water + beside * MIB
+        assert host.high_water == arena.high_water > 0
 
 
 def test_a_budget_that_is_just_enough_is_all_for_pages(tmp_path):

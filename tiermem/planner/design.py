@@ -31,8 +31,7 @@ _BLOCK_ELEMENTS = 256
 class PlanSettings:
     """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
 
-    `host_memory` and `device_memory` are those of one rank, for pages; `beside_pages`: what else is in the host budget.
-    `update`, `update_on`: as `Config` takes them.
+    `host_memory` and `device_memory` are one rank's, for pages. `update`, `update_on`: as `Config` takes them.
     """
 
     host_memory: int
@@ -44,7 +43,7 @@ class PlanSettings:
     queue_depth: int = 8
     ranks: int = 1
     update_on: str = "host"
-    beside_pages: int = 0
+    beside_pages: int = 0  # what else is in the host budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,5 +347,4 @@ def least_host_memory(workload: Workload, ranks: int, *, device: bool = False) -
 
 def swap_nbytes(design: Design, *, commits: bool) -> int:
     """Bytes that one rank's pages take on disk; with `commits` two copies of parameters and states."""
-    kept = design.nbytes(Kind.PARAM, Kind.STATE)
-    return (2 if commits else 1) * kept + design.nbytes(Kind.GRAD)
+    return (2 if commits else 1) * design.nbytes(Kind.PARAM, Kind.STATE) + design.nbytes(Kind.GRAD)

@@ -92,8 +92,8 @@ class Storage:
         )
 
     def _memory(self, tier: Tier, arena: Arena) -> TierStatistics:
-        beside = self.beside_nbytes if tier is Tier.HOST else 0
-        return TierStatistics(tier.name, arena.capacity + beside, arena.reserved + beside, arena.high_water + beside)
+        beside = self.beside_nbytes if tier is Tier.HOST else 0  # in the budget, and never reserved for pages
+        return TierStatistics(tier.name, arena.capacity + beside, arena.reserved, arena.high_water)
 
     def drives(self) -> tuple[DriveStatistics, ...]:
         """What each drive holds and has moved; directories on one file system are one drive."""
