@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import tiermem
+from tiermem.zero3.fibers import OwnStack
 
 AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
 
@@ -281,6 +282,18 @@ def test_from_the_second_time_on_everything_is_on_the_callers_thread(tmp_path):
         threads.clear()
         beside.step(rows(1))
         assert threads == [other] * 3, "one by itself is not cut"
+
+
+def test_or_forward_is_on_threads_where_greenlet_cannot_be_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(OwnStack, "possible", False)
+    beside = Beside(Chain, tmp_path)
+    threads: list[str] = []
+    seen_by(beside.model, threads)
+    with beside.runtime:
+        for _ in range(2):
+            beside.step(rows())
+        assert threads[9:] == ["tiermem-micro-batch"] * 3 + [threading.current_thread().name] * 6
+        beside.compare()
 
 
 def test_micro_batches_that_leave_layers_out(tmp_path):

@@ -268,7 +268,7 @@ def _shared_out(
 ) -> tuple[Footprint, DeviceFootprint | None]:
     """As `runtime.shares.share_out`; over ranks the device's transient pages are counted apart (`gathered_nbytes`)."""
     host, ahead = settings.host_memory, settings.look_ahead
-    tile = settings.tile_nbytes or planned_tile(host)
+    tile = settings.tile_nbytes or planned_tile(host + settings.beside_pages)
     if device is None or settings.ranks > 1:
         return plan_footprint(unit_sizes(share), host, tile, ahead), None
     settle = settings.update_on == "auto"

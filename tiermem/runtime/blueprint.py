@@ -198,7 +198,7 @@ def draw(
     beside = beside_pages(host_nbytes, compiled=loops) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     share = partial(share_out, config, sizes, tile=beginning.tile_numel, least=company.least)
     try:
-        footprint, device = share(host_nbytes - beside)
+        footprint, device = share(host_nbytes - beside, beside=beside)
     except (BudgetError, ResumeError):  # of a budget that is just enough all is for pages
         beside = 0
         footprint, device = share(host_nbytes)

@@ -22,19 +22,21 @@ def share_out(
     sizes: Sequence[UnitSize],
     host_nbytes: int,
     *,
+    beside: int = 0,
     tile: int | None = None,
     least: Callable[[int], int] = lambda nbytes: nbytes,
 ) -> tuple[Footprint, DeviceFootprint | None]:
     """How host memory is shared out, and device memory where the computation has its own.
 
-    `tile`: elements of a tile in the commit that is continued. `least(number)`: the smallest of what all ranks give.
+    `host_nbytes`: for pages; `beside`: what else is in the budget. `tile`: elements of a tile in the commit that is
+    continued. `least(number)`: the smallest of what all ranks give.
 
     Raises:
         ConfigError: the device is not there, or needs a size.
         BudgetError: a budget is too small; names the largest unit and the least that works.
         ResumeError: the tiles of the commit do not fit into the budgets.
     """
-    ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes)
+    ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes + beside)
     settle = config.update_on == "auto" and all(size.ranks == 1 for size in sizes)
     device_nbytes = device_budget(config, lambda: device_most(sizes, settle=settle))
 

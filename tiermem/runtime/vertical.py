@@ -65,7 +65,7 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
 
 
 def _run_in(house: House, count: int) -> RunIn:
-    if not house.cutting.severs(count):
+    if not (OwnStack.possible and house.cutting.severs(count)):
         return OwnThread
     if house.storage.torch_device.type == "cpu":
         keep_freed_blocks()

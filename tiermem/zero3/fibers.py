@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import greenlet
+from typing import Any, Protocol
 
 from tiermem.errors import InvariantError
+
+try:
+    import greenlet
+except ImportError:  # an interpreter it was not built for
+    greenlet = None
 
 PutAside = Callable[[], Callable[[], None]]
 
@@ -83,12 +86,13 @@ class OwnThread:
 
 
 class OwnStack:
-    """On a stack of its own in the thread of the caller.
+    """On a stack of its own in the thread of the caller, if `OwnStack.possible`: greenlet is there.
 
     `aside`: each puts something aside that is kept for each thread, as if the thread was new, and returns what puts it
     back, whatever is there then.
     """
 
+    possible = greenlet is not None
     anywhere = False
 
     def __init__(self, target: Callable[[], None], *, aside: Sequence[PutAside]) -> None:
@@ -117,7 +121,7 @@ class OwnStack:
         while self._greenlet:  # has begun and not ended
             self.go()
 
-    def _switch(self, to: greenlet.greenlet) -> None:
+    def _switch(self, to: Any) -> None:
         back = [put_aside() for put_aside in self._aside]
         try:
             to.switch()
