@@ -62,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [run for result in beside for run in json.loads(result.read_text(encoding="utf-8"))["runs"]]
         side_by_side(runs, options.pictures / "side_by_side.png")
         print(f"side_by_side.png from {', '.join(result.name for result in beside)}")
+    looks = sorted(options.results.glob("step_timeline_*.json"))[-1:]  # the latest
+    for result in looks if importlib.util.find_spec("matplotlib") is not None else ():
+        drawn += 1
+        step_timeline(json.loads(result.read_text(encoding="utf-8"))["cases"], options.pictures / "step_timeline.png")
+        print(f"step_timeline.png from {result.name}")
     if importlib.util.find_spec("matplotlib") is not None:
         drawn += 1
         plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
@@ -113,6 +118,36 @@ def side_by_side(runs: Sequence[dict[str, Any]], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def step_timeline(cases: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG of what `step_timeline.py` looked at: rates, waiting and updating in the course of a step."""
+    plt = import_pyplot()
+    figure, rows = plt.subplots(len(cases), 1, figsize=(10, 2.8 * len(cases)), squeeze=False)
+    for (axes,), case in zip(rows, cases, strict=True):
+        slices = case["slices"]
+        times = [(each["start"] + each["end"]) / 2 for each in slices]
+        read, written = ([each[name] for each in slices] for name in ("read", "written"))
+        axes.stackplot(times, read, written, labels=["read", "written"], colors=["#3b6ea8", "#d98f4e"], alpha=0.85)
+        shares = axes.twinx()
+        shares.plot(times, [100 * each["waiting"] for each in slices], color="#444444", lw=1, label="computation waits")
+        shares.plot(times, [100 * each["updating"] for each in slices], color="#3a7d44", lw=1, label="update runs")
+        for phase in case["phases"][1:2]:
+            axes.axvline(phase["start"], color="#999999", lw=0.8, ls="--")
+            axes.text(phase["start"], axes.get_ylim()[1], " backward", va="top", fontsize=8, color="#666666")
+        axes.set_title(f"{case['name']}: a step of {case['seconds']:.2f} s", fontsize=9)
+        axes.set_ylabel("GB/s", fontsize=8)
+        shares.set_ylabel("% of the time", fontsize=8)
+        shares.set_ylim(0, 105)
+        axes.set_xlim(0, case["seconds"])
+        axes.tick_params(labelsize=8)
+        shares.tick_params(labelsize=8)
+    handles = [handle for each in (axes, shares) for handle in each.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    axes.set_xlabel("seconds", fontsize=8)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

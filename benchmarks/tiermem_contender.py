@@ -1,7 +1,7 @@
 """tiermem, with the fields of `tiermem.Config` given as settings.
 
-Three settings more: `accumulate`, micro-batches in a step (the batch and shifts of it); `vertical=yes`: all of them go
-through a unit before the next unit; `commit`: make every step durable.
+Four settings more: `accumulate`, micro-batches in a step (the batch and shifts of it); `vertical=yes`: all of them go
+through a unit before the next unit; `commit`: make every step durable; `trace`: a file for the timeline of the run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from tiermem.cli.train import SWITCH_SECONDS
 class Account:
     """What the runtime says of each step."""
 
-    def __init__(self, runtime: tiermem.Runtime) -> None:
+    def __init__(self, runtime: tiermem.Runtime, trace: str | None) -> None:
+        """`trace`: where the timeline of the run is to be written, if anywhere."""
         self._runtime = runtime
+        self._trace = trace
         self._steps: dict[str, list[float]] = {"stall_seconds": [], "bytes_read": [], "bytes_written": []}
         self._edges: dict[str, list[int]] = {}
 
@@ -37,7 +39,8 @@ class Account:
 
     def details(self) -> dict[str, Any]:
         """Return all of it, and why the computation waited."""
-        return {**self._steps, "edges": self._edges, "overlap": self._runtime.timeline().to_dict()}
+        overlap = self._runtime.timeline(self._trace) if self._trace else self._runtime.timeline()
+        return {**self._steps, "edges": self._edges, "overlap": overlap.to_dict()}
 
 
 def main() -> None:
@@ -48,14 +51,14 @@ def main() -> None:
     torch.manual_seed(job.seed)
     settings = {"param_dtype": "bfloat16", **job.settings}
     count, vertical = int(settings.pop("accumulate", 1)), settings.pop("vertical", "no") == "yes"
-    commit = settings.pop("commit", False)
+    commit, trace = settings.pop("commit", False), settings.pop("trace", None)
     config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
         device = next(model.parameters()).device
-        account, phases = Account(runtime), Phases()
+        account, phases = Account(runtime, trace), Phases()
 
         def loss_of(tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count

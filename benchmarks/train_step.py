@@ -32,7 +32,8 @@ NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound", "io-bound
 IDEAL = "plain"
 DRIVE = "fio"
 COLUMNS = (
-    "| contender | s/step | ratio to plain | to fio | peak RSS | above imports | stall | read/step | written/step |"
+    "| contender | s/step | ratio to plain | to fio | peak RSS | above imports | stall | read/step | written/step "
+    "| bytes/parameter |"
 )
 TURN = 2  # steps, after one that is not counted
 
@@ -218,13 +219,13 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     alone = {run["round"]: rate_of(run) for run in runs if run["contender"] == DRIVE and run["error"] is None}
     lines = [
         COLUMNS,
-        "|---" * 9 + "|",
+        "|---" * 10 + "|",
     ]
     for name in dict.fromkeys(run["contender"] for run in runs if run["contender"] != DRIVE or run["error"]):
         good = [run for run in runs if run["contender"] == name and run["error"] is None]
         if not good:
             error = next(run["error"] for run in runs if run["contender"] == name)
-            lines.append(f"| {name} | failed: {error} | | | | | | | |")
+            lines.append(f"| {name} | failed: {error} | | | | | | | | |")
             continue
         seconds = [second for run in good for second in run["seconds"]]
         ratios = [statistics.median(run["seconds"]) / ideal[run["round"]] for run in good if run["round"] in ideal]
@@ -237,7 +238,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             f"| {name}{good[0]['details'].get('version', '')} "
             f"| {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio} | {to_fio} "
             f"| {peak / 1e9:.2f} GB | {growth / 1e9:.2f} GB | {stalled(good)} "
-            f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} |"
+            f"| {drive(good, 'drive_bytes_read')} | {drive(good, 'drive_bytes_written')} "
+            f"| {moved_per_parameter(good):.1f} |"
         )
     if alone:
         load = next(run["details"]["load"] for run in runs if run["contender"] == DRIVE and run["error"] is None)
@@ -294,6 +296,14 @@ def is_ideal(run: dict[str, Any]) -> bool:
 def drive(runs: Sequence[dict[str, Any]], name: str) -> str:
     """Return the median over the measured steps of what the kernel counted."""
     return f"{statistics.median(value for run in runs for value in run[name]) / 1e9:.3f} GB"
+
+
+def moved_per_parameter(runs: Sequence[dict[str, Any]]) -> float:
+    """Return the median bytes that a step read and wrote, for each parameter of the model."""
+    moved = [
+        both for run in runs for both in map(sum, zip(run["drive_bytes_read"], run["drive_bytes_written"], strict=True))
+    ]
+    return statistics.median(moved) / runs[0]["parameters"]
 
 
 def stalled(runs: Sequence[dict[str, Any]]) -> str:
