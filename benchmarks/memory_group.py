@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +71,20 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
     try:
         yield MemoryGroup(path, limit_bytes)
     finally:
-        path.rmdir()
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a group, killing what its child left running in it: a group with a process in it cannot be removed."""
+    for _ in range(500):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        for process in map(int, (path / "cgroup.procs").read_text(encoding="ascii").split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)  # what was killed leaves the group a little later
+    path.rmdir()
 
 
 def groups_root() -> Path:

@@ -27,6 +27,15 @@ def test_a_child_beyond_its_limit_is_killed() -> None:
     assert run.completed.stdout == ""
 
 
+def test_what_a_child_leaves_running_ends_with_its_group() -> None:
+    """A group with a process in it cannot be removed: its run would be lost in the error."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=2, stdin=subprocess.DEVNULL).pid)"
+    run = run_limited(["sh", "-c", f'"{sys.executable}" -c "{code}" 2>/dev/null'], 200 * MIB)
+    assert run.completed.returncode == 0
+    stat = Path("/proc", run.completed.stdout.strip(), "stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_page_cache_counts_but_gives_way(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(300 * MIB))
     code = "f = open('big', 'rb')\nwhile f.read(1 << 20): pass\nprint('read')"
