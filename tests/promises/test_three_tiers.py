@@ -6,6 +6,7 @@ Computation sees the device's frames only: released host memory is NaN, and so i
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from doubles_models import Stack
 from doubles_scenarios import SCENARIOS, loop, tokens_batch
 from doubles_training import MIB, UPDATES, Outcome, Trainee, check, config_for, offloaded, plain
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tiermem
 from tiermem.memory.arena import Frame
@@ -135,6 +137,30 @@ def test_a_lost_copy_is_an_error_in_the_caller_and_closing_works(update, up, tmp
         runtime.close()
     runtime.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("update_on", ["host", "auto"])
+def test_all_memory_is_given_back_at_the_end_though_the_optimizer_lives_on(update_on, tmp_path):
+    model = Stack()
+    settings = {"device": "simulated", "device_memory": 8 * MIB, "update_on": update_on}
+    gc.disable()  # at the end, and not when a collection of garbage happens to come
+    try:
+        with tiermem.offload(model, config_for(tmp_path, 64 * MIB, "step", **settings)) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                tokens_batch(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            host, device = (arena._slab for arena in runtime._house.storage.arenas.values())
+            stream = runtime._house.updater._stream
+            assert (stream._workspace_above is None) == (update_on == "host")
+            bytes_above = StorageWeakRef(device._tensor.untyped_storage())
+        assert optimizer.param_groups
+        assert bytes_above.expired()
+        assert host._mapping._map.closed
+        assert stream._workspace_above is None
+    finally:
+        gc.enable()
 
 
 def test_parameters_and_gradients_are_the_devices_frames(tmp_path):
