@@ -124,3 +124,13 @@ def test_the_edges_of_pieces_are_told() -> None:
     slab = HostSlab(8 * UNIT, Runtime(), piece=3 * UNIT)
     assert slab.edges == (3 * UNIT, 6 * UNIT)
     slab.close()
+
+
+def test_nothing_stays_locked_where_the_warning_is_an_error() -> None:
+    """The system would give the same addresses to others, and the driver take those for the memory that is gone."""
+    runtime = Runtime(limit=4 * UNIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="page-locked"):
+            HostSlab(8 * UNIT, runtime, piece=4 * UNIT)
+    assert runtime.locked == {}

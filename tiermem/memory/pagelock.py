@@ -108,7 +108,12 @@ class HostSlab:
             whole = tensor_over(self._mapping.buffer(0, nbytes))
             self._lock = PageLock(registry, whole.data_ptr(), nbytes, piece=piece)
             if self._lock.refusal is not None:
-                _warn(self._lock, whole, measure)
+                try:
+                    _warn(self._lock, whole, measure)
+                except BaseException:  # where warnings are errors: addresses that stay locked are not to be used again
+                    del whole
+                    self.close()
+                    raise
 
     @property
     def edges(self) -> tuple[int, ...]:
