@@ -16,6 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _HERE = Path(__file__).parent
 _SECONDS = os.environ.get("TIERMEM_GPU_SUITE_SECONDS")
 _ENDS = None if _SECONDS is None else time.monotonic() + float(_SECONDS)
+_FAILURES = os.environ.get("TIERMEM_GPU_SUITE_FAILURES")
 
 
 # What torch warns of there that is neither ours nor wrong, by the beginnings of its words; once a process, and so in
@@ -40,6 +41,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End in time for a report of what was run: the suite would otherwise end the process, and nothing be known."""
     if _ENDS is not None and time.monotonic() > _ENDS:
         item.session.shouldstop = "the time for the tests is up"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write a failure down as it comes: if a later test hangs in the device, the process is ended without a report."""
+    if _FAILURES is not None and report.failed:
+        with Path(_FAILURES).open("a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}\n{report.longreprtext}\n\n")
 
 
 @pytest.fixture
