@@ -21,8 +21,8 @@ SECONDS = 20.0
 
 
 class FakeStream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
+    def __init__(self, cuda: FakeCuda, name: str, device: torch.device) -> None:
+        self.cuda, self.name, self.device = cuda, name, device
 
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.log.append(f"{self.name} waits for {event.name}")
@@ -50,11 +50,12 @@ class FakeCuda:
         self.streams = 0
         self.waits: list[torch.device] = []
         self.devices: list[torch.device] = [torch.device("cuda", 0)]
+        self.contexts: list[torch.device] = []
         self.local = threading.local()
 
     def Stream(self, device: torch.device, priority: int = 0) -> FakeStream:  # noqa: N802
         self.streams += 1
-        return FakeStream(self, f"stream {self.streams}")
+        return FakeStream(self, f"stream {self.streams}", device)
 
     def Event(self) -> FakeEvent:  # noqa: N802
         return FakeEvent(self)
@@ -63,7 +64,7 @@ class FakeCuda:
         self.local.stream = stream
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return getattr(self.local, "stream", None) or FakeStream(self, "compute")
+        return getattr(self.local, "stream", None) or FakeStream(self, "compute", device)
 
     def synchronize(self, device: torch.device) -> None:
         self.waits.append(device)
@@ -76,6 +77,9 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        """As torch's: leaving it sets the device that was current before, and so makes a context there."""
+        if self.devices[-1] != stream.device:
+            self.contexts.append(self.devices[-1])
         before, self.local.stream = getattr(self.local, "stream", None), stream
         yield
         self.local.stream = before
@@ -122,6 +126,22 @@ def test_a_copy_waits_for_both_frames_and_ends_with_its_own_event(cuda: FakeCuda
     ]
     assert target.tensor[:10].tolist() == [7] * 10
     device.close()
+
+
+def test_no_context_is_made_on_another_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of megabytes on the first device of the machine, for each rank of the others."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(FakeEvent, "query", lambda event: True)
+    device = CudaDevice(torch.device("cuda", 1))
+    arena = device.make_arena(FRAME_ALIGNMENT, poison=True)
+    above, arrived = arena.allocate(10), threading.Event()
+    assert above is not None
+    device.start_copy(frame(), above, 10, up=True, urgent=True, done=lambda error: arrived.set())
+    assert arrived.wait(SECONDS)
+    arena.free(above)
+    device.close()
+    assert cuda.contexts == []
 
 
 def test_a_thread_that_works_beside_others_has_a_stream_of_its_own(cuda: FakeCuda) -> None:

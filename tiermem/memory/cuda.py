@@ -83,7 +83,7 @@ class CudaSlab:
 
     def fill(self, frame: Frame, value: int) -> None:
         """Have every byte of the frame set, on a stream of its own, behind the frame's fences."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for fence in frame.fences:
                 fence.hold()
             frame.tensor.fill_(value)
@@ -200,16 +200,18 @@ class CudaDevice:
         up = bool(which)
 
         def launch(copy: Copy) -> Flight:
-            # On the line's thread: from memory that is not page-locked the call itself takes as long as the copy.
-            with torch.cuda.stream(self._streams[which]):
-                for fence in (*copy.source.fences, *copy.target.fences):
-                    fence.hold()
-                cuts = self._cuts(copy.source if up else copy.target)
-                if cuts:
-                    self._copy_in_parts(copy, cuts, up=up)
-                else:
-                    copy_whole(copy)
-                return _CudaFlight(CudaFence(self.torch_device))
+            # On the line's thread: from memory that is not page-locked the call itself takes as long as the copy. The
+            # thread is the line's own and stays on the stream: leaving it, `torch.cuda.stream` would make the first
+            # device of the machine the current one, and with it a context there, for each rank of the others.
+            torch.cuda.set_stream(self._streams[which])
+            for fence in (*copy.source.fences, *copy.target.fences):
+                fence.hold()
+            cuts = self._cuts(copy.source if up else copy.target)
+            if cuts:
+                self._copy_in_parts(copy, cuts, up=up)
+            else:
+                copy_whole(copy)
+            return _CudaFlight(CudaFence(self.torch_device))
 
         return launch
 
