@@ -133,6 +133,7 @@ def run_tests(scratch: Path, options: argparse.Namespace, seconds: float) -> Par
     environment["TIERMEM_GPU_SUITE_SECONDS"] = str(max(1.0, seconds - _LAST))
     environment["TIERMEM_GPU_SUITE_FAILURES"] = str(failures)
     command = [sys.executable, "-m", "pytest", "tests/cuda", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={scratch / 'tests'}"]  # swap files are to lie where the caller says
     # One line a test: if all of it has to be ended, the last one says where it was.
     command += ["-vv", "-o", f"timeout={_ONE_TEST}", "-o", f"faulthandler_timeout={_ONE_TEST - 10}"]
     command += ["-k", options.tests] if options.tests else []

@@ -55,6 +55,19 @@ def arrive(ended: threading.Event) -> None:
     assert ended.errors == []  # type: ignore[attr-defined]
 
 
+def test_all_of_host_memory_is_page_locked(cuda):
+    """Else copies are slow, and computation and copies wait for each other; all other tests go on without."""
+    device = CudaDevice(cuda)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arena = device.make_host_arena(64 * MIB, poison=False)
+    assert device._below is not None
+    assert device._below.edges == ()
+    assert frame(arena, MIB).tensor.is_pinned()
+    device.close()
+    arena.close()
+
+
 def test_frames_are_one_allocation_and_storages_of_their_own(arenas):
     _, above, _ = arenas
     before = torch.cuda.memory_allocated()
