@@ -1,10 +1,10 @@
 """Everything that only a machine with a GPU can show, by one command, in under eight minutes, into one result file.
 
 Owns the order: the CUDA tests, the same under compute-sanitizer where that is installed, then the benchmark. Does not
-test or measure anything itself. Guarantees that the file is there from the first part on and written anew as each
-ends, whatever fails on the way, that it says what was not run and why, and holds the ends of what failing parts said,
-that no part outlives its own limit, and that the exit code is 0 only if tests and benchmark were run whole and passed,
-and compute-sanitizer too where there is one.
+test or measure anything itself, and has nothing on the GPU. Guarantees that the file is there from the beginning and
+written anew as each part ends, whatever fails on the way, that it says what was not run and why, and holds the ends of
+what failing parts said, that no part outlives its own limit, and that the exit code is 0 only if tests and benchmark
+were run whole and passed, and compute-sanitizer too where there is one.
 
     python tools/gpu_suite.py                 on a machine with a GPU
     python tools/gpu_suite.py --simulated     anywhere: the same on a simulated device and a tiny model
@@ -38,6 +38,13 @@ _ONE_TEST = 60  # seconds: a test that hangs is ended, and its stack shown
 _KEPT = 4000  # characters of what a failing test, or part, said
 _VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 _SANITIZED = "copy or frames or bytes"  # the tests of the copies alone: everything runs many times slower there
+_ASK_SECONDS = 60.0  # torch may be read from disk for the first time
+_ASK = """
+import torch
+free, total = torch.cuda.mem_get_info()
+size = f"{total / 2**30:.0f} GiB ({free / 2**30:.0f} free)"
+print(f"{torch.cuda.get_device_name()}, {size}, CUDA {torch.version.cuda}")
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends = time.monotonic() + options.seconds
     raw: dict[str, Any] = {}
     parts: list[Part] = []
+    options.device = "simulated" if options.simulated else name_device()
+    path = write(options, parts, raw)  # now: what keeps it from being written is not found out behind the tests
     with tempfile.TemporaryDirectory(prefix="tiermem-gpu-suite-", dir=options.directory) as folder:
         scratch = Path(folder)
         wanted: dict[str, tuple[float, Callable[[float], Part]]] = {
@@ -107,18 +116,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def name_device() -> str:
+    """What the GPU is, or why that is not known.
+
+    Asked by a process of its own: a GPU that has failed, or may have one process at a time, costs this one nothing.
+    """
+    done = run([sys.executable, "-c", _ASK], _ASK_SECONDS, dict(os.environ))
+    lines = done.output.strip().splitlines()
+    return lines[-1] if done.problem is None and lines else f"not known: {done.problem or 'it said nothing'}"
+
+
 def run_tests(scratch: Path, options: argparse.Namespace, seconds: float) -> Part:
     """Run tests/cuda; on a machine with a GPU a skipped test is a failure, as it would hide that nothing was shown."""
-    report = scratch / "tests.xml"
+    report, failures = scratch / "tests.xml", scratch / "failures.txt"
     environment = {**os.environ, "TIERMEM_GPU_SUITE": "simulated" if options.simulated else "cuda"}
     environment["TIERMEM_GPU_SUITE_SECONDS"] = str(max(1.0, seconds - _LAST))
+    environment["TIERMEM_GPU_SUITE_FAILURES"] = str(failures)
     command = [sys.executable, "-m", "pytest", "tests/cuda", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={scratch / 'tests'}"]  # swap files are to lie where the caller says
     # One line a test: if all of it has to be ended, the last one says where it was.
     command += ["-vv", "-o", f"timeout={_ONE_TEST}", "-o", f"faulthandler_timeout={_ONE_TEST - 10}"]
     command += ["-k", options.tests] if options.tests else []
     done = run(command, seconds, environment)
-    if not report.exists():
-        return Part("tests", False, done.seconds, done.problem or "no report", done.output)
+    if not report.exists():  # ended from outside, as where a test hangs: what had failed before is known all the same
+        before = failures.read_text(encoding="utf-8")[: 2 * _KEPT] if failures.exists() else ""
+        return Part("tests", False, done.seconds, done.problem or "no report", before + done.output)
     suite = next(ET.parse(report).iter("testsuite"))  # noqa: S314 - written by the process above
     count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
     summary = ", ".join(f"{number} {name}" for name, number in count.items())
@@ -194,21 +216,15 @@ def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> 
 def write(options: argparse.Namespace, parts: Sequence[Part], raw: dict[str, Any]) -> Path:
     """Write the one result: what was run on what, what came of it, the numbers."""
     sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks are scripts, not a package
-    import torch
     from common import describe_surroundings, write_result
 
     surroundings = describe_surroundings(("torch", "numpy"))
-    device = "simulated"
-    if not options.simulated and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        device = f"{torch.cuda.get_device_name()}, {total / 2**30:.0f} GiB ({free / 2**30:.0f} free)"
-        device += f", CUDA {torch.version.cuda}"
-    lines = [f"- GPU: {device}", "", "| part | | seconds | |", "|---|---|---|---|"]
+    lines = [f"- GPU: {options.device}", "", "| part | | seconds | |", "|---|---|---|---|"]
     lines += [f"| {part.name} | {_VERDICTS[part.passed]} | {part.seconds:.0f} | {part.summary} |" for part in parts]
     body = "\n".join([*lines, "", str(raw.get("body", "The benchmark has measured nothing."))])
     record = {
         "surroundings": surroundings.to_markdown(),
-        "device": device,
+        "device": options.device,
         "parts": [asdict(part) for part in parts],
         "benchmark": {name: value for name, value in raw.items() if name != "body"},
     }

@@ -89,12 +89,14 @@ def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
 
     measured = suite.Part("benchmark", True, 1.0, "1 contenders")
     monkeypatch.setattr(suite, "write", noted)
+    monkeypatch.setattr(suite, "name_device", lambda: "the one that is there")
     monkeypatch.setattr(suite, "run_tests", broken)
     monkeypatch.setattr(suite, "run_benchmark", lambda *arguments: measured)
     monkeypatch.setattr(suite, "run_sanitizer", lambda seconds: suite.Part("compute-sanitizer", None, 0.0, "none"))
     places = ["--directory", str(tmp_path), "--results", str(tmp_path / "results")]
     assert suite.main(places) == 1
     assert written == [
+        [],
         ["tests"],
         ["tests", "compute-sanitizer"],
         ["tests", "compute-sanitizer", "benchmark"],
@@ -103,9 +105,42 @@ def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
     first, second, last = json.loads(raw.read_text())["parts"]
     assert second["passed"] is None
     assert "| compute-sanitizer | not run | 0 | none |" in next((tmp_path / "results").glob("*.md")).read_text()
+    assert json.loads(raw.read_text())["device"] == "the one that is there"
     assert first["summary"] == "ValueError: no such report"
     assert "in broken" in first["output"], "where it happened"
     assert last["passed"]
+
+
+def test_a_gpu_that_cannot_be_asked_is_a_line_of_the_result(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    python = tmp_path / "python"
+    for said, name in (
+        ("echo a warning; echo H100, 79 GiB", "H100, 79 GiB"),
+        (
+            "echo CUDA error: uncorrectable ECC error; exit 1",
+            "not known: exit code 1: CUDA error: uncorrectable ECC error",
+        ),
+        ("exit 0", "not known: it said nothing"),
+    ):
+        python.write_text(f"#!/bin/sh\n{said}\n")
+        python.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(python))
+        assert suite.name_device() == name
+
+
+def test_failures_before_a_hang_are_in_the_result(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hanging(command: list[str], seconds: float, environment: dict[str, str]) -> Any:
+        Path(environment["TIERMEM_GPU_SUITE_FAILURES"]).write_text("a::bad\nlong story\n\n")
+        return suite.Outcome(100.0, "not done after 100 s", True, "a::hangs")
+
+    monkeypatch.setattr(suite, "run", hanging)
+    part = suite.run_tests(tmp_path, suite.parse([]), 100.0)
+    assert (part.passed, part.summary) == (False, "not done after 100 s")
+    assert part.output == "a::bad\nlong story\n\na::hangs"
 
 
 def test_what_outlives_its_time_is_ended_with_all_it_has_started(suite: ModuleType, tmp_path: Path) -> None:
@@ -155,6 +190,7 @@ def test_a_sanitizer_that_was_not_finished_is_no_success_of_the_suite(
         monkeypatch.setattr(suite, name, lambda *arguments: suite.Part("good", True, 1.0, ""))
     monkeypatch.setattr(suite, "run_sanitizer", lambda seconds: suite.Part("compute-sanitizer", passed, 1.0, ""))
     monkeypatch.setattr(suite, "write", lambda *arguments: tmp_path)
+    monkeypatch.setattr(suite, "name_device", lambda: "none")
     assert suite.main(["--directory", str(tmp_path), "--results", str(tmp_path)]) == code
 
 

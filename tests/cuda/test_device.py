@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from doubles_gpu import MIB, TRIALS, Trial, tokens
 
 import tiermem
 from tiermem.memory.arena import Arena, Frame
-from tiermem.memory.cuda import CudaDevice
+from tiermem.memory.cuda import CudaDevice, CudaRegistry
+from tiermem.memory.pagelock import HostSlab
 
 SECONDS = 60.0
 LONG = 200_000_000  # cycles of a kernel that does nothing: about a tenth of a second
@@ -53,6 +55,19 @@ def arrive(ended: threading.Event) -> None:
     assert ended.errors == []  # type: ignore[attr-defined]
 
 
+def test_all_of_host_memory_is_page_locked(cuda):
+    """Else copies are slow, and computation and copies wait for each other; all other tests go on without."""
+    device = CudaDevice(cuda)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arena = device.make_host_arena(64 * MIB, poison=False)
+    assert device._below is not None
+    assert device._below.edges == ()
+    assert frame(arena, MIB).tensor.is_pinned()
+    device.close()
+    arena.close()
+
+
 def test_frames_are_one_allocation_and_storages_of_their_own(arenas):
     _, above, _ = arenas
     before = torch.cuda.memory_allocated()
@@ -74,6 +89,36 @@ def test_bytes_go_up_and_come_back(arenas):
     arrive(copy(device, there, up, up=True))
     arrive(copy(device, up, back, up=False))
     assert torch.equal(there.tensor[: there.asked], back.tensor[: there.asked])
+
+
+@pytest.mark.parametrize("limit", [None, 24 * MIB])
+def test_bytes_go_across_the_edges_of_what_is_locked(limit, cuda, monkeypatch):
+    """In pieces of 8 MiB; with a limit what lies above it stays unlocked, as where the system refuses."""
+    lock = CudaRegistry.cudaHostRegister
+    locked: list[int] = []
+
+    def limited(registry: CudaRegistry, address: int, nbytes: int, flags: int) -> object:
+        if limit is not None and sum(locked) + nbytes > limit:
+            return 2
+        locked.append(nbytes)
+        return lock(registry, address, nbytes, flags)
+
+    monkeypatch.setattr(CudaRegistry, "cudaHostRegister", limited)
+    monkeypatch.setattr(CudaRegistry, "cudaGetErrorString", lambda registry, answer: "refused by the test")
+    monkeypatch.setattr("tiermem.memory.cuda.HostSlab", functools.partial(HostSlab, piece=8 * MIB))
+    device = CudaDevice(cuda)
+    above = device.make_arena(64 * MIB, poison=False)
+    with contextlib.nullcontext() if limit is None else pytest.warns(UserWarning, match="refused by the test"):
+        below = device.make_host_arena(96 * MIB, poison=False)
+    there, up, back = frame(below, 30 * MIB), frame(above, 30 * MIB), frame(below, 30 * MIB)
+    there.tensor.random_(0, 256)
+    back.tensor.zero_()
+    arrive(copy(device, there, up, up=True))
+    arrive(copy(device, up, back, up=False))
+    assert torch.equal(there.tensor, back.tensor)
+    device.close()
+    above.close()
+    below.close()
 
 
 def test_a_copy_down_waits_for_the_kernel_that_writes_the_frame(arenas):

@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 
+from swap import DirectIOWarning
+
 
 @pytest.mark.parametrize(
     "words",
@@ -14,10 +16,15 @@ import pytest
         "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
         "Found GPU0 Quadro P2000 which is of compute capability (CC) 6.1.\nThe following list shows the CCs ...",
         "\n    Found GPU0 Quadro P2000 which is of cuda capability 6.1.\n    Minimum and Maximum ...",
+        "only 0 B of 64.00 MiB of host memory could be page-locked (operation not supported): the rest works, but ...",
     ],
 )
 def test_what_is_known_passes(words: str) -> None:
     warnings.warn(words, UserWarning, stacklevel=1)
+
+
+def test_what_is_said_of_the_drive_passes() -> None:
+    warnings.warn("O_DIRECT is refused for /tmp: transfers go through ...", DirectIOWarning, stacklevel=1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tiermem.memory.arena import FRAME_ALIGNMENT, Frame
 from tiermem.memory.cuda import CudaDevice, CudaFence, CudaRegistry, CudaSlab
+from tiermem.memory.pagelock import HostSlab
 from tiermem.memory.slab import SlabArena
 from tiermem.memory.tiers import Tier
 
@@ -19,8 +21,8 @@ SECONDS = 20.0
 
 
 class FakeStream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
+    def __init__(self, cuda: FakeCuda, name: str, device: torch.device) -> None:
+        self.cuda, self.name, self.device = cuda, name, device
 
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.log.append(f"{self.name} waits for {event.name}")
@@ -48,11 +50,12 @@ class FakeCuda:
         self.streams = 0
         self.waits: list[torch.device] = []
         self.devices: list[torch.device] = [torch.device("cuda", 0)]
+        self.contexts: list[torch.device] = []
         self.local = threading.local()
 
     def Stream(self, device: torch.device, priority: int = 0) -> FakeStream:  # noqa: N802
         self.streams += 1
-        return FakeStream(self, f"stream {self.streams}")
+        return FakeStream(self, f"stream {self.streams}", device)
 
     def Event(self) -> FakeEvent:  # noqa: N802
         return FakeEvent(self)
@@ -61,7 +64,7 @@ class FakeCuda:
         self.local.stream = stream
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return getattr(self.local, "stream", None) or FakeStream(self, "compute")
+        return getattr(self.local, "stream", None) or FakeStream(self, "compute", device)
 
     def synchronize(self, device: torch.device) -> None:
         self.waits.append(device)
@@ -74,6 +77,9 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        """As torch's: leaving it sets the device that was current before, and so makes a context there."""
+        if self.devices[-1] != stream.device:
+            self.contexts.append(self.devices[-1])
         before, self.local.stream = getattr(self.local, "stream", None), stream
         yield
         self.local.stream = before
@@ -120,6 +126,22 @@ def test_a_copy_waits_for_both_frames_and_ends_with_its_own_event(cuda: FakeCuda
     ]
     assert target.tensor[:10].tolist() == [7] * 10
     device.close()
+
+
+def test_no_context_is_made_on_another_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of megabytes on the first device of the machine, for each rank of the others."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(FakeEvent, "query", lambda event: True)
+    device = CudaDevice(torch.device("cuda", 1))
+    arena = device.make_arena(FRAME_ALIGNMENT, poison=True)
+    above, arrived = arena.allocate(10), threading.Event()
+    assert above is not None
+    device.start_copy(frame(), above, 10, up=True, urgent=True, done=lambda error: arrived.set())
+    assert arrived.wait(SECONDS)
+    arena.free(above)
+    device.close()
+    assert cuda.contexts == []
 
 
 def test_a_thread_that_works_beside_others_has_a_stream_of_its_own(cuda: FakeCuda) -> None:
@@ -215,3 +237,84 @@ def test_a_refused_lock_is_not_left_for_the_next_kernel_to_report(
     assert launched == [torch.device("cuda", 1)]
     assert set(current) == {torch.device("cuda", 1)}, "no context is made on another device"
     assert registry.cudaGetErrorString(2) == "out of memory"
+
+
+class Locks:
+    """The runtime's page-locking: a piece is locked, up to `most` of them. Notes where."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.ranges: list[range] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if len(self.ranges) == self.most:
+            return 2
+        self.ranges.append(range(address, address + nbytes))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.ranges = [locked for locked in self.ranges if locked.start != address]
+        return 0
+
+    def cudaGetErrorString(self, answer: int) -> str:  # noqa: N802
+        return "out of memory"
+
+    def cross(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in more than one piece, or in one and beside it."""
+        begin, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() - 1
+        return any((begin in locked) != (last in locked) for locked in self.ranges)
+
+
+@pytest.mark.parametrize(("most", "parts"), [(4, 3), (2, 3), (1, 2), (0, 1)])
+def test_no_copy_goes_across_the_edges_of_what_is_locked(
+    most: int, parts: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses one from or to memory that is locked in part: CUDA_ERROR_INVALID_VALUE."""
+    locks, unit, copied = Locks(most), FRAME_ALIGNMENT, list[tuple[bool, bool]]()
+    empty, copy_ = torch.empty, torch.Tensor.copy_
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    monkeypatch.setattr("tiermem.memory.cuda.HostSlab", partial(HostSlab, piece=2 * unit))
+    device = CudaDevice(torch.device("cuda", 0))
+    monkeypatch.setattr(device, "_measure", lambda part: 1e9)
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device=None: empty(*shape, dtype=dtype))
+    above = device.make_arena(8 * unit, poison=False)
+    with contextlib.nullcontext() if most == 4 else pytest.warns(UserWarning, match="page-locked"):
+        below = device.make_host_arena(8 * unit, poison=False)
+    first, there, up = below.allocate(unit), below.allocate(4 * unit), above.allocate(4 * unit)
+    assert first is not None
+    assert there is not None
+    assert up is not None
+    assert there.offset == unit
+    there.tensor.random_(0, 256)
+
+    def watched(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((locks.cross(target) or locks.cross(source), up.is_viewed or there.is_viewed))
+        return copy_(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watched)
+    monkeypatch.setattr(FakeEvent, "query", lambda event: True)
+    for source, target, way in ((there, up, True), (up, there, False)):
+        ended: list[BaseException | None] = []
+        arrived = threading.Event()
+
+        def done(
+            error: BaseException | None,
+            ended: list[BaseException | None] = ended,
+            arrived: threading.Event = arrived,
+        ) -> None:
+            ended.append(error)
+            arrived.set()
+
+        wanted = source.tensor.tolist()
+        target.tensor.zero_()
+        device.start_copy(source, target, source.asked, up=way, urgent=True, done=done)
+        assert arrived.wait(SECONDS)
+        assert ended == [None]
+        assert target.tensor.tolist() == wanted
+    assert copied == [(False, False)] * (2 * parts)
+    device.close()
+    above.close()
+    below.close()
+    assert locks.ranges == []

@@ -113,3 +113,24 @@ def test_what_cannot_be_locked_works_with_one_warning_that_names_the_cost(limit:
     assert asked == [8 * UNIT - limit, limit][: 2 if limit else 1]
     assert SlabArena(slab, Tier.HOST).allocate(8 * UNIT) is not None
     slab.close()
+
+
+def test_the_edges_of_pieces_are_told() -> None:
+    assert PageLock(Runtime(), 100, 10, piece=4).edges == (4, 8)
+    assert PageLock(Runtime(), 100, 8, piece=4).edges == (4,)
+    assert PageLock(Runtime(limit=9), 0, 20, piece=4).edges == (4, 8), "and where it stops"
+    assert PageLock(Runtime(limit=0), 0, 20, piece=4).edges == ()
+    assert HostSlab(UNIT).edges == ()
+    slab = HostSlab(8 * UNIT, Runtime(), piece=3 * UNIT)
+    assert slab.edges == (3 * UNIT, 6 * UNIT)
+    slab.close()
+
+
+def test_nothing_stays_locked_where_the_warning_is_an_error() -> None:
+    """The system would give the same addresses to others, and the driver take those for the memory that is gone."""
+    runtime = Runtime(limit=4 * UNIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="page-locked"):
+            HostSlab(8 * UNIT, runtime, piece=4 * UNIT)
+    assert runtime.locked == {}

@@ -6,6 +6,7 @@ Computation sees the device's frames only: released host memory is NaN, and so i
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 from doubles_models import Stack
 from doubles_scenarios import SCENARIOS, loop, tokens_batch
 from doubles_training import MIB, UPDATES, Outcome, Trainee, check, config_for, offloaded, plain
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tiermem
 from tiermem.memory.arena import Frame
@@ -30,6 +33,7 @@ from tiermem.runtime.company import find_company
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
 from tiermem.runtime.shares import share_out
+from tiermem.zero3 import norms
 
 SOME = (
     "stack, tied embedding",
@@ -135,6 +139,66 @@ def test_a_lost_copy_is_an_error_in_the_caller_and_closing_works(update, up, tmp
         runtime.close()
     runtime.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("update_on", ["host", "auto"])
+def test_all_memory_is_given_back_at_the_end_though_the_optimizer_lives_on(update_on, tmp_path):
+    model = Stack()
+    settings = {"device": "simulated", "device_memory": 8 * MIB, "update_on": update_on}
+    gc.disable()  # at the end, and not when a collection of garbage happens to come
+    try:
+        with tiermem.offload(model, config_for(tmp_path, 64 * MIB, "step", **settings)) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                tokens_batch(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            host, device = (arena._slab for arena in runtime._house.storage.arenas.values())
+            stream = runtime._house.updater._stream
+            assert (stream._workspace_above is None) == (update_on == "host")
+            bytes_above = StorageWeakRef(device._tensor.untyped_storage())
+        assert optimizer.param_groups
+        assert bytes_above.expired()
+        assert host._mapping._map.closed
+        assert stream._workspace_above is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("update_on", ["host", "auto"])
+def test_what_numpy_looks_at_is_in_host_memory(update_on, param_dtype, tmp_path, monkeypatch):
+    """It refuses a tensor on a GPU, which the processor's memory cannot show by itself."""
+    settings = {"device": "simulated", "device_memory": 8 * MIB, "update_on": update_on, "param_dtype": param_dtype}
+    (tmp_path / "run").mkdir()
+    model, numpy, cpu = Stack(), torch.Tensor.numpy, torch.Tensor.cpu
+    with tiermem.offload(model, config_for(tmp_path / "run", 64 * MIB, "step", commits=True, **settings)) as runtime:
+        above = runtime._house.storage.arenas[Tier.DEVICE]._slab._tensor
+        there = range(above.data_ptr(), above.data_ptr() + above.numel())
+
+        def guarded(values: torch.Tensor) -> object:
+            if values.data_ptr() in there:
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+            return numpy(values)
+
+        monkeypatch.setattr(torch.Tensor, "numpy", guarded)
+        monkeypatch.setattr(
+            torch.Tensor, "cpu", lambda values: values.clone() if values.data_ptr() in there else cpu(values)
+        )
+        monkeypatch.setattr(norms, "_is_narrow", lambda flat: False)  # as it says of what is on a device
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        for _ in range(2):
+            tokens_batch(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert runtime.master(model.shift).shape == model.shift.shape
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "snapshot").wait()
+        with runtime.gathered(model, write=True), torch.no_grad():
+            model.shift.fill_(0.5)
+        runtime.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved["shift"].eq(0.5).all()
 
 
 def test_parameters_and_gradients_are_the_devices_frames(tmp_path):

@@ -410,6 +410,35 @@ def test_autocast_and_saved_tensor_hooks_of_the_caller_count(tmp_path):
         assert runtime.forward_backward([], loss) == []
 
 
+def test_micro_batches_are_computed_on_the_stream_of_the_caller(tmp_path, monkeypatch):
+    """A new thread of torch's begins with the first device and that one's default stream."""
+    chosen = threading.local()
+    entered = []
+
+    @contextlib.contextmanager
+    def stream(wanted):
+        before, chosen.stream = getattr(chosen, "stream", "default"), wanted
+        entered.append(threading.current_thread().name)
+        yield
+        chosen.stream = before
+
+    def loss(batch):
+        seen.append(getattr(chosen, "stream", "default"))
+        return model(batch).square().mean()
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: getattr(chosen, "stream", "default"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "step")) as runtime:
+        for in_use, wanted in ((False, "default"), (True, "side")):
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
+            chosen.stream, seen = "side", []
+            runtime.forward_backward([torch.randn(2, 8), torch.randn(2, 8)], loss)
+            assert seen == [wanted] * 2
+            assert chosen.stream == "side"
+    assert entered == ["tiermem-micro-batch"] * 2
+
+
 def test_what_cannot_be_done_is_said(tmp_path):
     model = Block(8)
     with tiermem.offload(model, config_for(tmp_path, MIB, "step")) as runtime:

@@ -78,7 +78,7 @@ class ModelSource:
         return [*found, *(TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers)]
 
     def blocks(self) -> Iterator[tuple[str, memoryview]]:
-        """Straight from the unit's memory where it is row-major there."""
+        """Straight from the unit's memory where that is the host's and the parameter row-major there."""
         for layout in self._layouts:
             names = saved_names(self._model, layout.slots)
             if not names:
@@ -88,7 +88,7 @@ class ModelSource:
                     if slot.parameter in names:
                         values = self._parameters[slot.parameter].detach()
                         # Released in time: a view that outlives the lease would keep the frame from being reused.
-                        with bytes_of(values.contiguous()) as view:
+                        with bytes_of(values.cpu().contiguous()) as view:
                             del values
                             yield names[slot.parameter], view
         for name, buffer in self._buffers().items():

@@ -80,6 +80,11 @@ class Frame:
         """Whether a tensor other than `self.tensor` (a view, or autograd's copy of one) still looks at the frame."""
         return self._use_count() > self._unviewed_count
 
+    def let_go(self) -> None:
+        """Hold on to the bytes no longer; views of them still do. Whoever is left with the frame finds it empty."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._buffer = None
+
     def _use_count(self) -> int:
         storage = self.tensor.untyped_storage()
         # torch offers no public way to ask how many tensors share a storage; its own CUDA-graph code asks like this.
@@ -149,6 +154,12 @@ class LiveFrames(Budgeted):
                 f"the frame at offset {frame.offset} ({frame.nbytes} bytes) is not live in this arena: freed twice?"
             )
         del self._live[frame.offset]
+
+    def _let_go(self) -> None:
+        """Forget the frames handed out. Pages have them still, and whoever has an optimizer or a hook has the pages."""
+        for frame in self._live.values():
+            frame.let_go()
+        self._live.clear()
 
 
 class HostArena(LiveFrames):
@@ -238,7 +249,7 @@ class HostArena(LiveFrames):
         for part in self._ranges.warm_ranges():
             area, offset = self._locate(part.start)
             area.give_back(offset, part.length)
-        self._live.clear()
+        self._let_go()
         for area in self._areas:
             area.close()
 

@@ -12,11 +12,12 @@ lives as long as the arena, and their order is the business of the fences.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
-from tiermem.errors import CapacityError
+from tiermem.errors import CapacityError, InvariantError
 from tiermem.memory.arena import Arena, Fence, Frame
 from tiermem.memory.copies import Copy, CopyLine, Done, Flight
 from tiermem.memory.devices import copy_whole
@@ -82,7 +83,7 @@ class CudaSlab:
 
     def fill(self, frame: Frame, value: int) -> None:
         """Have every byte of the frame set, on a stream of its own, behind the frame's fences."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for fence in frame.fences:
                 fence.hold()
             frame.tensor.fill_(value)
@@ -162,6 +163,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
+        self._above: CudaSlab | None = None
+        self._below: HostSlab | None = None
         self._streams = [torch.cuda.Stream(self.torch_device) for _ in range(2)]  # type: ignore[no-untyped-call]
         down, up = (
             CopyLine(f"tiermem-copy-{name}", self._launcher(which)) for which, name in enumerate(("down", "up"))
@@ -170,13 +173,15 @@ class CudaDevice:
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier: one allocation."""
-        return SlabArena(CudaSlab(nbytes, self.torch_device), Tier.DEVICE, poison=poison)
+        self._above = CudaSlab(nbytes, self.torch_device)
+        return SlabArena(self._above, Tier.DEVICE, poison=poison)
 
     def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the HOST tier: page-locked as far as the system allows, on the device's own NUMA node."""
         registry, address = CudaRegistry(self.torch_device), bus_address(self.torch_device)
         node = None if address is None else node_to_prefer(address)
-        return SlabArena(HostSlab(nbytes, registry, measure=self._measure, node=node), Tier.HOST, poison=poison)
+        self._below = HostSlab(nbytes, registry, measure=self._measure, node=node)
+        return SlabArena(self._below, Tier.HOST, poison=poison)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""
@@ -192,15 +197,41 @@ class CudaDevice:
             line.close()
 
     def _launcher(self, which: int) -> Callable[[Copy], Flight]:
+        up = bool(which)
+
         def launch(copy: Copy) -> Flight:
-            # On the line's thread: from memory that is not page-locked the call itself takes as long as the copy.
-            with torch.cuda.stream(self._streams[which]):
-                for fence in (*copy.source.fences, *copy.target.fences):
-                    fence.hold()
+            # On the line's thread: from memory that is not page-locked the call itself takes as long as the copy. The
+            # thread is the line's own and stays on the stream: leaving it, `torch.cuda.stream` would make the first
+            # device of the machine the current one, and with it a context there, for each rank of the others.
+            torch.cuda.set_stream(self._streams[which])
+            for fence in (*copy.source.fences, *copy.target.fences):
+                fence.hold()
+            cuts = self._cuts(copy.source if up else copy.target)
+            if cuts:
+                self._copy_in_parts(copy, cuts, up=up)
+            else:
                 copy_whole(copy)
-                return _CudaFlight(CudaFence(self.torch_device))
+            return _CudaFlight(CudaFence(self.torch_device))
 
         return launch
+
+    def _cuts(self, host: Frame) -> list[int]:
+        """Where a frame in host memory crosses from one locked piece to another, or to what is not locked.
+
+        CUDA refuses a copy from or to memory that is locked in part, and promises nothing of several pieces.
+        """
+        edges = () if self._below is None else self._below.edges
+        return [edge - host.offset for edge in edges if host.offset < edge < host.offset + host.nbytes]
+
+    def _copy_in_parts(self, copy: Copy, cuts: Sequence[int], *, up: bool) -> None:
+        """As `copy_whole`, cut; the parts are the slabs', with storages of their own, hence no views of the frames."""
+        below, above = self._below, self._above
+        if below is None or above is None:
+            raise InvariantError("a copy without both of its arenas; this is a bug in tiermem")
+        source, target = (below, above) if up else (above, below)
+        for begin, end in pairwise((0, *cuts, copy.source.nbytes)):
+            part = source.frame(copy.source.offset + begin, end - begin, end - begin).tensor
+            target.frame(copy.target.offset + begin, end - begin, end - begin).tensor.copy_(part, non_blocking=True)
 
     def _measure(self, host: torch.Tensor) -> float:
         """Bytes per second of a copy to the device; before anything runs, so here it may be waited for."""

@@ -47,11 +47,13 @@ class PageLock:
     Attributes:
         nbytes: how many bytes are locked.
         refusal: the runtime's answer to the piece that was refused; None if there was none.
+        edges: where a piece ends and another one, or what stays unlocked, begins: bytes from the start, ascending.
     """
 
     def __init__(self, registry: HostRegistry, address: int, nbytes: int, *, piece: int = PIECE) -> None:
         self.nbytes = 0
         self.refusal: str | None = None
+        self.edges: tuple[int, ...] = ()
         self._registry = registry
         self._pieces: list[int] = []
         while self.nbytes < nbytes and self.refusal is None:
@@ -62,6 +64,7 @@ class PageLock:
             else:
                 self._pieces.append(address + self.nbytes)
                 self.nbytes += length
+                self.edges += (self.nbytes,) if self.nbytes < nbytes else ()
 
     def release(self) -> None:
         """Unlock everything. Raises CapacityError, after trying all, if a piece is not given up. Idempotent."""
@@ -105,7 +108,17 @@ class HostSlab:
             whole = tensor_over(self._mapping.buffer(0, nbytes))
             self._lock = PageLock(registry, whole.data_ptr(), nbytes, piece=piece)
             if self._lock.refusal is not None:
-                _warn(self._lock, whole, measure)
+                try:
+                    _warn(self._lock, whole, measure)
+                except BaseException:  # where warnings are errors: addresses that stay locked are not to be used again
+                    del whole
+                    self.close()
+                    raise
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The offsets that no single copy from or to a device may go across: see `PageLock`."""
+        return () if self._lock is None else self._lock.edges
 
     def _placed(self, node: int) -> int | None:
         try:

@@ -151,7 +151,7 @@ class SlabArena(LiveFrames):
         """Give everything back. Bytes that somebody still looks at live until the last view dies. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._live.clear()
+            self._let_go()
             self._slab.close()
 
     def _place(self, length: int) -> int | None:

@@ -117,6 +117,7 @@ class UnitStream:
     def close(self) -> None:
         """End the threads that share the kernel's work; call it when no update runs any more."""
         self._workspace.shares.close()
+        self._workspace_above = None  # memory of a device, and an optimizer that is kept keeps this
 
     def prepare(self) -> None:
         """Have the kernel compiled, if some unit has use for that."""

@@ -81,7 +81,7 @@ class Move:
     Attributes:
         source: the tier the bytes come from; stays valid until the move has ended.
         target: the tier they go to; not valid before.
-        transfer: the edge's handle, None until the edge has returned it.
+        transfer: the edge's handle; None until the edge has returned it, and when the move has ended.
         started: seconds on the clock of `time.perf_counter`.
     """
 

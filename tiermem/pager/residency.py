@@ -160,6 +160,7 @@ class Residency:
         if page.move is not move:
             raise InvariantError(f"{page.key}: the end of {move} came, found {page.move}; this is a bug in tiermem")
         page.move = None
+        move.transfer = None  # a circle: it knows whom to tell, and with it frames that are long free would be kept
         self.moves -= 1
         self.ended += 1
         self.counters.move_finished(move.edge, 0 if error is not None else page.nbytes)

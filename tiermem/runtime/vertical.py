@@ -1,9 +1,9 @@
 """Several micro-batches through the model together: every unit is brought once per pass, however many there are.
 
-Owns what a micro-batch does (forward, loss, backward) and the surroundings it does it in: autocast, saved-tensor hooks
-and random numbers. Does not know units or threads (`zero3/lockstep.py` does). Guarantees the numbers of ordinary
-accumulation of the same micro-batches in the same order, bit for bit, given the same random numbers; and that after an
-error nothing runs on.
+Owns what a micro-batch does (forward, loss, backward) and the surroundings it does it in: autocast, saved-tensor hooks,
+device, stream and random numbers. Does not know units or threads (`zero3/lockstep.py` does). Guarantees the numbers of
+ordinary accumulation of the same micro-batches in the same order, bit for bit, given the same random numbers; and that
+after an error nothing runs on.
 
 Random numbers. In ordinary accumulation micro-batch 1 goes on where micro-batch 0 has stopped. Here they alternate, so
 each gets a generator of its own: micro-batch i is seeded with number i of `torch.randint(2**63 - 1, (count,))`, drawn
@@ -80,9 +80,14 @@ class Surroundings:
         self._hooks = top_hooks()
         self._cache = torch.is_autocast_cache_enabled()
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST]
+        # A new thread has the first device and that one's default stream, whatever the caller has chosen.
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if in_use else None
 
     def enter(self, stack: ExitStack) -> None:
         """Make them this thread's, until the stack is closed."""
+        if self._stream is not None:
+            stack.enter_context(torch.cuda.stream(self._stream))
         for kind, dtype, enabled in self._autocast:
             if enabled:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
