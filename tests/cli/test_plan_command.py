@@ -145,6 +145,28 @@ def test_this_machine_is_measured_once_and_again_when_asked(
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("home", ["locked", None])
+def test_a_home_that_cannot_be_used_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    """As of a user who kept root's HOME, or of a number without a name that a container runs as."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def denied(*arguments: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless if home is None else lambda: tmp_path / home)
+    for name in ("exists", "read_text", "mkdir", "unlink"):
+        monkeypatch.setattr(Path, name, denied)
+    machine = object()
+    monkeypatch.setattr(machines, "measure_machine", lambda directories: machine)
+    monkeypatch.setattr(machines, "machine_to_dict", lambda machine: {})
+    assert machines.this_machine([]) is machine
+
+
 def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["plan", "llama-tiny", "--swap-dir", "/no/such/place"]) == 1
     assert "/no/such/place does not exist" in capsys.readouterr().err
@@ -170,7 +192,9 @@ def test_counts_of_parameters_as_people_write_them() -> None:
 
 
 def test_a_tied_model_is_called_as_it_is_used() -> None:
-    work = model_workload(find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, dtype="bfloat16")
+    work = model_workload(
+        find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, dtype="bfloat16"
+    )
     units = [access.unit for access in work.order]
     assert units[0] == 0, "the embedding"
     assert units.count(0) == 4, "as embedding, as output, in backward, and for its gradient"
