@@ -111,6 +111,27 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["llama-8b", "--config-json", "config.json"], 2, "expected MODEL or --config-json, one of the two"),
+        (["llama-8b", "--plot", "none/plan.png"], 1, "none is not a directory; make it first"),
+        (["llama-8b", "--plot", "plan.jpg"], 1, "expected a file ending in .png"),
+        (["llama-8b", "--plot", "folder.png"], 1, "found the directory folder.png"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_the_work(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    (tmp_path / "folder.png").mkdir()
+    assert main.run(["plan", *arguments, "--machine", "laptop", "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
 def test_a_profile_with_a_typo_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(machines.__file__).parents[1] / "planner/profiles/laptop.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace("latency", "latnecy"))
