@@ -12,6 +12,7 @@ from tiermem.cli import machines, main
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import model_workload, parse_count
 from tiermem.cli.presets import find_model
+from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.machine import Machine
 
@@ -132,6 +133,16 @@ def test_what_cannot_be_answered_is_refused_before_the_work(
     assert message in captured.err
 
 
+def test_the_least_budget_is_the_one_that_training_asks_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Small layers become one unit only where the budget has room for that."""
+    arguments = ["llama-tiny", "--machine", "laptop", "--host-memory", "4KiB"]
+    least = answer(capsys, *arguments, code=1)["host_bytes_least"]
+    (tmp_path / "text").write_text("a" * 100)
+    swap = ["--swap-dir", str(tmp_path), "--text", "text", "--seq", "32"]
+    assert main.run(["train", "--model", "llama-tiny", "--host-memory", "4KiB", *swap]) == 1
+    assert f"set host_memory to {least} bytes or more" in capsys.readouterr().err
+
+
 def test_a_profile_with_a_typo_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(machines.__file__).parents[1] / "planner/profiles/laptop.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace("latency", "latnecy"))
@@ -214,7 +225,7 @@ def test_counts_of_parameters_as_people_write_them() -> None:
 
 def test_a_tied_model_is_called_as_it_is_used() -> None:
     work = model_workload(
-        find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, dtype="bfloat16"
+        find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, settings=Config(swap_dirs=["."])
     )
     units = [access.unit for access in work.order]
     assert units[0] == 0, "the embedding"
