@@ -6,6 +6,7 @@ out: known backends, aligned blocks, and no more in flight than the file holds; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,9 @@ def _cases(pattern: Pattern, order: Order, fitting: Sequence[tuple[int, int]], m
 def _check(order: Order) -> None:
     if not order.directories:
         raise ValueError("directories: expected at least one")
+    if len({directory.resolve() for directory in order.directories}) < len(order.directories):
+        names = ", ".join(map(str, order.directories))
+        raise ValueError(f"directories: expected different ones, found {names}; name each once")
     for backend in order.backends or ():
         if backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
@@ -144,9 +148,9 @@ def _check(order: Order) -> None:
     for depth in order.queue_depths or ():
         if not 1 <= depth <= 256:
             raise ValueError(f"queue depth: expected 1 to 256, found {depth}")
-    if not order.seconds > 0:
+    if not 0 < order.seconds < math.inf:
         raise ValueError(f"seconds: expected a positive number, found {order.seconds}")
     if order.nbytes < ALIGNMENT or not is_aligned(order.nbytes):
         raise ValueError(f"size: expected a positive multiple of {ALIGNMENT} bytes, found {order.nbytes}")
-    if order.steady_seconds < 0 or order.steady_bytes < 0:
-        raise ValueError("steady state: expected seconds and bytes of zero or more")
+    if not 0 <= order.steady_seconds < math.inf or order.steady_bytes < 0:
+        raise ValueError("steady state: expected seconds and bytes of zero or more, not without end")

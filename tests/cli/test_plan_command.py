@@ -12,6 +12,7 @@ from tiermem.cli import machines, main
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import model_workload, parse_count
 from tiermem.cli.presets import find_model
+from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.machine import Machine
 
@@ -111,6 +112,37 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["llama-8b", "--config-json", "config.json"], 2, "expected MODEL or --config-json, one of the two"),
+        (["llama-8b", "--plot", "none/plan.png"], 1, "none is not a directory; make it first"),
+        (["llama-8b", "--plot", "plan.jpg"], 1, "expected a file ending in .png"),
+        (["llama-8b", "--plot", "folder.png"], 1, "found the directory folder.png"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_the_work(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    (tmp_path / "folder.png").mkdir()
+    assert main.run(["plan", *arguments, "--machine", "laptop", "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_the_least_budget_is_the_one_that_training_asks_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Small layers become one unit only where the budget has room for that."""
+    arguments = ["llama-tiny", "--machine", "laptop", "--host-memory", "4KiB"]
+    least = answer(capsys, *arguments, code=1)["host_bytes_least"]
+    (tmp_path / "text").write_text("a" * 100)
+    swap = ["--swap-dir", str(tmp_path), "--text", "text", "--seq", "32"]
+    assert main.run(["train", "--model", "llama-tiny", "--host-memory", "4KiB", *swap]) == 1
+    assert f"set host_memory to {least} bytes or more" in capsys.readouterr().err
+
+
 def test_a_profile_with_a_typo_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(machines.__file__).parents[1] / "planner/profiles/laptop.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace("latency", "latnecy"))
@@ -145,6 +177,28 @@ def test_this_machine_is_measured_once_and_again_when_asked(
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("home", ["locked", None])
+def test_a_home_that_cannot_be_used_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    """As of a user who kept root's HOME, or of a number without a name that a container runs as."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def denied(*arguments: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless if home is None else lambda: tmp_path / home)
+    for name in ("exists", "read_text", "mkdir", "unlink"):
+        monkeypatch.setattr(Path, name, denied)
+    machine = object()
+    monkeypatch.setattr(machines, "measure_machine", lambda directories: machine)
+    monkeypatch.setattr(machines, "machine_to_dict", lambda machine: {})
+    assert machines.this_machine([]) is machine
+
+
 def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["plan", "llama-tiny", "--swap-dir", "/no/such/place"]) == 1
     assert "/no/such/place does not exist" in capsys.readouterr().err
@@ -170,7 +224,9 @@ def test_counts_of_parameters_as_people_write_them() -> None:
 
 
 def test_a_tied_model_is_called_as_it_is_used() -> None:
-    work = model_workload(find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, dtype="bfloat16")
+    work = model_workload(
+        find_model("llama-1b"), "llama-1b", batch=1, seq=16, batches=1, settings=Config(swap_dirs=["."])
+    )
     units = [access.unit for access in work.order]
     assert units[0] == 0, "the embedding"
     assert units.count(0) == 4, "as embedding, as output, in backward, and for its gradient"

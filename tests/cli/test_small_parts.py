@@ -24,6 +24,18 @@ def test_directories_on_one_file_system_count_once(tmp_path: Path, monkeypatch: 
         disk.check_space([tmp_path / "a", tmp_path / "b"], 1001)
 
 
+def test_where_no_directory_can_be_made_the_option_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(**where: object) -> str:
+        raise PermissionError(13, "Permission denied", str(where["dir"]))
+
+    monkeypatch.setattr(disk.tempfile, "mkdtemp", denied)
+    with (
+        pytest.raises(ConfigError, match=r"Permission denied.*name one with --swap-dir"),
+        disk.swap_directories([], keep=False),
+    ):
+        pass
+
+
 def test_peak_memory_is_at_least_present_memory() -> None:
     now = resident_bytes()
     assert peak_resident_bytes() >= now * 0.9 > 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no text file or directory"):
         find_texts([tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="no text in"):
+        find_texts([tmp_path])
+
+
+def test_a_file_that_may_not_be_read_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.R_OK or path.name != "b.txt")  # root may read all
+    with pytest.raises(ConfigError, match=r"b\.txt cannot be read"):
         find_texts([tmp_path])
 
 

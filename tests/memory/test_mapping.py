@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiermem.errors import CapacityError, ConfigError
 from tiermem.memory.arena import Frame, HostArena
+from tiermem.memory.devices import SimulatedDevice
+from tiermem.memory.links import Link
 from tiermem.memory.mapping import Mapping, tensor_over
 
 MIB = 1 << 20
@@ -141,3 +144,15 @@ def test_frames_of_whole_huge_pages_are_in_huge_pages_however_they_come_and_go()
         pytest.skip("the system had no huge page to give: its memory is in small pieces")
     assert 32 * MIB < resident <= 64 * MIB
     assert huge >= 0.9 * resident, "a frame of small pages is read and written at half the speed"
+
+
+def test_more_than_there_are_addresses_is_denied_like_too_much() -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        Mapping(1 << 70)
+    with pytest.raises(CapacityError, match="lower host_memory"):
+        HostArena(1 << 70)
+    device = SimulatedDevice(Link())
+    with pytest.raises(ConfigError, match=r"device_memory: no \d+ bytes of host memory") as refused:
+        device.make_arena(1 << 70, poison=False)
+    device.close()
+    assert "\n" not in str(refused.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import stat
@@ -75,6 +76,9 @@ def test_slices_of_a_case_add_up(slices: list[tuple[int, int, list[float]]]) -> 
         ({"directories": ()}, "directories: expected at least one"),
         ({"nbytes": 1 << 40, "block_sizes": (1 << 30,)}, "bytes in flight"),
         ({"steady_seconds": -1.0}, "steady state"),
+        ({"seconds": math.inf}, "seconds: expected a positive number, found inf"),
+        ({"steady_seconds": math.inf}, "not without end"),
+        ({"directories": (Path(), Path("swap/.."))}, "directories: expected different ones"),
     ],
 )
 def test_an_order_that_cannot_be_carried_out_is_refused(change: dict[str, object], message: str) -> None:

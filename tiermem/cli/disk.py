@@ -23,14 +23,18 @@ def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path
     """Yield the directories to swap to: the given ones, or without any a new one here, removed on leaving.
 
     Here and not in the system's temporary directory: that is often kept in memory. A given directory must exist: making
-    a missing one would fill the disk below a drive that is not mounted. Raises `ConfigError` naming it.
+    a missing one would fill the disk below a drive that is not mounted. Raises `ConfigError` naming it, or if none can
+    be made here.
     """
     if given:
         for directory in given:
             check_directory(directory)
         yield list(given)
         return
-    made = Path(tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd()))
+    try:
+        made = Path(tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd()))
+    except OSError as error:
+        raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
     try:
         yield [made]
     finally:

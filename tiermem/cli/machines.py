@@ -55,11 +55,12 @@ def load_profile(profile: str) -> Machine:
 def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine:
     """This machine with swap files in `directories`: the cached measurement, or with `again` a new one."""
     file = cache_file(directories)
-    if not again and file.exists():
-        try:
+    if file is None:
+        return measure_machine(directories)
+    if not again:
+        # None yet, damaged, of an older version, or not ours to read: measured anew.
+        with contextlib.suppress(OSError, ValueError):
             return machine_from_dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # damaged, or of an older version: measured anew
-            file.unlink(missing_ok=True)
     machine = measure_machine(directories)
     with contextlib.suppress(OSError):  # a home that cannot be written: the measurement is good all the same
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,9 +70,15 @@ def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine
     return machine
 
 
-def cache_file(directories: Sequence[Path]) -> Path:
-    """Where the measurement of these directories is kept: one file for each drive, core count and thread count."""
+def cache_file(directories: Sequence[Path]) -> Path | None:
+    """Where the measurement of these directories is kept: one file for each drive, core count and thread count.
+
+    None for a user without a home, such as a number that a container runs as.
+    """
     drives = sorted({directory.stat().st_dev for directory in directories if directory.exists()})
     key = json.dumps([drives, len(directories), os.cpu_count(), torch.get_num_threads(), torch.__version__])
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(home) / "tiermem" / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -17,11 +17,12 @@ from typing import Any, cast
 
 from torch import nn
 
-import tiermem
 from tiermem.cli.presets import empty_model
+from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.workload import UnitWork, Workload, order_of, unit_flops
 from tiermem.runtime.blueprint import draw
+from tiermem.zero3.coalesce import small_nbytes
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.units import ModelUnits
 
@@ -43,14 +44,18 @@ def parse_count(text: str) -> int:
     return round(float(match.group(1)) * _SCALES[match.group(2).upper()])
 
 
-def model_workload(
-    config: Any, name: str, *, batch: int, seq: int, batches: int, dtype: str, moments: str = "float32"
-) -> Workload:
-    """The step of the model that `config` describes. Raises ConfigError if it is no causal language model."""
+def model_workload(config: Any, name: str, *, batch: int, seq: int, batches: int, settings: Config) -> Workload:
+    """The step of the model that `config` describes. Raises ConfigError if it is no causal language model.
+
+    `settings`: the run's, whose budgets decide which small units become one.
+    """
     model = empty_model(config)
     width = getattr(config, "hidden_size", 0)
-    found = workload_of(model, name, batch=batch, seq=seq, batches=batches, dtype=dtype, width=width, coalesce="auto")
-    return replace(found, moments=moments)
+    dtype = str(settings.param_dtype)
+    budgets = [budget for budget in (settings.host_nbytes, settings.device_nbytes) if budget is not None]
+    small = small_nbytes("auto", min(budgets, default=_ANY_BUDGET))
+    found = workload_of(model, name, batch=batch, seq=seq, batches=batches, dtype=dtype, width=width, coalesce=small)
+    return replace(found, moments=settings.moments)
 
 
 def workload_of(
@@ -70,7 +75,7 @@ def workload_of(
     `width`: of its attention, for the operations that do not depend on weights. `keep`, `coalesce`: as
     `tiermem.offload` takes them; "auto" as with a budget of 128 MiB or more.
     """
-    settings = tiermem.Config(device="cpu", host_memory=_ANY_BUDGET, swap_dirs=["."], param_dtype=cast("Any", dtype))
+    settings = Config(device="cpu", host_memory=_ANY_BUDGET, swap_dirs=["."], param_dtype=cast("Any", dtype))
     blueprint = draw(model, settings, None, keeping=Keeping(keep), coalesce=coalesce)
     itemsize = settings.dtype.itemsize
     calls = list(_passes(_calls(blueprint.divided)))

@@ -85,8 +85,7 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
         batch=options.batch,
         seq=options.seq,
         batches=options.accumulate,
-        dtype=dtype,
-        moments=config.moments,
+        settings=config,
     )
 
 

@@ -38,12 +38,16 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
-    from tiermem.cli import main
+    from tiermem.cli import main, plan_plot
     from tiermem.cli import plan as planning
     from tiermem.cli.train import load_config, make_config
 
+    if model is not None and config_json is not None:
+        raise typer.BadParameter("expected MODEL or --config-json, one of the two")
+    if plot is not None:
+        plan_plot.check_plot(plot)
     what = planning.PlanOptions(
-        model=model or config_json,
+        model=config_json if model is None else model,
         parameters=parameters,
         machine=machine,
         measure=measure,
@@ -64,9 +68,7 @@ def plan(
     else:
         Console().print(planning.to_table(found, zero))
     if plot is not None:
-        from tiermem.cli.plan_plot import plot_plan
-
-        plot_plan(found, plot)
+        plan_plot.plot_plan(found, plot)
     if not found.fits:
         raise typer.Exit(main.fail(planning.missing_sentence(found), 1))
 

@@ -8,10 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tiermem.cli.disk import check_output
 from tiermem.errors import ConfigError
 from tiermem.planner.predict import Prediction
 
 _BLUE, _GREEN, _RED, _GREY = "#3b6ea8", "#5a9e6f", "#b5533c", "#9a9a9a"
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError unless a picture can be drawn to `path`; before anything is simulated or measured."""
+    import_pyplot()
+    if path.suffix != ".png":  # matplotlib would draw another format, or to another name
+        raise ConfigError(f"--plot: expected a file ending in .png, found {str(path)!r}")
+    check_output("--plot", path)
 
 
 def plot_plan(prediction: Prediction, path: Path) -> None:

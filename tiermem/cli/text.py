@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,8 +123,8 @@ def batch(source: TokenSource, *, seed: int, number: int, rows: int, length: int
 def find_texts(paths: Sequence[Path]) -> list[Path]:
     """Return the files meant by `paths`: files as they are, directories with all visible files below, sorted.
 
-    Without paths: the Python standard library's own sources. Raises `ConfigError` naming a path that does not exist, or
-    if there is nothing to read.
+    Without paths: the Python standard library's own sources. Raises `ConfigError` naming a path that does not exist or
+    a file that may not be read, or if there is nothing to read.
     """
     if not paths:
         return standard_library_sources()
@@ -135,6 +136,9 @@ def find_texts(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
         else:
             raise ConfigError(f"there is no text file or directory {path}")
+    for file in found:
+        if not os.access(file, os.R_OK):  # else the first batch that comes upon it would end the training
+            raise ConfigError(f"text file {file} cannot be read; allow it, or name the files to read one by one")
     if not any(file.stat().st_size for file in found):
         raise ConfigError(f"no text in {', '.join(map(str, paths))}")
     return found

@@ -44,8 +44,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
         batch=options.batch,
         seq=options.seq,
         batches=options.accumulate,
-        dtype=str(config.param_dtype),
-        moments=config.moments,
+        settings=config,
     )
     machine = load_profile(choice.machine) if choice.machine else this_machine(config.swap_paths, again=choice.again)
 

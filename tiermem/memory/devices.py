@@ -129,7 +129,8 @@ class SimulatedDevice:
 def _processor_slab(nbytes: int) -> TensorSlab:
     try:
         return TensorSlab(torch.empty(nbytes, dtype=torch.uint8))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # a TypeError of many lines: more bytes than an address can count
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"device_memory: no {nbytes} bytes of host memory for a simulated device ({error})"
+            f"device_memory: no {nbytes} bytes of host memory for a simulated device ({reason})"
         ) from error

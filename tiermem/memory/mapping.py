@@ -9,7 +9,9 @@ while a tensor still looks at it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
+import os
 
 import torch
 
@@ -33,7 +35,10 @@ class Mapping:
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         """`huge`: ask for huge pages, where all of the memory is going to be used and none given back early."""
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        try:
+            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OverflowError as error:  # more than there are addresses, which the system is not even asked
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
         self._view = memoryview(self._map)
         self._base = tensor_over(self._view[:1]).data_ptr()
         self._huge = RangeSet()  # whole huge pages that were asked for
