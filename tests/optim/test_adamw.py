@@ -481,6 +481,14 @@ def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harn
         AdamW([{"params": harness.faces, "eps": None}])
 
 
+@pytest.mark.parametrize("max_norm", ["1.0", None, [1.0], float("nan"), -1.0])
+def test_an_impossible_norm_to_clip_to_is_refused(harness: Harness, max_norm: object) -> None:
+    ours = AdamW(harness.faces)
+    harness.backward(0)
+    with pytest.raises(ConfigError, match="max_norm"):
+        ours.clip_grad_norm_(max_norm)
+
+
 def test_what_torch_accepts_without_effect_is_accepted(harness: Harness) -> None:
     AdamW(harness.faces, fused=True, foreach=None, amsgrad=False)
     with pytest.raises(TypeError, match="nonsense"):

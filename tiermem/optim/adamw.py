@@ -135,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
         Raises `ConfigError` when update="backward" has used gradients up that the norm needs: it keeps them once it has
         seen a call of this, so call it in every step, or set `max_grad_norm`.
         """
-        norm = self._runtime().clip_gradients(self, max_norm)
+        norm = self._runtime().clip_gradients(self, _number("max_norm", max_norm))
         self._last = StepResult(norm, self._last.skipped)
         return norm
 
