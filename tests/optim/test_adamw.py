@@ -441,6 +441,20 @@ def test_groups_can_be_added(harness: Harness) -> None:
     harness.check_same()
 
 
+def test_groups_may_be_empty_wherever_they_are(harness: Harness) -> None:
+    groups = [
+        [{"params": [], "lr": 0.1}, {"params": parameters}, {"params": [], "weight_decay": 0.0}]
+        for parameters in (harness.faces, harness.plain)
+    ]
+    ours = AdamW(groups[0], lr=0.01)
+    harness.backward(0)
+    ours.step()
+    torch.optim.AdamW(groups[1], lr=0.01, fused=True).step()
+    harness.check_same()
+    with pytest.raises(ConfigError, match="this optimizer has no parameters"):
+        AdamW([{"params": []}]).step()
+
+
 @pytest.mark.parametrize(
     "options",
     [

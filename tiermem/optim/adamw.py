@@ -79,6 +79,8 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        if service is None:  # a group without parameters came first, as scripts that sort them by name may have it
+            return
         self._service = service
         for parameter, index in zip(group["params"], indices, strict=True):
             self._index_of[parameter] = index
@@ -210,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("this optimizer has no parameters")
         return self._service
 
-    def _resolve(self, parameters: Iterable[torch.Tensor]) -> tuple[UpdateService, list[int]]:
+    def _resolve(self, parameters: Iterable[torch.Tensor]) -> tuple[UpdateService | None, list[int]]:
         service, indices = self._service, []
         for parameter in parameters:
             found = registry.find(parameter)
@@ -223,8 +225,6 @@ class AdamW(torch.optim.Optimizer):
                 raise ConfigError("the parameters belong to two runtimes; make one optimizer for each")
             service = found.owner
             indices.append(found.index)
-        if service is None:
-            raise ConfigError("a param group without parameters came first; there is no runtime to ask")
         return service, indices
 
 
