@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -399,6 +401,12 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
     assert other.settings([0])[0].step == 5
     with pytest.raises(ConfigError, match="another optimizer"):
         ours.step()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused(harness: Harness, way: Callable[[object], object]) -> None:
+    with pytest.raises(TiermemError, match=r"was copied or pickled; .*state_dict"):
+        way(AdamW(harness.faces))
 
 
 def test_moments_in_a_state_dict_are_refused(harness: Harness) -> None:

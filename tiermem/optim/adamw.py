@@ -195,6 +195,13 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._group_of[self._index_of[parameter]] = group
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise TiermemError: what copies and pickles the optimizer would get one that knows no runtime."""
+        raise TiermemError(
+            "the optimizer of an offloaded model was copied or pickled; its parameters and moments are pages of the "
+            "runtime, which cannot be. Keep optimizer.state_dict(), or have everything kept by runtime.commit()"
+        )
+
     def _refuse_plain_gradients(self) -> None:
         for parameter in self._parameters():
             if parameter.grad is not None:
