@@ -267,6 +267,18 @@ def test_timeline_is_a_trace(tmp_path):
     assert any(event.get("ph") == "X" and event["dur"] >= 0 for event in events)
 
 
+def test_files_are_named_from_home_too(tmp_path, monkeypatch):
+    """As swap directories, snapshots and weights are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "swap").mkdir()
+    config = config_for(Path("~/swap"), "1MiB", "step")
+    config.save("~/config.toml")
+    with tiermem.offload(Stack(), tiermem.Config.load("~/config.toml")) as runtime:
+        runtime.timeline("~/trace.json")
+    assert tiermem.Config.load(tmp_path / "config.toml") == config
+    assert (tmp_path / "trace.json").is_file()
+
+
 # Ends.
 
 
