@@ -145,7 +145,7 @@ class Config:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> Self:
         """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own. Raises ConfigError."""
-        file = Path(path)
+        file = Path(path).expanduser()
         _format_of(file)
         try:
             text = file.read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ class Config:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every knob to a `.toml` or `.json` file, which `load` reads back as an equal Config."""
-        file = Path(path)
+        file = Path(path).expanduser()
         values = self.to_dict()
         if _format_of(file) == "json":
             file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -31,5 +31,9 @@ class BudgetError(CapacityError, ConfigError):
     """A configured budget in which this model cannot train at all; the message names the least that works."""
 
 
+class MissingSnapshotError(ResumeError, ConfigError):
+    """What `resume` names is no folder: neither one of its words nor a snapshot that could be continued."""
+
+
 class UnknownSettingError(ConfigError, TypeError):
     """A setting that does not exist; also the TypeError that Python gives for a keyword nobody expects."""

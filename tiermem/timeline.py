@@ -74,7 +74,7 @@ class Timeline:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the events as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open."""
         text = json.dumps(chrome_trace(self.events(), self.levels(), process=os.getpid()), default=str)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).expanduser().write_text(text, encoding="utf-8")
 
 
 def chrome_trace(events: Sequence[Event], levels: Sequence[Level] = (), *, process: int) -> dict[str, object]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -401,6 +403,12 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
         ours.step()
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused(harness: Harness, way: Callable[[object], object]) -> None:
+    with pytest.raises(TiermemError, match=r"was copied or pickled; .*state_dict"):
+        way(AdamW(harness.faces))
+
+
 def test_moments_in_a_state_dict_are_refused(harness: Harness) -> None:
     ours, torchs = AdamW(harness.faces), torch.optim.AdamW(harness.plain, fused=True)
     harness.backward(0)
@@ -441,6 +449,20 @@ def test_groups_can_be_added(harness: Harness) -> None:
     harness.check_same()
 
 
+def test_groups_may_be_empty_wherever_they_are(harness: Harness) -> None:
+    groups = [
+        [{"params": [], "lr": 0.1}, {"params": parameters}, {"params": [], "weight_decay": 0.0}]
+        for parameters in (harness.faces, harness.plain)
+    ]
+    ours = AdamW(groups[0], lr=0.01)
+    harness.backward(0)
+    ours.step()
+    torch.optim.AdamW(groups[1], lr=0.01, fused=True).step()
+    harness.check_same()
+    with pytest.raises(ConfigError, match="this optimizer has no parameters"):
+        AdamW([{"params": []}]).step()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -479,6 +501,14 @@ def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harn
         AdamW(harness.faces, betas=3)
     with pytest.raises(ValueError, match="eps"):  # what torch raises
         AdamW([{"params": harness.faces, "eps": None}])
+
+
+@pytest.mark.parametrize("max_norm", ["1.0", None, [1.0], float("nan"), -1.0])
+def test_an_impossible_norm_to_clip_to_is_refused(harness: Harness, max_norm: object) -> None:
+    ours = AdamW(harness.faces)
+    harness.backward(0)
+    with pytest.raises(ConfigError, match="max_norm"):
+        ours.clip_grad_norm_(max_norm)
 
 
 def test_what_torch_accepts_without_effect_is_accepted(harness: Harness) -> None:

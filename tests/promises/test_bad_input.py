@@ -598,6 +598,15 @@ def test_a_lazy_module_is_refused(tmp_path):
         offload(model, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_parameter_is_refused(tmp_path, layout):
+    model = nn.Linear(8, 8)
+    model.table = nn.Parameter(torch.eye(8).to_sparse(layout=layout))
+    with refused(tiermem.ConfigError, r"parameter table has the layout torch.sparse_.*make it dense", None, tmp_path):
+        offload(model, tmp_path)
+
+
 def tied_by_data(frozen: bool) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data = model[0].weight.data

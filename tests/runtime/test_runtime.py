@@ -187,6 +187,21 @@ def test_an_exception_while_written_values_are_lent_keeps_what_was_written(tmp_p
         both.check()
 
 
+def test_the_master_of_what_is_being_written_is_refused(tmp_path):
+    """It would wait for ever: the page is leased for writing."""
+    both = Both(Stack, tmp_path)
+    with both.runtime as runtime:
+        both.step(tokens_batch, 1)
+        with runtime.gathered(both.model.shift, write=True), torch.no_grad():
+            both.model.shift.fill_(3.0)
+            with pytest.raises(tiermem.TiermemError, match=r"master of shift inside gathered.*ask before or after"):
+                runtime.master(both.model.shift)
+            assert same(runtime.master(both.model.layers[0].scale), both.plain.layers[0].scale.detach())
+        assert (runtime.master(both.model.shift) == 3.0).all()
+        with runtime.gathered(both.model.shift):
+            assert (runtime.master(both.model.shift) == 3.0).all()
+
+
 def test_frozen_parameters_can_be_written_and_have_a_master(tmp_path):
     def make():
         model = Stack()
@@ -250,6 +265,18 @@ def test_timeline_is_a_trace(tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     assert any(event.get("ph") == "X" and event["dur"] >= 0 for event in events)
+
+
+def test_files_are_named_from_home_too(tmp_path, monkeypatch):
+    """As swap directories, snapshots and weights are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "swap").mkdir()
+    config = config_for(Path("~/swap"), "1MiB", "step")
+    config.save("~/config.toml")
+    with tiermem.offload(Stack(), tiermem.Config.load("~/config.toml")) as runtime:
+        runtime.timeline("~/trace.json")
+    assert tiermem.Config.load(tmp_path / "config.toml") == config
+    assert (tmp_path / "trace.json").is_file()
 
 
 # Ends.

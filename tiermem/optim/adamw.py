@@ -79,6 +79,8 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        if service is None:  # a group without parameters came first, as scripts that sort them by name may have it
+            return
         self._service = service
         for parameter, index in zip(group["params"], indices, strict=True):
             self._index_of[parameter] = index
@@ -135,7 +137,7 @@ class AdamW(torch.optim.Optimizer):
         Raises `ConfigError` when update="backward" has used gradients up that the norm needs: it keeps them once it has
         seen a call of this, so call it in every step, or set `max_grad_norm`.
         """
-        norm = self._runtime().clip_gradients(self, max_norm)
+        norm = self._runtime().clip_gradients(self, _number("max_norm", max_norm))
         self._last = StepResult(norm, self._last.skipped)
         return norm
 
@@ -193,6 +195,13 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._group_of[self._index_of[parameter]] = group
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise TiermemError: what copies and pickles the optimizer would get one that knows no runtime."""
+        raise TiermemError(
+            "the optimizer of an offloaded model was copied or pickled; its parameters and moments are pages of the "
+            "runtime, which cannot be. Keep optimizer.state_dict(), or have everything kept by runtime.commit()"
+        )
+
     def _refuse_plain_gradients(self) -> None:
         for parameter in self._parameters():
             if parameter.grad is not None:
@@ -210,7 +219,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("this optimizer has no parameters")
         return self._service
 
-    def _resolve(self, parameters: Iterable[torch.Tensor]) -> tuple[UpdateService, list[int]]:
+    def _resolve(self, parameters: Iterable[torch.Tensor]) -> tuple[UpdateService | None, list[int]]:
         service, indices = self._service, []
         for parameter in parameters:
             found = registry.find(parameter)
@@ -223,8 +232,6 @@ class AdamW(torch.optim.Optimizer):
                 raise ConfigError("the parameters belong to two runtimes; make one optimizer for each")
             service = found.owner
             indices.append(found.index)
-        if service is None:
-            raise ConfigError("a param group without parameters came first; there is no runtime to ask")
         return service, indices
 
 

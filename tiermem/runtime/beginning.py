@@ -18,7 +18,7 @@ from swap import CommitStore, Manifest, SwapFullError, SwapInUseError, find_left
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
 from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
-from tiermem.errors import ConfigError, ResumeError
+from tiermem.errors import ConfigError, MissingSnapshotError, ResumeError
 from tiermem.runtime.company import RANK_PREFIX, Company
 from tiermem.runtime.record import FORMAT
 
@@ -76,7 +76,8 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
     known = isinstance(resume, bool) or resume == "auto"
     path = None if known else _folder(resume)
     if path is None and not known:
-        raise ConfigError(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
+        kind = MissingSnapshotError if isinstance(resume, (str, os.PathLike)) else ConfigError
+        raise kind(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
     names = ", ".join(str(path) for path in config.swap_paths)
     leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME)
     if leftovers.in_use:

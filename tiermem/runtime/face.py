@@ -53,7 +53,7 @@ class Runtime(Closing):
         self._activations: ActivationStore | None = None
         self._guards = ModelGuards(house.divided, house.gatherer, watch_optimizers())
         self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
-        self._writing = 0  # how many `gathered(write=True)` are open
+        self._writing: list[list[int]] = []  # the units of each open `gathered(write=True)`
         self._places = Places(house)
 
     @property
@@ -169,11 +169,19 @@ class Runtime(Closing):
             return parameter.detach().clone()
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the fp32 master of a trainable parameter, after all updates; waits for them. Collective."""
+        """A copy of the fp32 master of a trainable parameter, after all updates; waits for them. Collective.
+
+        Raises TiermemError inside `gathered(write=True)` of its unit: masters follow what is written at the end of it.
+        """
         unit, slot = self._places.find(parameter)
         house = self._open()
         if not slot.trainable:
             return self.parameter(parameter).float()
+        if any(unit in units for units in self._writing):  # its page is leased for writing: reading would wait for ever
+            raise TiermemError(
+                f"master of {slot.names[0]} inside gathered(write=True) of its unit: it follows what is written when "
+                "that ends; ask before or after it"
+            )
         house.coordinator.unit_needed(unit)
         whole = torch.zeros(slot.numel)
 
@@ -214,7 +222,7 @@ class Runtime(Closing):
         if write:
             house.coordinator.settle_early()
             house.snapshots.wait_open()
-            self._writing += 1
+            self._writing.append(units)
         changed: list[tuple[int, Slot, torch.Tensor]] = []
         written: Callable[[int, Slot, torch.Tensor], None] | None = None
         if write:
@@ -226,7 +234,8 @@ class Runtime(Closing):
             with lend(house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written):
                 yield
         finally:
-            self._writing -= write
+            if write:
+                self._writing.remove(units)
             for unit, slot, values in changed:
                 for piece in house.owned(unit, slot) if slot.trainable else ():
                     own = values[piece.begin : piece.begin + piece.length]

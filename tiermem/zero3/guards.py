@@ -59,6 +59,11 @@ def refuse_unfit(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(f"parameter {name} has no shape yet: run the lazy module once before offload")
+        if parameter.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {name} has the layout {parameter.layout}: pages hold dense values only; make it dense "
+                "(parameter.to_dense()), or a buffer"
+            )
     _refuse_scripted(model)
     _refuse_overlaps(model)
     _refuse_views(model)
