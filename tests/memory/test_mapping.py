@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiermem.memory.mapping as mapping_module
 from tiermem.errors import CapacityError, ConfigError
 from tiermem.memory.arena import Frame, HostArena
 from tiermem.memory.devices import SimulatedDevice
@@ -124,7 +125,47 @@ def test_a_range_used_as_a_whole_is_in_huge_pages() -> None:
 
 @needs_huge_pages
 @needs_small_ones_to_go
-def test_frames_of_whole_huge_pages_are_in_huge_pages_however_they_come_and_go() -> None:
+def test_pages_move_with_their_bytes_to_where_none_are() -> None:
+    source, target = Mapping(16 * MIB), Mapping(32 * MIB)
+    begin, place = ((-mapping.address) % (2 * MIB) for mapping in (source, target))
+    source.use_whole(begin, 8 * MIB)
+    tensor_over(source.buffer(begin, 8 * MIB)).fill_(7)
+    before = occupied(source)
+    if not source.move(begin + 2 * MIB, 4 * MIB, target, place + 8 * MIB):
+        pytest.skip("this system does not move pages")
+    assert occupied(source)[0] == 4 * MIB
+    assert occupied(target)[0] == 4 * MIB
+    assert before[1] == occupied(source)[1] + occupied(target)[1], "huge pages stay whole"
+    target.use_whole(place + 6 * MIB, 8 * MIB)
+    moved = tensor_over(target.buffer(place + 8 * MIB, 4 * MIB))
+    assert int(moved.min()) == int(moved.max()) == 7
+    assert int(tensor_over(source.buffer(begin + 2 * MIB, PAGE)).max()) == 0
+    touch(source, begin + 2 * MIB)
+    assert occupied(source)[0] == 4 * MIB + PAGE, "one byte is one small page again"
+    assert int(tensor_over(source.buffer(begin + 6 * MIB, 2 * MIB)).min()) == 7
+    target.give_back(place + 8 * MIB, 4 * MIB)
+    assert occupied(target)[0] == 0
+    source.close()
+    target.close()
+
+
+def test_what_is_in_small_pages_does_not_move() -> None:
+    mapping = Mapping(16 * MIB)
+    begin = (-mapping.address) % (2 * MIB)
+    tensor_over(mapping.buffer(begin, 2 * MIB)).fill_(7)
+    assert not mapping.move(begin, 2 * MIB, mapping, begin + 8 * MIB)
+    assert int(tensor_over(mapping.buffer(begin, 2 * MIB)).min()) == 7
+    mapping.close()
+
+
+@needs_huge_pages
+@needs_small_ones_to_go
+@pytest.mark.parametrize("moves", [True, False])
+def test_frames_of_whole_huge_pages_are_in_huge_pages_however_they_come_and_go(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not moves:
+        monkeypatch.setattr(mapping_module, "_REMAP", None)
     arena = HostArena(64 * MIB, address_factor=4)
     (area,) = arena._areas
     draw = random.Random(0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import InvariantError
-from tiermem.memory.ranges import Range, RangeAllocator, RangeSet
+from tiermem.memory.ranges import Placement, Range, RangeAllocator, RangeSet
 
 _spans = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
@@ -65,6 +65,8 @@ def test_physical_addresses_stay_within_the_limit(
             assert placement.warm == len(touched & new)
             cooled = {address for part in placement.cooled for address in range(*part)}
             assert cooled <= touched - taken - new
+            assert {address for part in placement.cold for address in range(*part)} == new - touched
+            check_exchanges(placement, block)
             touched = touched - cooled | new
             live[placement.start] = number
         elif live:
@@ -74,6 +76,32 @@ def test_physical_addresses_stay_within_the_limit(
         assert allocator.taken == sum(live.values())
         assert allocator.taken + allocator.warm == len(touched)
         assert allocator.taken + allocator.free == limit * factor
+
+
+def check_exchanges(placement: Placement, block: int) -> None:
+    """Whole blocks go from what is cooled to what is cold, each to one place; the rest of what is cooled is left."""
+    moves, left = placement.exchanges(block)
+    sources = [address for part, _ in moves for address in range(*part)]
+    targets = [address for part, to in moves for address in range(to, to + part.length)]
+    rest = [address for part in left for address in range(*part)]
+    assert all(number % block == 0 for part, to in moves for number in (part.start, part.length, to))
+    assert sorted(sources + rest) == sorted(address for part in placement.cooled for address in range(*part))
+    assert len(set(targets)) == len(targets)
+    assert set(targets) <= {address for part in placement.cold for address in range(*part)}
+    whole = [sum(_blocks(part, block) for part in parts) for parts in (placement.cooled, placement.cold)]
+    assert len(sources) == block * min(whole), "as many as there are on both sides"
+
+
+def _blocks(part: Range, block: int) -> int:
+    return max(0, part.end // block - -(-part.start // block))
+
+
+def test_blocks_move_into_the_gaps_and_scraps_are_left() -> None:
+    placement = Placement(16, 0, cooled=(Range(1, 7), Range(8, 12)), cold=(Range(15, 17), Range(20, 27)))
+    assert placement.exchanges(2) == (
+        [(Range(2, 6), 20), (Range(8, 10), 24)],
+        [Range(1, 2), Range(6, 7), Range(10, 12)],
+    )
 
 
 def test_a_warm_range_of_the_same_length_is_preferred() -> None:

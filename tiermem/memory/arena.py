@@ -18,7 +18,7 @@ import torch
 from tiermem.errors import CapacityError, ConfigError, InvariantError
 from tiermem.memory.budget import Budget, Budgeted
 from tiermem.memory.mapping import HUGE_PAGE, Mapping, tensor_over
-from tiermem.memory.ranges import RangeAllocator
+from tiermem.memory.ranges import Placement, RangeAllocator
 from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
 
@@ -201,9 +201,7 @@ class HostArena(LiveFrames):
         if placement is None:
             self._budget.release(rounded)
             return None
-        for part in placement.cooled:  # before the frame is touched: see the guarantee
-            area, offset = self._locate(part.start)
-            area.give_back(offset, part.length)
+        self._cool(placement)  # before the frame is touched: see the guarantee
         area, offset = self._locate(placement.start)
         area.use_whole(offset, rounded)
         buffer = area.buffer(offset, rounded)
@@ -267,6 +265,18 @@ class HostArena(LiveFrames):
         self._area_offsets.append(offset)
         self._ranges.extend(offset, area.nbytes)
         return True
+
+    def _cool(self, placement: Placement) -> None:
+        """Take back the pages that are to be cold: whole huge ones go where the placement lacks some, others go."""
+        moves, left = placement.exchanges(HUGE_PAGE) if placement.cooled else ([], [])
+        for part, to in moves:
+            area, offset = self._locate(part.start)
+            target, place = self._locate(to)
+            if not area.move(offset, part.length, target, place):
+                left.append(part)
+        for part in left:
+            area, offset = self._locate(part.start)
+            area.give_back(offset, part.length)
 
     def _locate(self, offset: int) -> tuple[Mapping, int]:
         """Return the area that holds `offset` and the offset within it."""

@@ -9,7 +9,7 @@ ranges of a placement to the system before it touches the placed one. Pure bookk
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,11 +119,39 @@ class RangeSet:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a range was placed, how much of it is warm, and what must go back to the system before it is touched."""
+    """Where a range was placed, how much of it is warm, and what must go back to the system before it is touched.
+
+    `cold`: the parts of it that are not warm.
+    """
 
     start: int
     warm: int
     cooled: tuple[Range, ...]
+    cold: tuple[Range, ...] = ()
+
+    def exchanges(self, block: int) -> tuple[list[tuple[Range, int]], list[Range]]:
+        """Whole blocks of what is to be given back, each with the cold place for it to move to; and what is left over.
+
+        Pages that move there need not be cleared by the system, as fresh ones are.
+        """
+        places = [Range(_up(part.start, block), _down(part.end, block)) for part in self.cold]
+        places = [place for place in places if place.length > 0][::-1]
+        moves, left = [], []
+        for part in self.cooled:
+            start, end = _up(part.start, block), _down(part.end, block)
+            at = part.start
+            while start < end and places:
+                place = places.pop()
+                length = min(end - start, place.length)
+                if start > at:
+                    left.append(Range(at, start))
+                moves.append((Range(start, start + length), place.start))
+                start = at = start + length
+                if length < place.length:
+                    places.append(Range(place.start + length, place.end))
+            if at < part.end:
+                left.append(Range(at, part.end))
+        return moves, left
 
 
 class RangeAllocator:
@@ -184,10 +212,11 @@ class RangeAllocator:
         if start is None:
             return None
         self._free.remove(start, start + length)
+        cold = _between(self._warm.overlapping(start, start + length), start, start + length)
         warm = self._warm.remove(start, start + length)
         self._lengths[start] = length
         self._taken += length
-        return Placement(start, warm, self._cool(self._taken + self.warm - self._limit))
+        return Placement(start, warm, self._cool(self._taken + self.warm - self._limit), cold)
 
     def release(self, start: int) -> int:
         """Free the range placed at `start`, now warm, and return its length. Raises InvariantError if there is none."""
@@ -231,6 +260,18 @@ class RangeAllocator:
             if excess <= 0:
                 break
         return tuple(cooled)
+
+
+def _between(parts: Iterable[Range], start: int, end: int) -> tuple[Range, ...]:
+    """What is in [start, end) and in none of `parts`, which lie in it in order."""
+    found = []
+    for part in parts:
+        if part.start > start:
+            found.append(Range(start, part.start))
+        start = part.end
+    if start < end:
+        found.append(Range(start, end))
+    return tuple(found)
 
 
 def cheapest_window(holes: Sequence[Range], taken: Sequence[Range], length: int) -> list[int] | None:
