@@ -28,9 +28,10 @@ from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.capture import start_commit, start_snapshot
 from tiermem.runtime.closing import Closing
 from tiermem.runtime.commits import PendingCommit
+from tiermem.runtime.extra import from_record, to_record
 from tiermem.runtime.house import House
 from tiermem.runtime.places import Places
-from tiermem.runtime.record import optimizer_state, plain
+from tiermem.runtime.record import optimizer_state
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.runtime.strangers import watch_optimizers
 from tiermem.runtime.vertical import forward_backward
@@ -85,17 +86,18 @@ class Runtime(Closing):
     def commit(self, extra: Any = None) -> PendingCommit:
         """Make the state after the last step durable, beside the next step; returns at once unless one is under way.
 
-        What is captured now: `extra` (what JSON holds; tuples become lists, None becomes {}), random generators,
-        changed buffers, the optimizers' settings and step counts. Pages follow as the step's updates end. The next
-        step's updates wait until the commit is durable, forward and backward do not.
+        What is captured now: `extra` (numbers, text, None, lists, dicts, tensors, numpy's arrays, bytes, and so the
+        states of loaders and optimizers; tuples become lists, None alone becomes {}), random generators, changed
+        buffers, the optimizers' settings and step counts. Pages follow as the step's updates end. The next step's
+        updates wait until the commit is durable, forward and backward do not.
 
         Raises:
-            ConfigError: `extra` is not what JSON holds, or the configuration has commits=False.
+            ConfigError: `extra` holds anything else, or the configuration has commits=False.
             TiermemError: it was called between backward and step, or inside `gathered(write=True)`.
             Exception: the error of the commit before, unless its `wait` has raised it already.
         """
         house = self._open()
-        record = plain({} if extra is None else extra, "extra")
+        record = to_record({} if extra is None else extra)
         if self._writing:
             raise TiermemError("commit inside gathered(write=True): what is being written would be half there")
         return start_commit(house, record)
@@ -110,12 +112,12 @@ class Runtime(Closing):
         folder; it is there whole or not at all.
 
         Raises:
-            ConfigError: `extra` is not what JSON holds, or the path is taken.
+            ConfigError: `extra` is not what `commit` takes, or the path is taken.
             TiermemError: it was called between backward and step, or inside `gathered(write=True)`.
             Exception: the error of the snapshot before, unless its `wait` has raised it already.
         """
         house = self._open()
-        record = plain({} if extra is None else extra, "extra")
+        record = to_record({} if extra is None else extra)
         if self._writing:
             raise TiermemError("snapshot inside gathered(write=True): what is being written would be half there")
         return start_snapshot(house, path, record)
@@ -124,7 +126,7 @@ class Runtime(Closing):
     def committed(self) -> Any:
         """The `extra` of the last durable commit, at first of the one resumed from; None if there is none."""
         record = self._house.commits.record
-        return None if record is None else plain(record["extra"], "extra")
+        return None if record is None else from_record(record["extra"])
 
     def committed_optimizer_state(self, index: int = 0) -> dict[str, Any]:
         """What `load_state_dict` of an optimizer takes to have the settings of the last durable commit.

@@ -1,0 +1,117 @@
+"""What a caller keeps with a commit comes back equal: states of loaders, samplers, schedulers and optimizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tiermem
+from tiermem.runtime.extra import LARGEST, MARK, from_record, to_record
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
+KEYS = st.text() | st.integers(-5, 5) | st.just(MARK)
+VALUES = st.recursive(
+    SCALARS | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_what_goes_in_comes_out_through_json(value: Any) -> None:
+    assert from_record(json.loads(json.dumps(to_record(value)))) == value
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_keep_dtype_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = (torch.randn(shape) * 3).to(dtype)
+    back = from_record(json.loads(json.dumps(to_record([value]))))[0]
+    assert (back.dtype, back.shape) == (dtype, value.shape)
+    assert torch.equal(back, value)
+    back.zero_()  # its own memory, and writable
+
+
+def test_a_transposed_tensor_and_one_with_a_graph() -> None:
+    value = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
+    back = from_record(to_record(value))
+    assert torch.equal(back, value)
+    assert not back.requires_grad
+
+
+def test_arrays_and_numbers_of_numpy() -> None:
+    values = {
+        "a": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "n": np.int64(7),
+        "f": np.float32(0.1),
+        "d": np.float64(2),
+    }
+    back = from_record(json.loads(json.dumps(to_record(values))))
+    assert np.array_equal(back["a"], values["a"])
+    assert back["a"].dtype == np.int16
+    assert (back["n"], back["f"], back["d"]) == (7, np.float32(0.1), 2.0)
+    assert isinstance(back["f"], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"a": [object()]}, r"extra\['a'\]\[0\]"),
+        ({(1, 2): 3}, "keys"),
+        ({"m": torch.empty(2, device="meta")}, "dense tensor"),
+        ({"s": torch.eye(2).to_sparse()}, "dense tensor"),
+        ({"o": np.array([object()])}, "numbers"),
+        ({"b": bytes(LARGEST + 1)}, "file of its own"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_its_place(value: Any, says: str) -> None:
+    with pytest.raises(tiermem.ConfigError, match=says):
+        to_record(value)
+
+
+def test_states_of_everything_in_a_loop_survive_a_resume(tmp_path: Path) -> None:
+    """As a loop would keep them: a sampler's generator, a scheduler with two groups, and the optimizer."""
+    config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[tmp_path], param_dtype="float32")
+    generator = torch.Generator().manual_seed(3)
+
+    def start(*, resume: bool) -> tuple[tiermem.Runtime, Any, Any, Any]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        runtime = tiermem.offload(model, config, resume=resume)
+        optimizer = tiermem.AdamW([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}])
+        return runtime, model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    runtime, model, optimizer, scheduler = start(resume=False)
+    with runtime:
+        for _ in range(3):
+            model(torch.randn(4, 8, generator=generator)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        states = {"loader": {"generator": generator.get_state(), 0: b"worker"}, "scheduler": scheduler.state_dict()}
+        extra = {"step": 3, "optimizer": optimizer.state_dict(), **states}
+        runtime.commit(extra=extra).wait()
+        expected = torch.randn(4, 8, generator=generator)
+    runtime, model, optimizer, scheduler = start(resume=True)
+    with runtime:
+        kept = runtime.committed
+        assert kept["loader"][0] == b"worker"
+        assert kept["step"] == 3
+        optimizer.load_state_dict(kept["optimizer"])
+        scheduler.load_state_dict(kept["scheduler"])
+        assert to_record(optimizer.state_dict()) == to_record(extra["optimizer"])  # but for tuples
+        assert scheduler.get_last_lr() == extra["scheduler"]["_last_lr"]
+        restored = torch.Generator()
+        restored.set_state(kept["loader"]["generator"])
+        assert torch.equal(torch.randn(4, 8, generator=restored), expected)
+        with pytest.raises(tiermem.ConfigError, match="offloaded parameter"):
+            runtime.commit(extra={"weight": model[0].weight})

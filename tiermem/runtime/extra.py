@@ -1,0 +1,116 @@
+"""What a caller keeps with a commit or a snapshot, as JSON holds it and back.
+
+Owns the form of what JSON has no word for: tensors, arrays, bytes, and dicts whose keys are not text, which are what
+data loaders, samplers and optimizers give as their states. Does not write files. Guarantees that what comes back is
+equal (tensors in ordinary memory, tuples as lists), and that anything else is refused by its place, before anything is
+kept.
+
+Each of these is an object with the one key `MARK`, the kind, and what it takes. A caller's dict with that key has the
+form of one whose keys are not text, so nobody's data is mistaken for ours.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiermem.errors import ConfigError
+from tiermem.registry import registry
+from tiermem.runtime.record import plain
+
+MARK = "$tiermem"
+LARGEST = 16 << 20
+"""Bytes of a tensor, an array or of `bytes`: the record of a commit is read and written whole."""
+
+_KEYS = (str, bool, int, float, type(None))
+
+
+def to_record(value: Any, what: str = "extra") -> Any:
+    """A copy of `value` as JSON holds it. Raises ConfigError naming the place of what cannot be kept."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and MARK not in value:
+            return {str(key): to_record(item, f"{what}[{key!r}]") for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, _KEYS):
+                raise ConfigError(f"{what}: expected text or numbers for keys, found {key!r}")
+        items = [[plain(key, what), to_record(item, f"{what}[{key!r}]")] for key, item in value.items()]
+        return {MARK: "dict", "items": items}
+    if isinstance(value, (list, tuple)):
+        return [to_record(item, f"{what}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value, what)
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (float, str, bytes)):
+        return _of_array(np.asarray(value), what)
+    if isinstance(value, (bytes, bytearray)):
+        return {MARK: "bytes", "data": _text(bytes(value), what)}
+    return plain(value, what)
+
+
+def from_record(record: Any) -> Any:
+    """What `to_record` was given, anew."""
+    if isinstance(record, list):
+        return [from_record(item) for item in record]
+    if not isinstance(record, dict):
+        return record
+    if MARK not in record:
+        return {key: from_record(item) for key, item in record.items()}
+    return _READERS[record[MARK]](record)
+
+
+def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
+    if registry.find(value) is not None:  # its values are elsewhere: a placeholder would be kept
+        raise ConfigError(f"{what}: an offloaded parameter, which every commit holds anyway")
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise ConfigError(f"{what}: expected a dense tensor with values, found one on {value.device}, {value.layout}")
+    whole = value.detach().cpu().contiguous().reshape(-1)
+    data = whole.view(torch.uint8).numpy().tobytes()
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {MARK: "tensor", "dtype": dtype, "shape": list(value.shape), "data": _text(data, what)}
+
+
+def _of_array(value: np.ndarray[Any, Any], what: str) -> dict[str, Any]:
+    if value.dtype.hasobject or value.dtype.names is not None:
+        raise ConfigError(f"{what}: expected an array of numbers, found dtype {value.dtype}; convert it")
+    shape = list(value.shape)
+    return {MARK: "array", "dtype": value.dtype.str, "shape": shape, "data": _text(value.tobytes(), what)}
+
+
+def _text(data: bytes, what: str) -> str:
+    if len(data) > LARGEST:
+        raise ConfigError(
+            f"{what}: {len(data)} bytes in one piece, at most {LARGEST} go with a commit; keep it in a file of its own"
+        )
+    return base64.b64encode(data).decode("ascii")
+
+
+def _dict_of(record: dict[str, Any]) -> dict[Any, Any]:
+    return {key: from_record(item) for key, item in record["items"]}
+
+
+def _bytes_of(record: dict[str, Any]) -> bytes:
+    return base64.b64decode(record["data"])
+
+
+def _tensor_of(record: dict[str, Any]) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, record["dtype"])
+    data = bytearray(_bytes_of(record))
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(record["shape"])
+
+
+def _array_of(record: dict[str, Any]) -> Any:
+    """An array of no dimensions is a number of numpy's again."""
+    array = np.frombuffer(_bytes_of(record), dtype=np.dtype(record["dtype"])).reshape(record["shape"]).copy()
+    return array[()]
+
+
+_READERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "dict": _dict_of,
+    "bytes": _bytes_of,
+    "tensor": _tensor_of,
+    "array": _array_of,
+}
