@@ -106,6 +106,10 @@ def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str],
     path.write_bytes(whole[:first] + bytes([whole[first] ^ 1]) + whole[first + 1 :])
     report = call(capsys, "verify", copy, code=1)
     assert "checksum" in report["damaged"][0]
+    assert run(["snapshot", "verify", str(copy)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tiermem: damaged: ")
+    assert error.count("\n") == 1
     assert call(capsys, "list", copy)["damaged"] == []
     error = call(capsys, "export", copy, "--to", tmp_path / "out", code=1)
     assert error.startswith("tiermem: ")

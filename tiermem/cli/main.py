@@ -107,7 +107,7 @@ def train(
 
 
 @app.command()
-def doctor(swap_dir: options.DoctorSwapDir = None, json: options.Json = False) -> None:
+def doctor(swap_dir: options.ExaminedSwapDir = None, json: options.Json = False) -> None:
     """Say what this machine offers, and what is wrong with it. Exit code 1 if something is."""
     from tiermem.cli.doctor import examine
 

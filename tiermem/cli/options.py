@@ -44,7 +44,7 @@ SwapDir = Annotated[
         "--swap-dir", help="Directory for swap files; repeatable. Default: a new one here, removed afterwards."
     ),
 ]
-DoctorSwapDir = Annotated[
+ExaminedSwapDir = Annotated[
     list[Path] | None,
     typer.Option("--swap-dir", help="Directory to examine for swapping; repeatable. Default: the current one."),
 ]

@@ -26,7 +26,7 @@ def plan(
     ranks: options.PlanRanks = 1,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
-    swap_dir: options.SwapDir = None,
+    swap_dir: options.ExaminedSwapDir = None,
     update: options.Update = None,
     param_dtype: options.ParamDtype = None,
     moments: options.Moments = None,

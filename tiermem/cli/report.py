@@ -88,7 +88,7 @@ class TrainReport:
         typical = statistics.median(step.seconds for step in self.steps)
         table.add_row("steps", f"{len(self.steps)} in {seconds:.1f} s, median {typical:.2f} s")
         table.add_row("tokens per second", f"{tokens / seconds:,.0f}")
-        table.add_row("waiting for the disk", f"{100 * stalled / seconds:.0f} % of the time")
+        table.add_row("computation waited", f"{100 * stalled / seconds:.0f} % of the time")
         table.add_row("read from swap", f"{format_bytes(read)}, {read / seconds / 1e9:.2f} GB/s")
         table.add_row("written to swap", f"{format_bytes(written)}, {written / seconds / 1e9:.2f} GB/s")
         if self.look_ahead is not None:

@@ -35,12 +35,13 @@ def list_command(paths: options.SnapshotPaths, json: options.Json = False) -> No
 @app.command("verify")
 def verify_command(paths: options.SnapshotPaths, json: options.Json = False) -> None:
     """Read every byte of a commit or a snapshot and compare its checksums. Exit code 1 if something is damaged."""
+    from tiermem.cli import main
     from tiermem.cli.snapshot import verify
 
     report = verify(paths)
     show(report, json=json)
     if report.damaged:
-        raise typer.Exit(1)
+        raise typer.Exit(main.fail(f"damaged: {'; '.join(report.damaged)}", 1))
 
 
 @app.command("export")

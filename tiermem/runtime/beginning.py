@@ -95,7 +95,8 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.seconds))
         raise ResumeError(
             f"{names} holds a committed run (step {manifest.user.get('step')}, {when}): continue it with "
-            "resume=True or resume='auto', replace it with Config(overwrite=True), or choose other directories"
+            "resume=True or resume='auto' (tiermem train --resume), replace it with Config(overwrite=True), or choose "
+            "other directories"
         )
     if not leftovers.resumable:
         missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
