@@ -50,6 +50,13 @@ def test_a_transposed_tensor_and_one_with_a_graph() -> None:
     assert not back.requires_grad
 
 
+def test_a_conjugate_that_is_only_marked_as_one() -> None:
+    value = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert value.is_conj()
+    assert torch.equal(from_record(to_record(value)), value)
+    assert torch.equal(from_record(to_record(value.imag)), value.imag), "marked as negative"
+
+
 def test_arrays_and_numbers_of_numpy() -> None:
     values = {
         "a": np.arange(6, dtype=np.int16).reshape(2, 3),

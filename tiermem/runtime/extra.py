@@ -66,8 +66,8 @@ def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what}: an offloaded parameter, which every commit holds anyway")
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise ConfigError(f"{what}: expected a dense tensor with values, found one on {value.device}, {value.layout}")
-    whole = value.detach().cpu().contiguous().reshape(-1)
-    data = whole.view(torch.uint8).numpy().tobytes()
+    whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
     return {MARK: "tensor", "dtype": dtype, "shape": list(value.shape), "data": _text(data, what)}
 

@@ -1,8 +1,9 @@
 """What a commit says besides the bytes of pages, and whether a model fits what was committed.
 
-Owns the record: step, layout, optimizers' settings and step counts, and the caller's `extra`. Does not write or read
-files: a record is JSON values. Guarantees that what goes in comes out equal, that what JSON would change is refused
-when the commit is asked for, and that a model which differs from the committed one is named with the first difference.
+Owns the record: step, layout, optimizers' settings and step counts; what the caller keeps is extra.py's. Does not write
+or read files: a record is JSON values. Guarantees that what goes in comes out equal, that what JSON would change is
+refused when the commit is asked for, and that a model which differs from the committed one is named with the first
+difference.
 """
 
 from __future__ import annotations
