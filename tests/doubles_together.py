@@ -29,6 +29,12 @@ class Chain(nn.Module):
         return x
 
 
+def leased_pages(runtime: tiermem.Runtime) -> list[Any]:
+    """Pages held by somebody when the updates that run behind backward, and hold pages rightly, have ended."""
+    runtime._house.updater.wait_all()
+    return [key for key, (_, leased) in runtime._house.storage.pager.residency().items() if leased]
+
+
 def squares(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return model(rows).square().mean()
 

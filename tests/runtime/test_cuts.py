@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_models import Block
-from doubles_together import Beside, Chain, rows, squares
+from doubles_together import Beside, Chain, leased_pages, rows, squares
 from torch import nn
 from torch.nn import functional
 
@@ -331,7 +331,7 @@ def test_a_model_that_begins_to_go_around_its_units_is_noticed_before_backward(u
         batches = rows()
         with pytest.raises(tiermem.TiermemError, match=r"another way .*zero_grad.* do it again"):
             beside.bring(batches)
-        assert not any(leased for _, leased in beside.runtime._house.storage.pager.residency().values())
+        assert not leased_pages(beside.runtime)
         beside.ours.zero_grad()
         for _ in range(2):
             beside.step(batches)
@@ -365,7 +365,7 @@ def test_an_error_in_a_segment_leaves_nothing_behind(failing, update, tmp_path):
         with pytest.raises(ValueError, match="no gradient here"):
             beside.bring(rows())
         beside.model.failing = None
-        assert not any(leased for _, leased in beside.runtime._house.storage.pager.residency().values())
+        assert not leased_pages(beside.runtime)
         beside.ours.zero_grad()
         for _ in range(2):
             beside.step(rows())

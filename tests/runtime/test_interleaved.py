@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_models import Block
-from doubles_together import Beside, Chain, rows
+from doubles_together import Beside, Chain, leased_pages, rows
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -181,7 +181,7 @@ def test_an_error_inside_a_context_leaves_nothing_of_it(failing, tmp_path):
         with pytest.raises(ValueError, match="mine"):
             beside.bring(broken)
         assert torch._C._len_torch_function_stack() == 0
-        assert not any(leased for _, leased in beside.runtime._house.storage.pager.residency().values())
+        assert not leased_pages(beside.runtime)
         beside.model.layers[1]._forward_pre_hooks.popitem()
         beside.ours.zero_grad()
         beside.step(rows())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from doubles_models import Block, Stack
 from doubles_scenarios import Branches, Convolutions, Regularised, Twice, Wide
+from doubles_together import leased_pages
 from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_unit, same, within_budgets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -304,7 +305,7 @@ def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, t
             with pytest.raises(ValueError, match="in the middle of a unit" if number == 1 else "in backward"):
                 runtime.forward_backward(list(enumerate(batches)), loss)
             assert not [t for t in threading.enumerate() if t.name == "tiermem-micro-batch"]
-            assert not any(leased for _, leased in runtime._house.storage.pager.residency().values())
+            assert not leased_pages(runtime)
             optimizer.zero_grad()
         runtime.forward_backward(batches, lambda batch: squares(model, batch))
         return batches
