@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +31,17 @@ class Chain(nn.Module):
 
 
 def leased_pages(runtime: tiermem.Runtime) -> list[Any]:
-    """Pages held by somebody when the updates that run behind backward, and hold pages rightly, have ended."""
+    """Pages that somebody goes on holding.
+
+    An update that runs behind backward holds its pages by right; a lease that was given up while it was being granted
+    is on its way back: both have an end.
+    """
+    deadline = time.monotonic() + 10
     runtime._house.updater.wait_all()
-    return [key for key, (_, leased) in runtime._house.storage.pager.residency().items() if leased]
+    while True:
+        leased = [key for key, (_, held) in runtime._house.storage.pager.residency().items() if held]
+        if not leased or time.monotonic() > deadline:
+            return leased
 
 
 def squares(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
