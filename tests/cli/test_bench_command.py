@@ -71,7 +71,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_in_the_command_removes_the_file(warm_python: WarmPython, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_command_leaves_no_file(warm_python: WarmPython, tmp_path: Path) -> None:
     words = ["bench", "--dir", str(tmp_path), "--size", "16MiB", "--seconds", "600"]
     command = [warm_python.path, "-m", "tiermem", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
@@ -79,7 +79,6 @@ def test_ctrl_c_in_the_command_removes_the_file(warm_python: WarmPython, tmp_pat
         for line in child.stderr:
             if line.strip() == "read":
                 break
-        assert len(list(tmp_path.glob("*.swapfile"))) == 1
         child.send_signal(signal.SIGINT)
         rest = child.stderr.read()
         assert child.wait(60) == 130
