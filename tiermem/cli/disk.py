@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiermem.cli.abandoned import remove_abandoned
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
 
@@ -24,7 +25,7 @@ def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path
 
     Here and not in the system's temporary directory: that is often kept in memory. A given directory must exist: making
     a missing one would fill the disk below a drive that is not mounted. Raises `ConfigError` naming it, or if none can
-    be made here.
+    be made here. What runs that were killed left here is removed, see `abandoned.py`.
     """
     if given:
         for directory in given:
@@ -32,6 +33,7 @@ def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path
         yield list(given)
         return
     try:
+        remove_abandoned(Path.cwd())
         made = Path(tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd()))
     except OSError as error:
         raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
