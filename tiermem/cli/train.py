@@ -40,6 +40,8 @@ from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
 MAX_GRAD_NORM = 1.0
+# The update computes in float32, and divides the rate by less than 1 in its first steps.
+LARGEST_LR = 1e30
 SWITCH_SECONDS = 0.0005
 # What is left beside the budget for the C library to be free with. "auto" leaves this where the machine has it.
 _ROOMY = 2 << 30
@@ -80,24 +82,31 @@ class TrainOptions:
         return self.keep or self.resume or self.commit_every > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained on what, known to fit together: a model, its number of parameters, and tokens."""
+
+    model_config: Any
+    parameters: int
+    source: TokenSource
+
+    def check_space(self, config: tiermem.Config, *, copies: int = 1) -> None:
+        """Raise ConfigError unless the swap directories have room for the model's state, so many times."""
+        check_space(config.swap_paths, self.parameters * SWAP_BYTES_PER_PARAMETER * copies)
+
+
 class Training:
     """A model being trained: built from options and a configuration, stepped, closed."""
 
     def __init__(
-        self,
-        options: TrainOptions,
-        config: tiermem.Config,
-        *,
-        model_config: Any,
-        source: TokenSource,
-        launch: Launch | None = None,
+        self, options: TrainOptions, config: tiermem.Config, subject: Subject, *, launch: Launch | None = None
     ) -> None:
         self.options = options
         self.launch = launch or Launch()
-        self.source = source
+        self.source = subject.source
         torch.manual_seed(options.seed)
         with tiermem.deferred_init():
-            self.model = build_model(model_config)
+            self.model = build_model(subject.model_config)
         self.model.train()
         if options.gradient_checkpointing:
             recompute_activations(self.model)
@@ -198,19 +207,12 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     """
     launch = launch or Launch()
     launch.check_rows(options.batch)
-    check_numbers(options)
     check_scalars(options.tensorboard)
     if options.timeline is not None:
         check_output("--timeline", options.timeline)
-    source = open_text(options)
-    model_config = find_model(options.model, vocabulary=source.vocabulary)
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit is not None and options.seq > limit:
-        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
-    parameters = count_parameters(model_config)
+    subject = find_subject(options)
     if not options.resume:
-        copies = 2 if options.commits else 1
-        check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER * copies)
+        subject.check_space(config, copies=2 if options.commits else 1)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
@@ -219,13 +221,12 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         return_large_blocks()
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
-    training = Training(options, config, model_config=model_config, source=source, launch=launch)
-    if options.resume and training.runtime.committed is None:
-        console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
+    training = Training(options, config, subject, launch=launch)
+    say_beginning(training, config, console)
     steps: list[StepReport] = []
     try:
         host_memory = host_budget(config, training.runtime)
-        state_bytes = parameters * STATE_BYTES_PER_PARAMETER
+        state_bytes = subject.parameters * STATE_BYTES_PER_PARAMETER
         progress = TrainProgress(
             console, steps=options.steps, host_memory=host_memory, baseline=baseline, state_bytes=state_bytes
         )
@@ -238,7 +239,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         training.close()
     return TrainReport(
         model=options.model,
-        parameters=parameters,
+        parameters=subject.parameters,
         state_bytes=state_bytes,
         host_memory=host_memory,
         baseline_rss_bytes=baseline,
@@ -251,10 +252,30 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     )
 
 
+def find_subject(options: TrainOptions) -> Subject:
+    """The model and the text that the options name. Raises ConfigError for what no training can be made with."""
+    check_numbers(options)
+    source = open_text(options)
+    model_config = find_model(options.model, vocabulary=source.vocabulary)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and options.seq > limit:
+        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
+    return Subject(model_config, count_parameters(model_config), source)
+
+
+def say_beginning(training: Training, config: tiermem.Config, console: Console) -> None:
+    """Say where a training that was to be resumed begins, as far as that is not what the options say."""
+    options = training.options
+    if options.resume and training.runtime.committed is None:
+        console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
+    elif options.resume and options.weights is not None:
+        console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
+
+
 def check_numbers(options: TrainOptions) -> None:
     """Raise ConfigError for numbers that no training can be made with, whatever the model."""
-    if not math.isfinite(options.lr):
-        raise ConfigError(f"--lr: expected a finite number, found {options.lr}")
+    if not 0 <= options.lr <= LARGEST_LR:
+        raise ConfigError(f"--lr: expected a number from 0 to {LARGEST_LR:g}, found {options.lr}")
     nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
     if nbytes > available:
         raise ConfigError(
