@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design, unit_sizes
 from tiermem.planner.device import device_least, settled_nbytes
 from tiermem.planner.machine import Device
-from tiermem.planner.predict import seconds_of_step, simulate_quickly
+from tiermem.planner.predict import predict, seconds_of_step, simulate_quickly
 from tiermem.planner.simulate import simulate
 from tiermem.planner.thin import drawn_out, repetitions, thinned
 from tiermem.planner.workload import Workload, transformer
@@ -111,6 +111,28 @@ def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) 
     assert all(tier.high_water <= tier.budget == exact.settings.host_memory for tier in quick.tiers)
 
 
+@pytest.mark.parametrize(("update", "share"), [("forward", 0.1), ("backward", 0.5), ("step", 0.1), ("auto", 0.3)])
+def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share: float) -> None:
+    exact = design(workload([1_000_000] * 10, batches=30), share, update)
+    quick, stood_in = simulate_quickly(exact)
+    assert stood_in
+    whole = simulate(exact)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.02)
+    for phase, seconds in whole.phases.items():
+        assert quick.phases[phase] == pytest.approx(seconds, rel=0.05, abs=0.02 * whole.seconds)
+    assert quick.bytes_read == pytest.approx(whole.bytes_read, rel=0.02)
+    assert quick.bytes_written == pytest.approx(whole.bytes_written, rel=0.02)
+    assert quick.computing == pytest.approx(whole.computing, rel=0.01)
+    assert all(tier.high_water <= tier.budget == exact.settings.host_memory for tier in quick.tiers)
+
+
+def test_few_batches_are_simulated_as_they_are() -> None:
+    exact = design(workload([1_000_000] * 5, batches=12), 0.3, "forward")
+    quick, stood_in = simulate_quickly(exact)
+    assert not stood_in
+    assert quick == simulate(exact)
+
+
 def test_what_fits_moves_nothing_in_short_either() -> None:
     exact = design(workload([500_000] * 150), 1.3, "forward")
     assert simulate_quickly(exact)[0].bytes_read == simulate(exact).bytes_read == 0
@@ -157,6 +179,15 @@ def test_the_work_of_a_prediction_hardly_grows_with_the_units() -> None:
         calls[count] = calls_in(lambda work=work, settings=settings: seconds_of_step(work, MACHINE, settings))  # type: ignore[misc]
     assert sum(calls[1000].values()) <= 2 * sum(calls[250].values()), calls
     assert calls[1000]["pager/service.py"] <= 1.5 * calls[250]["pager/service.py"], calls
+
+
+def test_the_work_of_a_prediction_does_not_grow_with_the_batches() -> None:
+    calls = {}
+    for count in (20, 2000):
+        work = workload([300_000] * 5, batches=count)
+        settings = PlanSettings(host_memory=work.parameters * 3 // 4096 * 4096)
+        calls[count] = calls_in(lambda work=work, settings=settings: predict(work, MACHINE, settings, with_plan=True))  # type: ignore[misc]
+    assert sum(calls[2000].values()) <= 1.1 * sum(calls[20].values()), calls
 
 
 def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:
