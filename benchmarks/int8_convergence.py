@@ -21,7 +21,8 @@ from curves import draw, running_mean
 sys.path.insert(0, str(HERE.parent))
 
 import tiermem
-from tiermem.cli.train import Training, TrainOptions, find_subject
+from tiermem.cli.subject import TrainOptions, find_subject
+from tiermem.cli.train import Training
 
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "int8_convergence"

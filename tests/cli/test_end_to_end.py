@@ -16,7 +16,8 @@ from doubles_python import WarmPython
 
 import tiermem
 from tiermem.cli.main import INTERRUPTED
-from tiermem.cli.train import Training, TrainOptions, find_subject, learning_rate_factor
+from tiermem.cli.subject import TrainOptions, find_subject
+from tiermem.cli.train import Training, learning_rate_factor
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]

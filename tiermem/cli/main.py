@@ -77,8 +77,9 @@ def train(
     """Train a causal language model on text under given memory budgets."""
     _check_resume(resume, bool(swap_dir or config))
     from tiermem.cli import train as training
+    from tiermem.cli.subject import TrainOptions
 
-    what = training.TrainOptions(
+    what = TrainOptions(
         model=model,
         steps=steps,
         batch=batch,
@@ -102,8 +103,7 @@ def train(
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
     found = training.train_in(swap_dir or (), what, training.load_config(config, swap_dir or ()), overrides)
-    if found is not None:
-        show_training(found, json=json, with_overlap=report)
+    show_training(found, json=json, with_overlap=report)
 
 
 @app.command()
@@ -126,8 +126,10 @@ app.command()(plan_commands.tune)
 app.add_typer(snapshot_commands.app, name="snapshot")
 
 
-def show_training(report: TrainReport, *, json: bool, with_overlap: bool) -> None:
-    """Print the report on a run; `with_overlap`: also what the computation waited for."""
+def show_training(report: TrainReport | None, *, json: bool, with_overlap: bool) -> None:
+    """Print the report on a run, if it is this rank's; `with_overlap`: also what the computation waited for."""
+    if report is None:
+        return
     if json:
         print_object(report.to_json())
         return

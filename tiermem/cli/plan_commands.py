@@ -97,7 +97,8 @@ def tune(
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
     from tiermem.cli import main, tune_steps
     from tiermem.cli.disk import check_output, swap_directories
-    from tiermem.cli.train import TrainOptions, load_config, make_config
+    from tiermem.cli.subject import TrainOptions
+    from tiermem.cli.train import load_config, make_config
 
     what = TrainOptions(
         model=model,

@@ -68,7 +68,7 @@ class SnapshotReport:
         table.add_row("in", within + (" (in use)" if self.in_use else ""))
         pages = f"{self.pages} pages of {self.units} units in " if self.kind == "commit" else ""
         table.add_row("holds", f"{self.parameters:,} parameters in {self.tensors} tensors, {format_bytes(self.nbytes)}")
-        table.add_row("as", f"{pages}{self.files} {'file' if self.files == 1 else 'files'}")
+        table.add_row("as", f"{pages}{counted(self.files or 0, 'file')}")
         table.add_row("dtype", str(self.param_dtype))
         if self.verified:
             table.add_row("bytes", "every one is as it was written" if not self.damaged else "DAMAGED")
@@ -90,7 +90,7 @@ class WrittenReport:
     def to_table(self) -> Table:
         """Return the report for people."""
         table = Table(show_header=False, box=None)
-        table.add_row("written", f"{self.what}, {self.files} files, {format_bytes(self.nbytes)}")
+        table.add_row("written", f"{self.what}, {counted(self.files, 'file')}, {format_bytes(self.nbytes)}")
         table.add_row("to", self.path)
         return table
 
@@ -135,7 +135,12 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
         )
     for damage in reshard(open_snapshot(paths[0]), to, ranks=ranks).verify():
         raise swap.FormatError(f"what was written is damaged: {damage}")
-    return _written(f"snapshot for {ranks} ranks", paths, to)
+    return _written(f"snapshot for {counted(ranks, 'rank')}", paths, to)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, which takes an s but for one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _is_snapshot(paths: Sequence[Path]) -> bool:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,77 +21,28 @@ import torch
 from rich.console import Console
 
 import tiermem
-from tiermem.cli.disk import capacity_bytes, check_output, check_space, swap_directories
+from tiermem.cli.disk import capacity_bytes, check_output, swap_directories
 from tiermem.cli.launch import Launch, launched
-from tiermem.cli.presets import build_model, count_parameters, find_model, recompute_activations
+from tiermem.cli.presets import build_model, recompute_activations
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
 from tiermem.cli.scalars import add_step, check_scalars, open_scalars
-from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
+from tiermem.cli.subject import Subject, TrainOptions, find_subject
+from tiermem.cli.text import batch
 from tiermem.config import resolve_host_memory
-from tiermem.errors import ConfigError
 from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
-from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
 MAX_GRAD_NORM = 1.0
-# The update computes in float32, and divides the rate by less than 1 in its first steps.
-LARGEST_LR = 1e30
 SWITCH_SECONDS = 0.0005
 # What is left beside the budget for the C library to be free with. "auto" leaves this where the machine has it.
 _ROOMY = 2 << 30
 WARM_UP_SHARE = 0.1
 FINAL_LR_SHARE = 0.1
-# Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
-# memory needs no disk, but its room is reserved all the same.
-SWAP_BYTES_PER_PARAMETER = 12
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """What to train, on what, for how long."""
-
-    model: str
-    steps: int
-    batch: int
-    seq: int
-    accumulate: int = 1
-    vertical: bool = False
-    lr: float = 3e-4
-    seed: int = 0
-    texts: tuple[Path, ...] = ()
-    tokenizer: Path | None = None
-    gradient_checkpointing: bool = False
-    offload_activations: bool = False
-    resume: bool = False
-    keep: bool = False
-    commit_every: int = 0
-    timeline: Path | None = None
-    weights: Path | None = None
-    tensorboard: Path | None = None
-    endurance: str | None = None
-
-    @property
-    def commits(self) -> bool:
-        """Whether the run commits, which keeps its swap files."""
-        return self.keep or self.resume or self.commit_every > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is trained on what, known to fit together: a model, its number of parameters, and tokens."""
-
-    model_config: Any
-    parameters: int
-    source: TokenSource
-
-    def check_space(self, config: tiermem.Config, *, copies: int = 1) -> None:
-        """Raise ConfigError unless the swap directories have room for the model's state, so many times."""
-        check_space(config.swap_paths, self.parameters * SWAP_BYTES_PER_PARAMETER * copies)
 
 
 class Training:
@@ -252,17 +202,6 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     )
 
 
-def find_subject(options: TrainOptions) -> Subject:
-    """The model and the text that the options name. Raises ConfigError for what no training can be made with."""
-    check_numbers(options)
-    source = open_text(options)
-    model_config = find_model(options.model, vocabulary=source.vocabulary)
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit is not None and options.seq > limit:
-        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
-    return Subject(model_config, count_parameters(model_config), source)
-
-
 def say_beginning(training: Training, config: tiermem.Config, console: Console) -> None:
     """Say where a training that was to be resumed begins, as far as that is not what the options say."""
     options = training.options
@@ -270,18 +209,6 @@ def say_beginning(training: Training, config: tiermem.Config, console: Console) 
         console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
     elif options.resume and options.weights is not None:
         console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
-
-
-def check_numbers(options: TrainOptions) -> None:
-    """Raise ConfigError for numbers that no training can be made with, whatever the model."""
-    if not 0 <= options.lr <= LARGEST_LR:
-        raise ConfigError(f"--lr: expected a number from 0 to {LARGEST_LR:g}, found {options.lr}")
-    nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
-    if nbytes > available:
-        raise ConfigError(
-            f"--batch {options.batch} of --seq {options.seq} are {format_bytes(nbytes)} of token numbers alone, and "
-            f"{format_bytes(available)} of memory are available: take fewer at a time, and --accumulate"
-        )
 
 
 def run_steps(training: Training, steps: list[StepReport], progress: TrainProgress) -> None:
@@ -303,14 +230,6 @@ def wear_of(steps: Sequence[StepReport], bytes_written: int, endurance: Enduranc
         seconds=sum(step.seconds for step in steps),
         endurance=endurance,
     )
-
-
-def open_text(options: TrainOptions) -> TokenSource:
-    """Return the tokens that the options ask for; ConfigError if there are too few for one sequence."""
-    corpus = Corpus(find_texts(options.texts))
-    if corpus.nbytes < options.seq:
-        raise ConfigError(f"the text has {corpus.nbytes} bytes, a sequence needs {options.seq}")
-    return ByteTokens(corpus) if options.tokenizer is None else TokenizerTokens(corpus, options.tokenizer)
 
 
 def host_budget(config: tiermem.Config, runtime: tiermem.Runtime) -> int:

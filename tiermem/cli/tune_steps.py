@@ -18,7 +18,8 @@ from rich.console import Console
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.machines import load_profile, this_machine
 from tiermem.cli.modelwork import model_workload
-from tiermem.cli.train import Training, TrainOptions, find_subject
+from tiermem.cli.subject import TrainOptions, find_subject
+from tiermem.cli.train import Training
 from tiermem.cli.tune import WARM_UP, TuneReport, run
 from tiermem.config import Config
 
