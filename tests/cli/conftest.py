@@ -36,6 +36,7 @@ class PlainRuntime:
 
     def commit(self, extra: Any) -> None:
         self.calls.append(f"commit {extra['step']}")
+        Path(self.config.swap_dirs[0], "committed").touch()
 
     def close(self, *, remove: bool | None = None) -> None:
         self.calls.append(f"close remove={remove}")

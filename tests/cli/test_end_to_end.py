@@ -15,7 +15,7 @@ import pytest
 from doubles_python import WarmPython
 
 import tiermem
-from tiermem.cli.main import INTERRUPTED
+from tiermem.cli.interrupts import INTERRUPTED
 from tiermem.cli.subject import TrainOptions, find_subject
 from tiermem.cli.train import Training, learning_rate_factor
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import swap
+import tiermem
 from tiermem.cli import main
+from tiermem.cli.interrupts import INTERRUPTED
 from tiermem.cli.report import StepReport, TrainReport
 from tiermem.errors import CapacityError
 
@@ -267,6 +269,28 @@ def test_weights_that_a_resumed_training_does_not_read_are_said(
         plain_core.committed = {"step": 1, "scheduler": SCHEDULER} if committed else None
         assert main.run([*SHORT, *weights, *more]) == 0
         assert " ".join(capsys.readouterr().err.split()).count(said) == expected
+
+
+class Interrupting:
+    def __set_name__(self, owner: type, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_class_is_made_is_one(
+    plain_core: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As happens while libraries are being imported: before Python 3.12 it comes out as a RuntimeError."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        type("Made", (), {"field": Interrupting()})
+
+    monkeypatch.setattr(tiermem, "offload", interrupted)
+    assert main.run(SHORT) == INTERRUPTED
+    assert capsys.readouterr().err == "tiermem: interrupted\n"
+    plain_core.error = RuntimeError("a bug")
+    monkeypatch.setattr(tiermem, "offload", plain_core.offload)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main.run(SHORT)
 
 
 def test_help_needs_no_transformers() -> None:

@@ -22,9 +22,14 @@ PREFIXES = ("tiermem-swap-", "tiermem-tune-", "tiermem-measure-")
 def remove_abandoned(parent: Path) -> None:
     """Remove what is abandoned in `parent`, and say so on stderr. Several processes may do so at once."""
     for made in sorted(path for path in parent.iterdir() if path.name.startswith(PREFIXES) and _is_own(path)):
-        # The innermost first: those of ranks and of trials.
-        if sum([_clear(Path(folder)) for folder, _, _ in os.walk(made, topdown=False)]):
+        if remove_uncommitted(made):
             sys.stderr.write(f"removed {made}, left behind by a process that was killed\n")
+
+
+def remove_uncommitted(made: Path) -> bool:
+    """Remove from a directory made for a run what nobody holds and nothing is committed in; whether anything was."""
+    # The innermost first: those of ranks and of trials.
+    return sum(_clear(Path(folder)) for folder, _, _ in os.walk(made, topdown=False)) > 0
 
 
 def _is_own(path: Path) -> bool:

@@ -7,6 +7,7 @@ that only a directory made here is ever removed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiermem.cli.abandoned import remove_abandoned
+from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
 
@@ -40,7 +41,11 @@ def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path
     try:
         yield [made]
     finally:
-        if not keep:
+        if keep:
+            remove_uncommitted(made)
+            with contextlib.suppress(OSError):  # not empty: something was committed
+                made.rmdir()
+        else:
             shutil.rmtree(made, ignore_errors=True)
 
 

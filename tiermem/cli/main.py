@@ -8,11 +8,9 @@ a failure and 2 for wrong usage, and that with `--json` stdout holds one object 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
@@ -21,13 +19,11 @@ from rich.console import Console
 import swap
 from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
+from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
     from tiermem.cli.report import TrainReport
-
-INTERRUPTED = 130
-AGAIN_SECONDS = 0.01
 
 app = typer.Typer(name="tiermem", add_completion=False, pretty_exceptions_enable=False)
 
@@ -158,6 +154,8 @@ def run(arguments: Sequence[str]) -> int:
     except (TiermemError, swap.SwapError, OSError) as error:
         return fail(str(error), 1)
     except Exception as error:
+        if is_interrupt(error):
+            return fail("interrupted", INTERRUPTED)
         # Wrong usage. The class comes from click or from typer's own copy of it, depending on typer's version.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
@@ -172,19 +170,6 @@ def fail(message: str, code: int) -> int:
     """Write `message` in one line to stderr; return `code`."""
     sys.stderr.write(f"tiermem: {' '.join(message.split())}\n")
     return code
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
-    """Let a signal end a command as Ctrl-C does, so that swap files are closed, or removed."""
-    raise KeyboardInterrupt
-
-
-def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
-    """Repeat soon an interrupt that came where Python drops exceptions, as in a `__del__`; say all others as ever."""
-    if dropped.exc_type is KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
-    else:
-        sys.__unraisablehook__(dropped)
 
 
 def replace_closed_streams() -> None:
@@ -202,7 +187,7 @@ def replace_closed_streams() -> None:
 def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
     replace_closed_streams()
-    for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, interrupt)
-    sys.unraisablehook = interrupt_again
-    sys.exit(run(sys.argv[1:]))
+    take_signals()
+    code = run(sys.argv[1:])
+    leave_signals(code)
+    sys.exit(code)
