@@ -134,6 +134,7 @@ def test_gradient_checkpointing_and_a_timeline(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--model", "no-such-model"], ["no-such-model", "llama-tiny", "llama-70b"]),
+        (["--model", ""], ['no preset and no file ""', "llama-tiny"]),
         (["--model", "broken.json"], ["broken.json", "not a Hugging Face model configuration"]),
         (["--text", "no-such-text"], ["no text file or directory no-such-text"]),
         (["--text", "short.txt"], ["the text has 3 bytes, a sequence needs 32"]),

@@ -43,15 +43,19 @@ def test_json_has_the_choice_the_curve_and_the_times(capsys: pytest.CaptureFixtu
     assert [path.name for path in tmp_path.iterdir()] == ["tuned.toml"], "trials leave nothing behind"
 
 
-def test_what_it_writes_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [["--swap-dir", "swap"], []])
+def test_what_it_writes_is_what_train_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: list[str]
+) -> None:
     (tmp_path / "swap").mkdir()
-    arguments = ["--host-memory", "2MiB", "--steps", "0", "--output", "tuned.json", "--swap-dir", "swap"]
+    arguments = ["--host-memory", "2MiB", "--steps", "0", "--output", "tuned.json", *where]
     assert main.run([*QUICK, *arguments]) == 0
     out = capsys.readouterr().out
     assert "by simulation" in " ".join(out.split())
     train = ["train", "--config", "tuned.json", "--model", "llama-tiny", "--steps", "2", "--batch", "1", "--seq", "16"]
     assert main.run([*train, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_memory"] == 2 << 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["swap", "tuned.json"]
 
 
 def tuned_by(times: Any, output: Path | None = None) -> Any:
