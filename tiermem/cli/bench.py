@@ -88,16 +88,16 @@ def bench(
         check_plot(plot)
     report = measure(plan, Console(stderr=True))
     found = {**report.to_dict(), "copy": copies()}
+    if json:
+        typer.echo(json_module.dumps(found))
+    else:
+        show(report, found["copy"])
     if out is not None:
         out.write_text(json_module.dumps(found, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
         from tiermem.cli.bench_plot import draw
 
         draw(found, plot)
-    if json:
-        typer.echo(json_module.dumps(found))
-    else:
-        show(report, found["copy"])
 
 
 def measure(plan: Plan, console: Console) -> BenchReport:
