@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design, unit_sizes
 from tiermem.planner.device import device_least, settled_nbytes
 from tiermem.planner.machine import Device
-from tiermem.planner.predict import predict, seconds_of_step, simulate_quickly
-from tiermem.planner.simulate import simulate
-from tiermem.planner.thin import drawn_out, repetitions, thinned
+from tiermem.planner.predict import seconds_of_step, simulate_quickly
+from tiermem.planner.simulate import Simulation, simulate
+from tiermem.planner.thin import drawn_out, repetitions, thinned, with_batches
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.world import World
 
@@ -113,7 +113,7 @@ def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) 
 
 @pytest.mark.parametrize(("update", "share"), [("forward", 0.1), ("backward", 0.5), ("step", 0.1), ("auto", 0.3)])
 def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share: float) -> None:
-    exact = design(workload([1_000_000] * 10, batches=30), share, update)
+    exact = design(workload([1_000_000] * 5, batches=100), share, update)
     quick, stood_in = simulate_quickly(exact)
     assert stood_in
     whole = simulate(exact)
@@ -127,7 +127,7 @@ def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share:
 
 
 def test_few_batches_are_simulated_as_they_are() -> None:
-    exact = design(workload([1_000_000] * 5, batches=12), 0.3, "forward")
+    exact = design(workload([1_000_000] * 5, batches=64), 0.3, "forward")
     quick, stood_in = simulate_quickly(exact)
     assert not stood_in
     assert quick == simulate(exact)
@@ -182,12 +182,16 @@ def test_the_work_of_a_prediction_hardly_grows_with_the_units() -> None:
 
 
 def test_the_work_of_a_prediction_does_not_grow_with_the_batches() -> None:
-    calls = {}
-    for count in (20, 2000):
-        work = workload([300_000] * 5, batches=count)
-        settings = PlanSettings(host_memory=work.parameters * 3 // 4096 * 4096)
-        calls[count] = calls_in(lambda work=work, settings=settings: predict(work, MACHINE, settings, with_plan=True))  # type: ignore[misc]
-    assert sum(calls[2000].values()) <= 1.1 * sum(calls[20].values()), calls
+    simulated: list[int] = []
+
+    def noted(design: Design, *, with_plan: bool = False) -> Simulation:
+        simulated.append(design.workload.batches)
+        return simulate(with_batches(design, 1), with_plan=with_plan)
+
+    exact = design(workload([300_000] * 5, batches=2000), 0.5, "forward")
+    assert simulate_quickly(exact, with_plan=True, simulated=noted)[0].plan is not None
+    seconds_of_step(exact.workload, MACHINE, exact.settings, noted)
+    assert simulated == [32, 64, 16, 32]
 
 
 def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:

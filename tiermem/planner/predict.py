@@ -31,8 +31,8 @@ from tiermem.planner.workload import Workload
 # A step with more units is simulated by two with about so many; more tiles than so many are taken larger.
 _LONGER, _SHORTER = 72, 24
 _TILES, _COARSE_TILES = 360, 96
-# A step with more batches is seen through two with so many: from the fourth on all were seen to do the same.
-_MOST_BATCHES, _FEW_BATCHES, _MORE_BATCHES = 12, 4, 8
+# A step with more batches than the second number is seen through two with so many; coarsely, through two shorter ones.
+_BATCHES, _COARSE_BATCHES = (32, 64), (16, 32)
 _SECONDS_PER_DAY = 86_400.0
 
 
@@ -144,8 +144,8 @@ def simulate_quickly(
     Where there are many units or batches: two steps of fewer, see `thin`. Where there are many tiles: larger ones, see
     `retiled`. Raises CapacityError as `simulate` does.
     """
-    if exact.workload.batches > _MOST_BATCHES:
-        few, more = with_batches(exact, _FEW_BATCHES), with_batches(exact, _MORE_BATCHES)
+    if exact.workload.batches > _BATCHES[1]:
+        few, more = (with_batches(exact, batches) for batches in _BATCHES)
         ends = (
             (few, simulate_quickly(few, simulated=simulated)[0]),
             (more, simulate_quickly(more, with_plan=with_plan, simulated=simulated)[0]),
@@ -181,10 +181,11 @@ def seconds_of_step(
         coarse, share = coarsened(with_batches(design, batches))
         return simulated(coarse).seconds / share
 
-    if workload.batches <= _MOST_BATCHES:
+    few, more = _COARSE_BATCHES
+    if workload.batches <= more:
         return seconds(workload.batches)
-    few, more = seconds(_FEW_BATCHES), seconds(_MORE_BATCHES)
-    return few + (more - few) * (workload.batches - _FEW_BATCHES) / (_MORE_BATCHES - _FEW_BATCHES)
+    start = seconds(few)
+    return start + (seconds(more) - start) * (workload.batches - few) / (more - few)
 
 
 def coarsened(exact: Design) -> tuple[Design, float]:
