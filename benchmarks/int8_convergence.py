@@ -21,8 +21,8 @@ from curves import draw, running_mean
 sys.path.insert(0, str(HERE.parent))
 
 import tiermem
-from tiermem.cli.presets import find_model
-from tiermem.cli.train import Training, TrainOptions, open_text
+from tiermem.cli.subject import TrainOptions, find_subject
+from tiermem.cli.train import Training
 
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "int8_convergence"
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def train(options: argparse.Namespace, moments: Any) -> list[float]:
     """Train from the beginning; return the loss of every step."""
     what = TrainOptions(options.model, options.steps, options.batch, options.seq, lr=options.lr, seed=options.seed)
-    source = open_text(what)
+    subject = find_subject(what)
     with tempfile.TemporaryDirectory() as directory:
         config = tiermem.Config(
             device="cpu",
@@ -80,7 +80,7 @@ def train(options: argparse.Namespace, moments: Any) -> list[float]:
             moments=moments,
             commits=False,
         )
-        training = Training(what, config, model_config=find_model(what.model), source=source)
+        training = Training(what, config, subject)
         try:
             losses = []
             for number in range(options.steps):

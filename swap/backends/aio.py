@@ -21,14 +21,18 @@ from aiofiles.threadpool.binary import AsyncFileIO
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
 from swap.errors import SwapClosedError, SwapError, SwapIOError
-from swap.requests import Block, Operation
+from swap.requests import Block, BlockFile, Operation
 from swap.transfer import Progress
 
 _EXECUTOR_THREADS = 32  # at most; they are started as needed
 
 
-def _open_without_following(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _open_again(file: BlockFile, flags: int) -> int:
+    """Open the same file a second time, whatever its name is by now: scratch files have lost theirs."""
+    try:
+        return os.open(f"/proc/self/fd/{file.fileno()}", flags | os.O_CLOEXEC)
+    except FileNotFoundError:  # no /proc here
+        return os.open(file.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class AioBackend(Backend):
@@ -85,7 +89,7 @@ class AioBackend(Backend):
         await asyncio.gather(*self._tasks)
 
     async def _serve(self, source: BlockSource, queue: DeviceQueue, waker: asyncio.Event) -> None:
-        handles: dict[str, AsyncFileIO] = {}  # by path; its own, because seek and read are two calls
+        handles: dict[BlockFile, AsyncFileIO] = {}  # its own, because seek and read are two calls
         try:
             while True:
                 waker.clear()  # before looking, so that a wake between looking and waiting is seen
@@ -101,7 +105,7 @@ class AioBackend(Backend):
             for handle in handles.values():
                 await handle.close()
 
-    async def _transfer(self, handles: dict[str, AsyncFileIO], block: Block) -> SwapError | None:
+    async def _transfer(self, handles: dict[BlockFile, AsyncFileIO], block: Block) -> SwapError | None:
         progress = Progress(block)
         while not progress.done:
             try:
@@ -119,12 +123,14 @@ class AioBackend(Backend):
                     return failure
         return None
 
-    async def _call(self, handles: dict[str, AsyncFileIO], block: Block, progress: Progress) -> int:
-        block.file.fileno()  # raises if the file was closed
-        path = block.file.path
-        if path not in handles:
-            handles[path] = await aiofiles.open(path, "r+b", buffering=0, opener=_open_without_following)
-        handle = handles[path]
+    async def _call(self, handles: dict[BlockFile, AsyncFileIO], block: Block, progress: Progress) -> int:
+        file = block.file
+        file.fileno()  # raises if the file was closed
+        if file not in handles:
+            handles[file] = await aiofiles.open(
+                file.path, "r+b", buffering=0, opener=lambda _, flags: _open_again(file, flags)
+            )
+        handle = handles[file]
         await handle.seek(progress.offset)
         with progress.view as view:  # let go of at once: the thread that moved the bytes drops its own later
             moved: int | None = await (

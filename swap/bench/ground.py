@@ -1,8 +1,9 @@
-"""The files a measurement works on: its own, made for it, removed after it.
+"""The files a measurement works on: its own, made for it, gone with it.
 
 Owns one swap file per directory, with a name nobody else has, each seen twice: direct and through the page cache.
 Does not know what is measured. Guarantees that a directory that is missing, read-only or too full is refused before
-anything is made, that a twentieth of the free space stays free, and that `close` removes every file it made.
+anything is made, that a twentieth of the free space stays free, and that a file has lost its name before anything is
+written to it, so that whatever ends the process ends the file too.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Ground:
                 name = f"tiermem-bench-{os.getpid()}-{secrets.token_hex(4)}"
                 ground.files.append(SwapFile.open(directory, name=name, nbytes=nbytes, system=system))
                 ground.buffered.append(BufferedView(ground.files[-1], system))
+                ground.files[-1].forget_name()  # nothing is left then, not even by SIGKILL
         except BaseException:
             ground.close()
             raise
@@ -103,7 +105,7 @@ class Ground:
             view.settle()
 
     def close(self) -> None:
-        """Close and remove every file, and give the memory back. Raises the first error, after all was tried."""
+        """Close every file, which ends it, and give the memory back. Raises the first error, after all was tried."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.buffer.close)
             for file in self.files:

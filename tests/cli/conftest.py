@@ -16,10 +16,13 @@ from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, Ste
 
 
 class PlainRuntime:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, committed: dict[str, Any] | None = None) -> None:
         self.config = config
         self.calls: list[str] = []
-        self.committed = None
+        self.committed = committed
+
+    def committed_optimizer_state(self) -> dict[str, Any]:
+        return self.committed["optimizer"] if self.committed else {}
 
     def statistics(self) -> Statistics:
         edges = (EdgeStatistics(READ_EDGE, nbytes=30), EdgeStatistics(WRITE_EDGE, nbytes=20))
@@ -33,6 +36,7 @@ class PlainRuntime:
 
     def commit(self, extra: Any) -> None:
         self.calls.append(f"commit {extra['step']}")
+        Path(self.config.swap_dirs[0], "committed").touch()
 
     def close(self, *, remove: bool | None = None) -> None:
         self.calls.append(f"close remove={remove}")
@@ -45,6 +49,7 @@ class PlainCore:
         self.runtimes: list[PlainRuntime] = []
         self.resumes: list[object] = []
         self.error: Exception | None = None
+        self.committed: dict[str, Any] | None = None
 
     def offload(
         self, model: torch.nn.Module, config: Config, *, weights: object = None, resume: object = False
@@ -52,12 +57,13 @@ class PlainCore:
         if self.error is not None:
             raise self.error
         self.resumes.append(resume)
-        self.runtimes.append(PlainRuntime(config))
+        committed = self.committed and self.committed | {"optimizer": PlainAdamW(model.parameters()).state_dict()}
+        self.runtimes.append(PlainRuntime(config, committed))
         return self.runtimes[-1]
 
 
 class PlainAdamW(torch.optim.AdamW):
-    def __init__(self, params: Any, *, max_grad_norm: float, **rest: Any) -> None:
+    def __init__(self, params: Any, *, max_grad_norm: float = 1.0, **rest: Any) -> None:
         super().__init__(params, **rest)
 
 

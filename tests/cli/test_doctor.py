@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,9 @@ def test_too_few_open_files_are_a_problem(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "find_cpu", lambda: (None, None))
     monkeypatch.setattr(doctor, "soft_limit", lambda _: 8)
     assert any("ulimit -n" in problem for problem in doctor.examine([tmp_path]).problems)
+
+
+def test_a_processor_that_cannot_be_asked_about_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-cpuinfo starts an interpreter of its own."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path))
+    assert doctor.find_cpu() == (None, None)

@@ -15,9 +15,9 @@ import pytest
 from doubles_python import WarmPython
 
 import tiermem
-from tiermem.cli.main import INTERRUPTED
-from tiermem.cli.presets import find_model
-from tiermem.cli.train import Training, TrainOptions, learning_rate_factor, open_text
+from tiermem.cli.interrupts import INTERRUPTED
+from tiermem.cli.subject import TrainOptions, find_subject
+from tiermem.cli.train import Training, learning_rate_factor
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,9 +233,7 @@ def test_a_resumed_training_goes_on_at_the_rate_of_its_own_schedule(tmp_path: Pa
     rates = []
     for steps, resume in ((2, False), (20, True), (20, True)):
         options = TrainOptions("llama-tiny", steps, 1, 16, texts=(tmp_path / "text.txt",), keep=True, resume=resume)
-        source = open_text(options)
-        model_config = find_model(options.model, vocabulary=source.vocabulary)
-        training = Training(options, config, model_config=model_config, source=source)
+        training = Training(options, config, find_subject(options))
         for number in range(0 if resume else 2):
             training.step(number)
         rates.append(training.optimizer.param_groups[0]["lr"])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import tiermem
 from tiermem.cli.main import run
 
+SHAPE = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 TOKENS = torch.arange(24).reshape(2, 12) % 64
 
 
@@ -34,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for directory in directories:
         directory.mkdir()
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4))
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE))
     config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=directories, param_dtype="bfloat16")
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -50,17 +51,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_listing_and_verifying(capsys: pytest.CaptureFixture[str], trained: Any) -> None:
     folder, directories, _ = trained
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in GPT2LMHeadModel(GPT2Config(**SHAPE)).parameters())
     for command in ("list", "verify"):
         commit = call(capsys, command, *directories)
         snapshot = call(capsys, command, folder / "copy")
         assert (commit["kind"], snapshot["kind"]) == ("commit", "snapshot")
         for report in (commit, snapshot):
             assert (report["step"], report["extra"], report["param_dtype"]) == (2, {"note": "two"}, "bfloat16")
-            assert report["parameters"] == 28
+            assert (report["parameters"], report["tensors"]) == (numel, 28)
             assert (report["verified"], report["damaged"]) == (command == "verify", [])
     assert (snapshot["world_size"], snapshot["files"]) == (1, 1)
     assert run(["snapshot", "list", str(folder / "copy")]) == 0
-    assert "28 parameters in 1 files" in capsys.readouterr().out
+    assert f"{numel:,} parameters in 28 tensors" in " ".join(capsys.readouterr().out.split())
+
+
+def test_directories_in_another_order_or_fewer_are_said(
+    capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path
+) -> None:
+    _, (first, second), _ = trained
+    for command in (["list"], ["verify"], ["export", "--to", tmp_path / "out"]):
+        error = call(capsys, command[0], second, first, *command[1:], code=1)
+        assert f"the commit is in {first}, expected in the first directory, found {second}" in error
+    assert call(capsys, "list", first)["files"] == 2
+    assert run(["snapshot", "list", str(first)]) == 0
+    assert "(1 of its 2 directories)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("source", ["commit", "snapshot"])

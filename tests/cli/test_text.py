@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiermem.cli.subject import TrainOptions, find_subject
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, batch, find_texts
 from tiermem.errors import ConfigError
 
@@ -121,3 +122,30 @@ def test_a_window_with_too_few_tokens_is_widened(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("averylongwordwithoutanyspaces " * 100)
     source = TokenizerTokens(Corpus([tmp_path / "text"]), tmp_path / "tokenizer.json")
     assert len(source.sequence(np.random.default_rng(0), 20)) == 20
+
+
+def save_word_level(path: Path, vocabulary: dict[str, int], unknown: str | None) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+
+
+def test_the_vocabulary_holds_the_largest_number_though_others_are_missing(tmp_path: Path) -> None:
+    save_word_level(tmp_path / "tokenizer.json", {"[UNK]": 0, "red": 700}, "[UNK]")
+    (tmp_path / "text").write_text("red " * 100)
+    source = TokenizerTokens(Corpus([tmp_path / "text"]), tmp_path / "tokenizer.json")
+    assert source.sequence(np.random.default_rng(0), 20).max() == 700
+    assert source.vocabulary == 701
+
+
+def test_what_a_tokenizer_cannot_do_is_said_before_training(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("red green " * 10)
+    short = TrainOptions("llama-tiny", 1, 1, seq=30, texts=(tmp_path / "text",), tokenizer=tmp_path / "tokenizer.json")
+    save_word_level(tmp_path / "tokenizer.json", {"[UNK]": 0}, "[UNK]")
+    with pytest.raises(ConfigError, match="the text has 20 tokens, a sequence needs 30"):
+        find_subject(short)
+    save_word_level(tmp_path / "tokenizer.json", {"red": 0}, None)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot make tokens of the text: .*; choose another"):
+        find_subject(short)

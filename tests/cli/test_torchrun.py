@@ -18,7 +18,8 @@ from rich.console import Console
 
 import tiermem
 from tiermem.cli.launch import Launch
-from tiermem.cli.train import TrainOptions, train
+from tiermem.cli.subject import TrainOptions
+from tiermem.cli.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 import swap
+import tiermem
 from tiermem.cli import main
+from tiermem.cli.interrupts import INTERRUPTED
 from tiermem.cli.report import StepReport, TrainReport
 from tiermem.errors import CapacityError
 
+SCHEDULER = {"base_lrs": [3e-4], "last_epoch": 1, "_step_count": 2, "lr_lambdas": [None]}
 SHORT = ["train", "--model", "llama-tiny", "--steps", "2", "--batch", "2", "--seq", "32"]
 
 
@@ -131,6 +134,7 @@ def test_gradient_checkpointing_and_a_timeline(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--model", "no-such-model"], ["no-such-model", "llama-tiny", "llama-70b"]),
+        (["--model", ""], ['no preset and no file ""', "llama-tiny"]),
         (["--model", "broken.json"], ["broken.json", "not a Hugging Face model configuration"]),
         (["--text", "no-such-text"], ["no text file or directory no-such-text"]),
         (["--text", "short.txt"], ["the text has 3 bytes, a sequence needs 32"]),
@@ -200,9 +204,35 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: p
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--swap-dir", ""],
+        ["train", "--text", ""],
+        ["train", "--swap-dir", "a", "--swap-dir", ""],
+        ["tune", "--output", ""],
+        ["doctor", "--swap-dir", ""],
+        ["bench", "--dir", ""],
+        ["snapshot", "list", ""],
+        ["snapshot", "export", "run", "--to", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(
+    plain_core: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == 2
+    line = error_line(capsys)
+    assert "expected a path, found an empty text" in line
+    assert (arguments[-2] if arguments[-2].startswith("--") else "PATHS") in line
+    assert plain_core.runtimes == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "--lr", "inf"], "--lr: expected a finite number, found inf"),
+        (["train", "--lr", "inf"], "--lr: expected a number from 0 to 1e+30, found inf"),
+        (["train", "--lr", "nan"], "--lr: expected a number from 0 to 1e+30, found nan"),
+        (["train", "--lr", "1e300"], "--lr: expected a number from 0 to 1e+30, found 1e+300"),
+        (["train", "--lr", "-1"], "--lr: expected a number from 0 to 1e+30, found -1.0"),
         (["train", "--batch", "99999999999"], "of token numbers alone"),
         (["train", "--endurance", "much"], "expected an endurance like '600TB'"),
         (["bench", "--dir", ".", "--size", "20G"], "--size: expected one of the units"),
@@ -225,6 +255,43 @@ def test_errors_of_the_core_are_one_line(plain_core: Any, capsys: pytest.Capture
         assert main.run(SHORT) == 1
         error_line(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_largest_rate_trains() -> None:
+    assert main.run([*SHORT, "--lr", "1e30"]) == 0
+
+
+def test_weights_that_a_resumed_training_does_not_read_are_said(
+    plain_core: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    more = ["--swap-dir", str(tmp_path), "--resume", "--json"]
+    said = "training goes on from committed step 1: --weights w is not read"
+    for weights, committed, expected in ((["--weights", "w"], True, 1), ([], True, 0), (["--weights", "w"], False, 0)):
+        plain_core.committed = {"step": 1, "scheduler": SCHEDULER} if committed else None
+        assert main.run([*SHORT, *weights, *more]) == 0
+        assert " ".join(capsys.readouterr().err.split()).count(said) == expected
+
+
+class Interrupting:
+    def __set_name__(self, owner: type, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_class_is_made_is_one(
+    plain_core: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As happens while libraries are being imported: before Python 3.12 it comes out as a RuntimeError."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        type("Made", (), {"field": Interrupting()})
+
+    monkeypatch.setattr(tiermem, "offload", interrupted)
+    assert main.run(SHORT) == INTERRUPTED
+    assert capsys.readouterr().err == "tiermem: interrupted\n"
+    plain_core.error = RuntimeError("a bug")
+    monkeypatch.setattr(tiermem, "offload", plain_core.offload)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main.run(SHORT)
 
 
 def test_help_needs_no_transformers() -> None:

@@ -43,15 +43,19 @@ def test_json_has_the_choice_the_curve_and_the_times(capsys: pytest.CaptureFixtu
     assert [path.name for path in tmp_path.iterdir()] == ["tuned.toml"], "trials leave nothing behind"
 
 
-def test_what_it_writes_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [["--swap-dir", "swap"], []])
+def test_what_it_writes_is_what_train_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: list[str]
+) -> None:
     (tmp_path / "swap").mkdir()
-    arguments = ["--host-memory", "2MiB", "--steps", "0", "--output", "tuned.json", "--swap-dir", "swap"]
+    arguments = ["--host-memory", "2MiB", "--steps", "0", "--output", "tuned.json", *where]
     assert main.run([*QUICK, *arguments]) == 0
     out = capsys.readouterr().out
     assert "by simulation" in " ".join(out.split())
     train = ["train", "--config", "tuned.json", "--model", "llama-tiny", "--steps", "2", "--batch", "1", "--seq", "16"]
     assert main.run([*train, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_memory"] == 2 << 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["swap", "tuned.json"]
 
 
 def tuned_by(times: Any, output: Path | None = None) -> Any:
@@ -102,3 +106,35 @@ def test_a_place_for_the_choice_that_cannot_be_is_refused(capsys: pytest.Capture
     assert captured.out == ""
     assert "--output: " in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seq", "100000"], "at most 8192 tokens in a sequence, --seq is 100000"),
+        (["--batch", "99999999999"], "of token numbers alone"),
+        (["--text", "none"], "no text file or directory none"),
+        (["--model", "llama-70b"], "swapping needs"),
+    ],
+)
+def test_what_train_refuses_is_refused_before_anything_is_simulated(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def simulate(*_: Any, **__: Any) -> None:
+        raise AssertionError("simulated")
+
+    monkeypatch.setattr("tiermem.cli.tune_steps.model_workload", simulate)
+    monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 2**30)
+    assert main.run([*QUICK, *arguments]) == 1
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_measured_steps_no_disk_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 1)
+    assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured_seconds"] is None

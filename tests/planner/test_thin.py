@@ -17,8 +17,8 @@ from tiermem.planner.design import Design, PlanSettings, least_host_memory, make
 from tiermem.planner.device import device_least, settled_nbytes
 from tiermem.planner.machine import Device
 from tiermem.planner.predict import seconds_of_step, simulate_quickly
-from tiermem.planner.simulate import simulate
-from tiermem.planner.thin import drawn_out, repetitions, thinned
+from tiermem.planner.simulate import Simulation, simulate
+from tiermem.planner.thin import drawn_out, repetitions, thinned, with_batches
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.world import World
 
@@ -111,6 +111,28 @@ def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) 
     assert all(tier.high_water <= tier.budget == exact.settings.host_memory for tier in quick.tiers)
 
 
+@pytest.mark.parametrize(("update", "share"), [("forward", 0.1), ("backward", 0.5), ("step", 0.1), ("auto", 0.3)])
+def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share: float) -> None:
+    exact = design(workload([1_000_000] * 5, batches=100), share, update)
+    quick, stood_in = simulate_quickly(exact)
+    assert stood_in
+    whole = simulate(exact)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.02)
+    for phase, seconds in whole.phases.items():
+        assert quick.phases[phase] == pytest.approx(seconds, rel=0.05, abs=0.02 * whole.seconds)
+    assert quick.bytes_read == pytest.approx(whole.bytes_read, rel=0.02)
+    assert quick.bytes_written == pytest.approx(whole.bytes_written, rel=0.02)
+    assert quick.computing == pytest.approx(whole.computing, rel=0.01)
+    assert all(tier.high_water <= tier.budget == exact.settings.host_memory for tier in quick.tiers)
+
+
+def test_few_batches_are_simulated_as_they_are() -> None:
+    exact = design(workload([1_000_000] * 5, batches=64), 0.3, "forward")
+    quick, stood_in = simulate_quickly(exact)
+    assert not stood_in
+    assert quick == simulate(exact)
+
+
 def test_what_fits_moves_nothing_in_short_either() -> None:
     exact = design(workload([500_000] * 150), 1.3, "forward")
     assert simulate_quickly(exact)[0].bytes_read == simulate(exact).bytes_read == 0
@@ -157,6 +179,19 @@ def test_the_work_of_a_prediction_hardly_grows_with_the_units() -> None:
         calls[count] = calls_in(lambda work=work, settings=settings: seconds_of_step(work, MACHINE, settings))  # type: ignore[misc]
     assert sum(calls[1000].values()) <= 2 * sum(calls[250].values()), calls
     assert calls[1000]["pager/service.py"] <= 1.5 * calls[250]["pager/service.py"], calls
+
+
+def test_the_work_of_a_prediction_does_not_grow_with_the_batches() -> None:
+    simulated: list[int] = []
+
+    def noted(design: Design, *, with_plan: bool = False) -> Simulation:
+        simulated.append(design.workload.batches)
+        return simulate(with_batches(design, 1), with_plan=with_plan)
+
+    exact = design(workload([300_000] * 5, batches=2000), 0.5, "forward")
+    assert simulate_quickly(exact, with_plan=True, simulated=noted)[0].plan is not None
+    seconds_of_step(exact.workload, MACHINE, exact.settings, noted)
+    assert simulated == [32, 64, 16, 32]
 
 
 def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:

@@ -56,6 +56,29 @@ def test_a_committed_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert list(directory.iterdir()) == [], "nothing was committed, so nothing is kept"
 
 
+@pytest.mark.parametrize("resume", [False, "auto", True])
+def test_directories_in_another_order_do_not_replace_a_committed_run(tmp_path: Path, resume: bool | str) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    training = Training(make_config(tmp_path, swap_dirs=[first, second]))
+    training.step()
+    training.commit().wait()
+    training.close()
+    before = contents(first), contents(second)
+    with pytest.raises(tiermem.ResumeError, match=r"a holds a committed run, expected it to be the first .*found .*b:"):
+        Training(make_config(tmp_path, swap_dirs=[second, first]), resume=resume)
+    if resume:
+        with pytest.raises(tiermem.ResumeError, match="b is 2 of 2 of its run, expected 1 of 1: give all"):
+            Training(make_config(tmp_path, swap_dirs=[second]), resume=resume)
+    assert (contents(first), contents(second)) == before
+    training = Training(make_config(tmp_path, swap_dirs=[second, first], overwrite=True))
+    training.step()
+    training.runtime.close(remove=False)
+    # What is left of the commit is no longer one, and refuses nothing.
+    Training(make_config(tmp_path, swap_dirs=[second, first]), resume="auto").close()
+
+
 def test_resume_true_insists_and_auto_does_not(tmp_path: Path) -> None:
     with pytest.raises(tiermem.ResumeError, match="holds no commit"):
         Training(make_config(tmp_path), resume=True)

@@ -24,13 +24,22 @@ def test_the_end_of_the_file_is_an_error_and_others_go_on(tmp_path: Path) -> Non
             engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
 
 
-def test_a_file_that_vanished_is_a_clear_error(tmp_path: Path) -> None:
-    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
-    os.rename(file.path, f"{file.path}.moved")
-    with Engine(EngineSettings(backend="aio", block_size=BLOCK)) as engine:
-        with pytest.raises(swap.SwapIOError, match="ENOENT"):
-            engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
-    file.close()
+def test_files_of_one_name_that_have_lost_it_are_told_apart(tmp_path: Path) -> None:
+    files = []
+    for _ in range(2):
+        files.append(SwapFile.open(tmp_path, name="r0", nbytes=1 << 20))
+        files[-1].forget_name()
+    written = [AlignedBuffer(BLOCK) for _ in files]
+    with Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=1)) as engine:
+        for file, buffer in zip(files, written, strict=True):
+            buffer.view[:] = os.urandom(BLOCK)
+            engine.start_write(file, 4096, buffer.view).wait(30)
+        for file, buffer in zip(files, written, strict=True):
+            found = AlignedBuffer(BLOCK)
+            engine.start_read(file, 4096, found.view).wait(30)
+            assert found.view == buffer.view
+    for file in files:
+        file.close()
 
 
 def test_closing_lets_blocks_in_flight_finish_or_fails_them(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from rich.table import Table
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, run_bench
 from swap.blocks import align_down
 from tiermem.cli.disk import check_output
-from tiermem.cli.options import size_of
+from tiermem.cli.options import path_option, size_of
 
 Directories = Annotated[
-    list[Path], typer.Option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
+    list[Path], path_option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
 ]
 Size = Annotated[str, typer.Option("--size", help="Size of the file made in each directory, such as 2GiB.")]
 Seconds = Annotated[float, typer.Option("--seconds", help="Seconds for each pattern, shared by its settings.")]
@@ -44,8 +44,8 @@ SmallPages = Annotated[
     bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, as training does.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the sweep into this .png or .svg (needs matplotlib).")]
-Out = Annotated[Path | None, typer.Option("--out", help="Write the JSON to this file, too.")]
+Plot = Annotated[Path | None, path_option("--plot", help="Draw the sweep into this .png or .svg (needs matplotlib).")]
+Out = Annotated[Path | None, path_option("--out", help="Write the JSON to this file, too.")]
 
 
 def bench(
@@ -88,16 +88,16 @@ def bench(
         check_plot(plot)
     report = measure(plan, Console(stderr=True))
     found = {**report.to_dict(), "copy": copies()}
+    if json:
+        typer.echo(json_module.dumps(found))
+    else:
+        show(report, found["copy"])
     if out is not None:
         out.write_text(json_module.dumps(found, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
         from tiermem.cli.bench_plot import draw
 
         draw(found, plot)
-    if json:
-        typer.echo(json_module.dumps(found))
-    else:
-        show(report, found["copy"])
 
 
 def measure(plan: Plan, console: Console) -> BenchReport:

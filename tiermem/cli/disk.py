@@ -7,6 +7,7 @@ that only a directory made here is ever removed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
 
@@ -24,7 +26,7 @@ def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path
 
     Here and not in the system's temporary directory: that is often kept in memory. A given directory must exist: making
     a missing one would fill the disk below a drive that is not mounted. Raises `ConfigError` naming it, or if none can
-    be made here.
+    be made here. What runs that were killed left here is removed, see `abandoned.py`.
     """
     if given:
         for directory in given:
@@ -32,13 +34,18 @@ def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path
         yield list(given)
         return
     try:
+        remove_abandoned(Path.cwd())
         made = Path(tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd()))
     except OSError as error:
         raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
     try:
         yield [made]
     finally:
-        if not keep:
+        if keep:
+            remove_uncommitted(made)
+            with contextlib.suppress(OSError):  # not empty: something was committed
+                made.rmdir()
+        else:
             shutil.rmtree(made, ignore_errors=True)
 
 

@@ -126,7 +126,10 @@ def find_cpu() -> tuple[str | None, tuple[str, ...] | None]:
     """Return the processor's model and its instruction sets, sorted; None for what py-cpuinfo cannot tell."""
     import cpuinfo  # looks at the processor when it is imported
 
-    found = cpuinfo.get_cpu_info()
+    try:
+        found = cpuinfo.get_cpu_info()
+    except (OSError, ValueError):  # it asks in another interpreter, which may not start, or not answer
+        return None, None
     flags = found.get("flags")
     return found.get("brand_raw"), tuple(sorted(flags)) if flags else None
 

@@ -8,11 +8,9 @@ a failure and 2 for wrong usage, and that with `--json` stdout holds one object 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
@@ -21,13 +19,11 @@ from rich.console import Console
 import swap
 from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
+from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
     from tiermem.cli.report import TrainReport
-
-INTERRUPTED = 130
-AGAIN_SECONDS = 0.01
 
 app = typer.Typer(name="tiermem", add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,8 +73,9 @@ def train(
     """Train a causal language model on text under given memory budgets."""
     _check_resume(resume, bool(swap_dir or config))
     from tiermem.cli import train as training
+    from tiermem.cli.subject import TrainOptions
 
-    what = training.TrainOptions(
+    what = TrainOptions(
         model=model,
         steps=steps,
         batch=batch,
@@ -102,8 +99,7 @@ def train(
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
     found = training.train_in(swap_dir or (), what, training.load_config(config, swap_dir or ()), overrides)
-    if found is not None:
-        show_training(found, json=json, with_overlap=report)
+    show_training(found, json=json, with_overlap=report)
 
 
 @app.command()
@@ -126,8 +122,10 @@ app.command()(plan_commands.tune)
 app.add_typer(snapshot_commands.app, name="snapshot")
 
 
-def show_training(report: TrainReport, *, json: bool, with_overlap: bool) -> None:
-    """Print the report on a run; `with_overlap`: also what the computation waited for."""
+def show_training(report: TrainReport | None, *, json: bool, with_overlap: bool) -> None:
+    """Print the report on a run, if it is this rank's; `with_overlap`: also what the computation waited for."""
+    if report is None:
+        return
     if json:
         print_object(report.to_json())
         return
@@ -156,6 +154,8 @@ def run(arguments: Sequence[str]) -> int:
     except (TiermemError, swap.SwapError, OSError) as error:
         return fail(str(error), 1)
     except Exception as error:
+        if is_interrupt(error):
+            return fail("interrupted", INTERRUPTED)
         # Wrong usage. The class comes from click or from typer's own copy of it, depending on typer's version.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
@@ -170,19 +170,6 @@ def fail(message: str, code: int) -> int:
     """Write `message` in one line to stderr; return `code`."""
     sys.stderr.write(f"tiermem: {' '.join(message.split())}\n")
     return code
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
-    """Let a signal end a command as Ctrl-C does, so that swap files are closed, or removed."""
-    raise KeyboardInterrupt
-
-
-def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
-    """Repeat soon an interrupt that came where Python drops exceptions, as in a `__del__`; say all others as ever."""
-    if dropped.exc_type is KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
-    else:
-        sys.__unraisablehook__(dropped)
 
 
 def replace_closed_streams() -> None:
@@ -200,7 +187,7 @@ def replace_closed_streams() -> None:
 def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
     replace_closed_streams()
-    for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, interrupt)
-    sys.unraisablehook = interrupt_again
-    sys.exit(run(sys.argv[1:]))
+    take_signals()
+    code = run(sys.argv[1:])
+    leave_signals(code)
+    sys.exit(code)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
+from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import check_directory, free_bytes
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -32,6 +33,7 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.zero3.norms import gradient_norm
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -94,6 +96,7 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
     """
     for directory in directories:
         check_directory(directory)
+        remove_abandoned(directory)
     free = sum(free_bytes(directory) for directory in directories)
     nbytes = min(nbytes, free // 4)
     if nbytes < _LEAST_FREE:
@@ -132,7 +135,7 @@ def _space(directories: Sequence[Path], nbytes: int) -> Iterator[SwapSpace]:
     made = [Path(tempfile.mkdtemp(prefix="tiermem-measure-", dir=directory)) for directory in directories]
     try:
         settings = EngineSettings()
-        with SwapSpace.open(made, name="measure", nbytes=nbytes + (64 << 20), settings=settings) as space:
+        with SwapSpace.open(made, name=SPACE_NAME, nbytes=nbytes + (64 << 20), settings=settings) as space:
             try:
                 yield space
             finally:

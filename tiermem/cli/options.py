@@ -6,13 +6,30 @@ Guarantees that an option means the same in every command that has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
+
+
+def _path_of(name: str) -> Callable[[str], Path]:
+    def parse(text: str) -> Path:
+        if not text:  # which Path takes for the current directory
+            expected = "expected a path, found an empty text; write . for the current directory"
+            raise typer.BadParameter(expected, param_hint=name)
+        return Path(text)
+
+    return parse
+
+
+def path_option(name: str, *more: str, help: str) -> Any:  # noqa: A002 - typer's word
+    """The option `name`, whose value is a path; wrong usage if it is an empty text."""
+    return typer.Option(name, *more, help=help, metavar="PATH", parser=_path_of(name))
+
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
@@ -24,13 +41,13 @@ Accumulate = Annotated[
 Vertical = Annotated[
     bool, typer.Option("--vertical", help="Take all batches of a step through a unit before the next unit.")
 ]
-LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of AdamW.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Peak learning rate of AdamW.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the weights and the batches.")]
 Text = Annotated[
     list[Path] | None,
-    typer.Option("--text", help="Text file or directory; repeatable. Default: the Python standard library's sources."),
+    path_option("--text", help="Text file or directory; repeatable. Default: the Python standard library's sources."),
 ]
-TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json. Default: bytes are tokens.")]
+TokenizerFile = Annotated[Path | None, path_option("--tokenizer", help="A tokenizer.json. Default: bytes are tokens.")]
 HostMemory = Annotated[
     str | None, typer.Option("--host-memory", help="Budget of model state in host memory, such as 512MiB, or auto.")
 ]
@@ -40,13 +57,13 @@ DeviceMemory = Annotated[
 ]
 SwapDir = Annotated[
     list[Path] | None,
-    typer.Option(
+    path_option(
         "--swap-dir", help="Directory for swap files; repeatable. Default: a new one here, removed afterwards."
     ),
 ]
 ExaminedSwapDir = Annotated[
     list[Path] | None,
-    typer.Option("--swap-dir", help="Directory to examine for swapping; repeatable. Default: the current one."),
+    path_option("--swap-dir", help="Directory to examine for swapping; repeatable. Default: the current one."),
 ]
 Update = Annotated[str | None, typer.Option("--update", help="When states are updated: backward, forward, step, auto.")]
 ParamDtype = Annotated[
@@ -55,7 +72,7 @@ ParamDtype = Annotated[
 Moments = Annotated[
     str | None, typer.Option("--moments", help="How AdamW's moments are kept: float32, or int8 in blocks.")
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A tiermem configuration file; options go on top.")]
+ConfigFile = Annotated[Path | None, path_option("--config", help="A tiermem configuration file; options go on top.")]
 GradientCheckpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward instead of keeping them.")
 ]
@@ -70,17 +87,22 @@ CommitEvery = Annotated[
     int, typer.Option("--commit-every", min=0, help="Commit every so many steps and keep the swap files; 0: never.")
 ]
 SnapshotPaths = Annotated[
-    list[Path], typer.Argument(help="All swap directories of a run, in its order; or the folder of one snapshot.")
+    list[Path],
+    typer.Argument(
+        metavar="PATHS...",
+        parser=_path_of("PATHS"),
+        help="All swap directories of a run, in its order; or the folder of one snapshot.",
+    ),
 ]
-NewFolder = Annotated[Path, typer.Option("--to", help="Folder to write; a free name, or an empty folder.")]
+NewFolder = Annotated[Path, path_option("--to", help="Folder to write; a free name, or an empty folder.")]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Most bytes of a file of weights, such as 5GB.")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks the snapshot is to have files for.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 WeightsPath = Annotated[
     Path | None,
-    typer.Option("--weights", help="Start from a safetensors file or a Hugging Face folder. Default: at random."),
+    path_option("--weights", help="Start from a safetensors file or a Hugging Face folder. Default: at random."),
 ]
-Timeline = Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]
+Timeline = Annotated[Path | None, path_option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]
 Endurance = Annotated[
     str | None,
     typer.Option(
@@ -89,7 +111,7 @@ Endurance = Annotated[
     ),
 ]
 TensorBoard = Annotated[
-    Path | None, typer.Option("--tensorboard", help="Write loss, speed and bandwidth as scalars to this directory.")
+    Path | None, path_option("--tensorboard", help="Write loss, speed and bandwidth as scalars to this directory.")
 ]
 Report = Annotated[
     bool, typer.Option("--report", help="Say what the computation waited for, and what would have prevented it.")
@@ -115,14 +137,12 @@ Actions = Annotated[
     bool, typer.Option("--actions", help="Also say what is fetched, written and evicted when, and why.")
 ]
 ZeroTable = Annotated[bool, typer.Option("--zero-table", help="Also the bytes a GPU needs by ZeRO stage and offload.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Write a picture of the step to this PNG (needs matplotlib).")
-]
+Plot = Annotated[Path | None, path_option("--plot", help="Write a picture of the step to this PNG (needs matplotlib).")]
 MeasuredSteps = Annotated[
     int, typer.Option("--steps", min=0, help="Measured steps of each candidate; 0: decide by simulation alone.")
 ]
 Best = Annotated[int, typer.Option("--best", min=1, help="How many of the best simulated settings are measured.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the choice to this .toml or .json file.")]
+Output = Annotated[Path | None, path_option("--output", "-o", help="Write the choice to this .toml or .json file.")]
 
 
 def size_of(option: str, text: str) -> int:

@@ -258,7 +258,7 @@ def _summary(prediction: Prediction) -> Table:
     if prediction.drive_days is not None:
         table.add_row("drive life at this rate", f"{prediction.drive_days:,.0f} days of the maker's endurance")
     if prediction.coarse:
-        table.add_row("simulated as", "fewer units, or larger tiles, than there are")
+        table.add_row("simulated as", "fewer units or batches, or larger tiles, than there are")
     return table
 
 

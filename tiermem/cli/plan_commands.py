@@ -97,7 +97,8 @@ def tune(
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
     from tiermem.cli import main, tune_steps
     from tiermem.cli.disk import check_output, swap_directories
-    from tiermem.cli.train import TrainOptions, load_config, make_config
+    from tiermem.cli.subject import TrainOptions
+    from tiermem.cli.train import load_config, make_config
 
     what = TrainOptions(
         model=model,
@@ -111,7 +112,8 @@ def tune(
         gradient_checkpointing=gradient_checkpointing,
     )
     base = load_config(config, swap_dir or ())
-    asked = swap_dir or (base.swap_paths if base else ())
+    # Its trials make directories of their own in these; and these last, so that the file can name them.
+    asked = swap_dir or (base.swap_paths if base else [Path.cwd()])
     if output is not None:
         check_output("--output", output)
     overrides = {"host_memory": host_memory, "update": update, "param_dtype": param_dtype}

@@ -77,7 +77,7 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY) -> Any:
         if config.vocab_size < vocabulary:
             config.vocab_size = -(-vocabulary // 64) * 64
         return config
-    if not Path(model).exists():
+    if not model or not Path(model).exists():
         raise ConfigError(f'no preset and no file "{model}"; presets: {", ".join(PRESETS)}')
     try:
         config = AutoConfig.from_pretrained(model)

@@ -6,6 +6,7 @@ and compared, that a run which is going on is left alone, and that what it write
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ from tiermem.runtime.beginning import SPACE_NAME
 class SnapshotReport:
     """One commit or snapshot. `seconds`: when it was made, since 1970 UTC; `verified`: whether its bytes were compared.
 
-    `generation`, `units` and `pages` are of commits, `world_size` and `files` of snapshots.
+    `parameters`: as elements, of the whole model, in `tensors` tensors; those that are shared count once.
+
+    `files`: of all directories. `generation`, `units` and `pages` are of commits, `world_size` is of snapshots.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class SnapshotReport:
     seconds: float
     param_dtype: str | None
     parameters: int
+    tensors: int
     nbytes: int
     extra: Any
     in_use: bool = False
@@ -58,9 +62,13 @@ class SnapshotReport:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.seconds))
         number = f" {self.generation}" if self.generation is not None else ""
         table.add_row(f"{self.kind}{number}", f"step {self.step}, {when}")
-        table.add_row("in", ", ".join(self.directories) + (" (in use)" if self.in_use else ""))
-        within = f"{self.pages} pages of {self.units} units" if self.kind == "commit" else f"{self.files} files"
-        table.add_row("holds", f"{self.parameters} parameters in {within}, {format_bytes(self.nbytes)}")
+        within = ", ".join(self.directories)
+        if self.kind == "commit" and self.files != len(self.directories):
+            within += f" ({len(self.directories)} of its {self.files} directories)"
+        table.add_row("in", within + (" (in use)" if self.in_use else ""))
+        pages = f"{self.pages} pages of {self.units} units in " if self.kind == "commit" else ""
+        table.add_row("holds", f"{self.parameters:,} parameters in {self.tensors} tensors, {format_bytes(self.nbytes)}")
+        table.add_row("as", f"{pages}{counted(self.files or 0, 'file')}")
         table.add_row("dtype", str(self.param_dtype))
         if self.verified:
             table.add_row("bytes", "every one is as it was written" if not self.damaged else "DAMAGED")
@@ -82,7 +90,7 @@ class WrittenReport:
     def to_table(self) -> Table:
         """Return the report for people."""
         table = Table(show_header=False, box=None)
-        table.add_row("written", f"{self.what}, {self.files} files, {format_bytes(self.nbytes)}")
+        table.add_row("written", f"{self.what}, {counted(self.files, 'file')}, {format_bytes(self.nbytes)}")
         table.add_row("to", self.path)
         return table
 
@@ -127,7 +135,12 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
         )
     for damage in reshard(open_snapshot(paths[0]), to, ranks=ranks).verify():
         raise swap.FormatError(f"what was written is damaged: {damage}")
-    return _written(f"snapshot for {ranks} ranks", paths, to)
+    return _written(f"snapshot for {counted(ranks, 'rank')}", paths, to)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, which takes an s but for one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _is_snapshot(paths: Sequence[Path]) -> bool:
@@ -151,28 +164,37 @@ def _leftovers(directories: Sequence[Path]) -> swap.Leftovers:
 
 
 def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifest:
-    if leftovers.manifest is None:
-        raise ResumeError(f"nothing is committed in {', '.join(map(str, directories))}")
-    return leftovers.manifest
+    if leftovers.manifest is not None:
+        return leftovers.manifest
+    for directory in directories[1:]:
+        if any(directory.glob(f"{SPACE_NAME}.*.manifest")):
+            raise ResumeError(
+                f"the commit is in {directory}, expected in the first directory, found {directories[0]}: "
+                "give the directories of the run in its order"
+            )
+    raise ResumeError(f"nothing is committed in {', '.join(map(str, directories))}")
 
 
 def _of_commit(
     directories: Sequence[Path], manifest: Manifest, *, in_use: bool, errors: Sequence[str] | None = None
 ) -> SnapshotReport:
     layout = manifest.user.get("layout", {})
+    shapes = [shape for _, slots in layout.get("units", ()) for _, shape, *_ in slots]
     return SnapshotReport(
         kind="commit",
         directories=tuple(map(str, directories)),
         step=manifest.user.get("step"),
         seconds=manifest.seconds,
         param_dtype=layout.get("param_dtype"),
-        parameters=sum(len(slots) for _, slots in layout.get("units", ())),
+        parameters=sum(map(math.prod, shapes)),
+        tensors=len(shapes),
         nbytes=manifest.nbytes,
         extra=manifest.user.get("extra"),
         in_use=in_use,
         verified=errors is not None,
         damaged=tuple(errors or ()),
         generation=manifest.generation,
+        files=len(manifest.file_sizes),
         units=len(layout.get("units", ())),
         pages=len(manifest.entries),
     )
@@ -186,7 +208,8 @@ def _of_snapshot(snapshot: Snapshot, errors: Sequence[str] | None = None) -> Sna
         step=manifest.record["step"],
         seconds=manifest.seconds,
         param_dtype=manifest.record["param_dtype"],
-        parameters=len(manifest.parameters),
+        parameters=sum(kept.numel for kept in manifest.parameters),
+        tensors=len(manifest.parameters),
         nbytes=manifest.nbytes,
         extra=manifest.record["extra"],
         verified=errors is not None,

@@ -91,7 +91,9 @@ class TokenizerTokens:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer.json: {error}") from error
         self.corpus = corpus
-        self.vocabulary = int(self.tokenizer.get_vocab_size())
+        self.path = path
+        # Numbers may be left out, so that there are fewer tokens than the largest number says.
+        self.vocabulary = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
 
     def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
         """Return `length` consecutive tokens as int64; ConfigError if the corpus does not yield that many."""
@@ -99,12 +101,18 @@ class TokenizerTokens:
         while True:
             offset = choose_offset(self.corpus, generator, window)
             text = self.corpus.read(offset, window).decode("utf-8", errors="ignore")
-            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._encode(text)
             if len(ids) >= length:
                 return np.asarray(ids[:length], dtype=np.int64)
             if window == self.corpus.nbytes:
                 raise ConfigError(f"the text has {len(ids)} tokens, a sequence needs {length}")
             window = min(2 * window, self.corpus.nbytes)
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{self.path} cannot make tokens of the text: {error}; choose another one") from error
 
 
 def choose_offset(corpus: Corpus, generator: np.random.Generator, length: int) -> int:

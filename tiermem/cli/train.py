@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,18 @@ import torch
 from rich.console import Console
 
 import tiermem
-from tiermem.cli.disk import capacity_bytes, check_output, check_space, swap_directories
+from tiermem.cli.disk import capacity_bytes, check_output, swap_directories
 from tiermem.cli.launch import Launch, launched
-from tiermem.cli.presets import build_model, count_parameters, find_model, recompute_activations
+from tiermem.cli.presets import build_model, recompute_activations
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
 from tiermem.cli.scalars import add_step, check_scalars, open_scalars
-from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, batch, find_texts
+from tiermem.cli.subject import Subject, TrainOptions, find_subject
+from tiermem.cli.text import batch
 from tiermem.config import resolve_host_memory
-from tiermem.errors import ConfigError
 from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
-from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
@@ -45,59 +43,20 @@ SWITCH_SECONDS = 0.0005
 _ROOMY = 2 << 30
 WARM_UP_SHARE = 0.1
 FINAL_LR_SHARE = 0.1
-# Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
-# memory needs no disk, but its room is reserved all the same.
-SWAP_BYTES_PER_PARAMETER = 12
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """What to train, on what, for how long."""
-
-    model: str
-    steps: int
-    batch: int
-    seq: int
-    accumulate: int = 1
-    vertical: bool = False
-    lr: float = 3e-4
-    seed: int = 0
-    texts: tuple[Path, ...] = ()
-    tokenizer: Path | None = None
-    gradient_checkpointing: bool = False
-    offload_activations: bool = False
-    resume: bool = False
-    keep: bool = False
-    commit_every: int = 0
-    timeline: Path | None = None
-    weights: Path | None = None
-    tensorboard: Path | None = None
-    endurance: str | None = None
-
-    @property
-    def commits(self) -> bool:
-        """Whether the run commits, which keeps its swap files."""
-        return self.keep or self.resume or self.commit_every > 0
 
 
 class Training:
     """A model being trained: built from options and a configuration, stepped, closed."""
 
     def __init__(
-        self,
-        options: TrainOptions,
-        config: tiermem.Config,
-        *,
-        model_config: Any,
-        source: TokenSource,
-        launch: Launch | None = None,
+        self, options: TrainOptions, config: tiermem.Config, subject: Subject, *, launch: Launch | None = None
     ) -> None:
         self.options = options
         self.launch = launch or Launch()
-        self.source = source
+        self.source = subject.source
         torch.manual_seed(options.seed)
         with tiermem.deferred_init():
-            self.model = build_model(model_config)
+            self.model = build_model(subject.model_config)
         self.model.train()
         if options.gradient_checkpointing:
             recompute_activations(self.model)
@@ -198,19 +157,12 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     """
     launch = launch or Launch()
     launch.check_rows(options.batch)
-    check_numbers(options)
     check_scalars(options.tensorboard)
     if options.timeline is not None:
         check_output("--timeline", options.timeline)
-    source = open_text(options)
-    model_config = find_model(options.model, vocabulary=source.vocabulary)
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit is not None and options.seq > limit:
-        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
-    parameters = count_parameters(model_config)
+    subject = find_subject(options)
     if not options.resume:
-        copies = 2 if options.commits else 1
-        check_space(config.swap_paths, parameters * SWAP_BYTES_PER_PARAMETER * copies)
+        subject.check_space(config, copies=2 if options.commits else 1)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
@@ -219,13 +171,12 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         return_large_blocks()
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
-    training = Training(options, config, model_config=model_config, source=source, launch=launch)
-    if options.resume and training.runtime.committed is None:
-        console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
+    training = Training(options, config, subject, launch=launch)
+    say_beginning(training, config, console)
     steps: list[StepReport] = []
     try:
         host_memory = host_budget(config, training.runtime)
-        state_bytes = parameters * STATE_BYTES_PER_PARAMETER
+        state_bytes = subject.parameters * STATE_BYTES_PER_PARAMETER
         progress = TrainProgress(
             console, steps=options.steps, host_memory=host_memory, baseline=baseline, state_bytes=state_bytes
         )
@@ -238,7 +189,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         training.close()
     return TrainReport(
         model=options.model,
-        parameters=parameters,
+        parameters=subject.parameters,
         state_bytes=state_bytes,
         host_memory=host_memory,
         baseline_rss_bytes=baseline,
@@ -251,16 +202,13 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     )
 
 
-def check_numbers(options: TrainOptions) -> None:
-    """Raise ConfigError for numbers that no training can be made with, whatever the model."""
-    if not math.isfinite(options.lr):
-        raise ConfigError(f"--lr: expected a finite number, found {options.lr}")
-    nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
-    if nbytes > available:
-        raise ConfigError(
-            f"--batch {options.batch} of --seq {options.seq} are {format_bytes(nbytes)} of token numbers alone, and "
-            f"{format_bytes(available)} of memory are available: take fewer at a time, and --accumulate"
-        )
+def say_beginning(training: Training, config: tiermem.Config, console: Console) -> None:
+    """Say where a training that was to be resumed begins, as far as that is not what the options say."""
+    options = training.options
+    if options.resume and training.runtime.committed is None:
+        console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
+    elif options.resume and options.weights is not None:
+        console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
 
 
 def run_steps(training: Training, steps: list[StepReport], progress: TrainProgress) -> None:
@@ -282,14 +230,6 @@ def wear_of(steps: Sequence[StepReport], bytes_written: int, endurance: Enduranc
         seconds=sum(step.seconds for step in steps),
         endurance=endurance,
     )
-
-
-def open_text(options: TrainOptions) -> TokenSource:
-    """Return the tokens that the options ask for; ConfigError if there are too few for one sequence."""
-    corpus = Corpus(find_texts(options.texts))
-    if corpus.nbytes < options.seq:
-        raise ConfigError(f"the text has {corpus.nbytes} bytes, a sequence needs {options.seq}")
-    return ByteTokens(corpus) if options.tokenizer is None else TokenizerTokens(corpus, options.tokenizer)
 
 
 def host_budget(config: tiermem.Config, runtime: tiermem.Runtime) -> int:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.machines import load_profile, this_machine
 from tiermem.cli.modelwork import model_workload
-from tiermem.cli.presets import find_model
-from tiermem.cli.train import Training, TrainOptions, open_text
+from tiermem.cli.subject import TrainOptions, find_subject
+from tiermem.cli.train import Training
 from tiermem.cli.tune import WARM_UP, TuneReport, run
 from tiermem.config import Config
 
@@ -36,17 +37,24 @@ class Choice:
 
 def tune_training(options: TrainOptions, config: Config, choice: Choice, console: Console) -> TuneReport:
     """Tune for the training that `options` and `config` describe. Raises ConfigError for what cannot work."""
-    source = open_text(options)
-    model = find_model(options.model, vocabulary=source.vocabulary)
+    subject = find_subject(options)
+    if choice.steps:
+        for directory in config.swap_paths:
+            remove_abandoned(directory)
+        subject.check_space(config)
     workload = model_workload(
-        model,
+        subject.model_config,
         options.model,
         batch=options.batch,
         seq=options.seq,
         batches=options.accumulate,
         settings=config,
     )
-    machine = load_profile(choice.machine) if choice.machine else this_machine(config.swap_paths, again=choice.again)
+    machine = (
+        load_profile(choice.machine)
+        if choice.machine is not None
+        else this_machine(config.swap_paths, again=choice.again)
+    )
 
     def measure(candidate: Config) -> float:
         with ExitStack() as folders:
@@ -55,7 +63,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
                 for directory in candidate.swap_paths
             ]
             mine = dataclasses.replace(candidate, swap_dirs=directories, commits=False)
-            training = Training(options, mine, model_config=model, source=source)
+            training = Training(options, mine, subject)
             try:
                 seconds = [training.step(number).seconds for number in range(WARM_UP + choice.steps)]
             finally:

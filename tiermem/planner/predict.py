@@ -25,12 +25,14 @@ from tiermem.planner.design import (
 from tiermem.planner.machine import Machine
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
-from tiermem.planner.thin import drawn_out, thinned
+from tiermem.planner.thin import drawn_out, thinned, with_batches
 from tiermem.planner.workload import Workload
 
 # A step with more units is simulated by two with about so many; more tiles than so many are taken larger.
 _LONGER, _SHORTER = 72, 24
 _TILES, _COARSE_TILES = 360, 96
+# A step with more batches than the second number is seen through two with so many; coarsely, through two shorter ones.
+_BATCHES, _COARSE_BATCHES = (32, 64), (16, 32)
 _SECONDS_PER_DAY = 86_400.0
 
 
@@ -48,7 +50,7 @@ class Prediction:
 
     Attributes:
         missing: what lacks, for each tier that is too small: bytes.
-        coarse: whether fewer units or larger tiles stood for the real ones.
+        coarse: whether fewer units or batches, or larger tiles, stood for the real ones.
         host_least: the smallest host budget that works.
         swap_bytes: disk bytes of one rank; with `commits` two copies of parameters and states.
         simulation: None where it does not fit.
@@ -139,9 +141,16 @@ def simulate_quickly(
 ) -> tuple[Simulation, bool]:
     """Simulate a step, and say whether others stood for it; `simulated`: how, such as with an eye on what is known.
 
-    Where there are many units: two steps of fewer, see `thin`. Where there are many tiles: larger ones, see `retiled`.
-    Raises CapacityError as `simulate` does.
+    Where there are many units or batches: two steps of fewer, see `thin`. Where there are many tiles: larger ones, see
+    `retiled`. Raises CapacityError as `simulate` does.
     """
+    if exact.workload.batches > _BATCHES[1]:
+        few, more = (with_batches(exact, batches) for batches in _BATCHES)
+        ends = (
+            (few, simulate_quickly(few, simulated=simulated)[0]),
+            (more, simulate_quickly(more, with_plan=with_plan, simulated=simulated)[0]),
+        )
+        return drawn_out(*ends, exact, size=lambda workload: workload.batches), True
     longer = thinned(exact, _LONGER)
     factor = _enlargement(longer, _TILES)
     designs = [each if factor == 1 else retiled(each, factor) for each in (thinned(exact, _SHORTER), longer)]
@@ -162,12 +171,21 @@ def _enlargement(design: Design, most: int) -> int:
 def seconds_of_step(
     workload: Workload, machine: Machine, settings: PlanSettings, simulated: Callable[..., Simulation] = simulate
 ) -> float:
-    """Simulated seconds of a step, coarsely: of a shorter one, by parameters.
+    """Simulated seconds of a step, coarsely: of a shorter one, by parameters, or of two, by batches.
 
     Raises CapacityError where it does not fit.
     """
-    coarse, share = coarsened(make_design(workload, machine, settings))
-    return simulated(coarse).seconds / share
+    design = make_design(workload, machine, settings)
+
+    def seconds(batches: int) -> float:
+        coarse, share = coarsened(with_batches(design, batches))
+        return simulated(coarse).seconds / share
+
+    few, more = _COARSE_BATCHES
+    if workload.batches <= more:
+        return seconds(workload.batches)
+    start = seconds(few)
+    return start + (seconds(more) - start) * (workload.batches - few) / (more - few)
 
 
 def coarsened(exact: Design) -> tuple[Design, float]:

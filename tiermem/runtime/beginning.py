@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swap import CommitStore, Manifest, SwapFullError, SwapInUseError, find_leftovers
+from swap import CommitStore, Leftovers, Manifest, SwapFullError, SwapInUseError, find_leftovers
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
 from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
@@ -84,6 +84,11 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         raise SwapInUseError(f"another run is using {names}: wait for its end, or choose other directories")
     manifest = leftovers.manifest
     if manifest is None:
+        continues = resume is not False and path is None
+        if continues or not config.overwrite:
+            _refuse_other_order(config)
+        if continues:
+            _refuse_parts(config, leftovers)
         if resume is not False:
             _refuse_other_sizes(config)
         if resume is True:
@@ -173,6 +178,31 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
             "the directories of the same run"
         )
     return Beginning(manifest)
+
+
+_IN_ORDER = "give all the directories of that run, in its order, or start anew with resume=False"
+
+
+def _refuse_other_order(config: Config) -> None:
+    """Raise ResumeError if a run has committed here whose first directory is not given first: it would be lost."""
+    for path in config.swap_paths[1:]:
+        found = find_leftovers([path], name=SPACE_NAME)
+        if found.resumable:  # else it has been replaced already
+            raise ResumeError(
+                f"{path} holds a committed run, expected it to be the first directory, found {config.swap_paths[0]}: "
+                f"{_IN_ORDER} and Config(overwrite=True), or choose other directories"
+            )
+
+
+def _refuse_parts(config: Config, leftovers: Leftovers) -> None:
+    """Raise ResumeError if a swap file here had another place in its run: its commit would be in the first one's."""
+    for index, (path, file) in enumerate(zip(config.swap_paths, leftovers.files, strict=True)):
+        there = file and (file.identity.index, file.identity.count)
+        if there and there != (index, len(leftovers.files)):
+            raise ResumeError(
+                f"the swap file in {path} is {there[0] + 1} of {there[1]} of its run, expected {index + 1} of "
+                f"{len(leftovers.files)}: {_IN_ORDER}"
+            )
 
 
 def _refuse_other_sizes(config: Config) -> None:

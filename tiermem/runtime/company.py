@@ -71,7 +71,7 @@ class Company:
 def together(ranks: Collectives, what: str, action: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
     """Do something on every rank; if it fails on one, all raise: that one its error, the others TiermemError.
 
-    `undo`: takes back what was done here where another rank has failed.
+    `undo`: takes back what was done here where another rank has failed, or it could not be found out.
     """
     failure: BaseException | None = None
     result: list[T] = []
@@ -79,7 +79,12 @@ def together(ranks: Collectives, what: str, action: Callable[[], T], undo: Calla
         result.append(action())
     except BaseException as error:  # noqa: BLE001 - told to the others, then raised
         failure = error
-    reasons = ranks.tell_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+    try:
+        reasons = ranks.tell_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+    except BaseException:
+        if result:
+            undo(result[0])
+        raise
     if failure is not None:
         raise failure
     if any(reasons):

@@ -1,0 +1,52 @@
+"""What the ranks do together is undone where it did not come about on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tiermem
+from tiermem.runtime.company import together
+
+
+class Told:
+    """Two ranks, of which the other one says `other`; an exception is raised instead."""
+
+    def __init__(self, other: str | BaseException) -> None:
+        self.other = other
+        self.mine = ""
+
+    def tell_text(self, text: str) -> list[str]:
+        self.mine = text
+        if isinstance(self.other, BaseException):
+            raise self.other
+        return [text, self.other]
+
+
+def undone(other: str | BaseException, raised: type[BaseException] | None) -> list[str]:
+    found: list[str] = []
+    ranks: Any = Told(other)
+    if raised is None:
+        assert together(ranks, "open", lambda: "opened", found.append) == "opened"
+    else:
+        with pytest.raises(raised):
+            together(ranks, "open", lambda: "opened", found.append)
+    return found
+
+
+def test_what_was_done_is_undone_unless_all_have_done_it() -> None:
+    assert undone("", None) == []
+    assert undone("OSError: full", tiermem.TiermemError) == ["opened"]
+    assert undone(KeyboardInterrupt(), KeyboardInterrupt) == ["opened"], "an interrupt while waiting for the others"
+
+
+def test_what_failed_here_is_told_and_not_undone() -> None:
+    def fail() -> str:
+        raise OSError("full")
+
+    found: list[str] = []
+    ranks: Any = Told("")
+    with pytest.raises(OSError, match="full"):
+        together(ranks, "open", fail, found.append)
+    assert (ranks.mine, found) == ("OSError: full", [])

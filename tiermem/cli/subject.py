@@ -1,0 +1,106 @@
+"""What is trained on what: the options of a training, the model and the text they name, and whether these go together.
+
+Owns the checks of `tiermem train` and `tiermem tune` that come before anything is written. Does not train. Guarantees
+that a subject which was found can be trained on: its tokens are in the vocabulary, and a sequence of them can be made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tiermem
+from tiermem.cli.disk import check_space
+from tiermem.cli.presets import count_parameters, find_model
+from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, find_texts
+from tiermem.errors import ConfigError
+from tiermem.memory.machine import available_host_memory
+from tiermem.memory.sizes import format_bytes
+
+# The update computes in float32, and divides the rate by less than 1 in its first steps.
+LARGEST_LR = 1e30
+# Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
+# memory needs no disk, but its room is reserved all the same.
+SWAP_BYTES_PER_PARAMETER = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What to train, on what, for how long."""
+
+    model: str
+    steps: int
+    batch: int
+    seq: int
+    accumulate: int = 1
+    vertical: bool = False
+    lr: float = 3e-4
+    seed: int = 0
+    texts: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    resume: bool = False
+    keep: bool = False
+    commit_every: int = 0
+    timeline: Path | None = None
+    weights: Path | None = None
+    tensorboard: Path | None = None
+    endurance: str | None = None
+
+    @property
+    def commits(self) -> bool:
+        """Whether the run commits, which keeps its swap files."""
+        return self.keep or self.resume or self.commit_every > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained on what, known to fit together: a model, its number of parameters, and tokens."""
+
+    model_config: Any
+    parameters: int
+    source: TokenSource
+
+    def check_space(self, config: tiermem.Config, *, copies: int = 1) -> None:
+        """Raise ConfigError unless the swap directories have room for the model's state, so many times."""
+        check_space(config.swap_paths, self.parameters * SWAP_BYTES_PER_PARAMETER * copies)
+
+
+def find_subject(options: TrainOptions) -> Subject:
+    """The model and the text that the options name. Raises ConfigError for what no training can be made with."""
+    check_numbers(options)
+    source = open_text(options)
+    model_config = find_model(options.model, vocabulary=source.vocabulary)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and options.seq > limit:
+        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
+    return Subject(model_config, count_parameters(model_config), source)
+
+
+def check_numbers(options: TrainOptions) -> None:
+    """Raise ConfigError for numbers that no training can be made with, whatever the model."""
+    if not 0 <= options.lr <= LARGEST_LR:
+        raise ConfigError(f"--lr: expected a number from 0 to {LARGEST_LR:g}, found {options.lr}")
+    nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
+    if nbytes > available:
+        raise ConfigError(
+            f"--batch {options.batch} of --seq {options.seq} are {format_bytes(nbytes)} of token numbers alone, and "
+            f"{format_bytes(available)} of memory are available: take fewer at a time, and --accumulate"
+        )
+
+
+def open_text(options: TrainOptions) -> TokenSource:
+    """Return the tokens that the options ask for; ConfigError if there are too few for one sequence."""
+    corpus = Corpus(find_texts(options.texts))
+    if corpus.nbytes < options.seq:
+        raise ConfigError(f"the text has {corpus.nbytes} bytes, a sequence needs {options.seq}")
+    if options.tokenizer is None:
+        return ByteTokens(corpus)
+    source = TokenizerTokens(corpus, options.tokenizer)
+    source.sequence(np.random.default_rng(options.seed), options.seq)  # raises now what the first batch would raise
+    return source
