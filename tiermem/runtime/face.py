@@ -173,7 +173,10 @@ class Runtime(Closing):
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""
-        with self.gathered([parameter]):
+        unit, _ = self._places.find(parameter)
+        house = self._open()
+        house.scheduler.let_go_between()
+        with lend(house.gatherer, house.layouts, [unit], needed=house.coordinator.unit_needed):
             return parameter.detach().clone()
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -240,7 +243,8 @@ class Runtime(Closing):
                 changed.append((unit, slot, values.clone()))
 
         try:
-            with lend(house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written):
+            needed, watched = house.coordinator.unit_needed, not self._writing
+            with lend(house.gatherer, house.layouts, units, needed=needed, written=written, watched=watched):
                 yield
         finally:
             self._lent -= 1
