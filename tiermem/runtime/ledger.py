@@ -212,6 +212,8 @@ class Steps:
         RuntimeWarning, and does not happen again: from the next step on what `source` updates early can be undone.
         """
         self._check_open()
+        if self._ledger.scheduler.stack.calls:  # of a forward that was interrupted: the next ones need the room
+            self._ledger.scheduler.settle()
         self._ledger.scheduler.gradients.line_up()
         spent = self._coordinator.spent
         self._coordinator.drop_gradients(source, asked=True)

@@ -35,14 +35,14 @@ class Handle:
     __slots__ = ("dtype", "generation", "offset", "shape", "stride", "tally", "unit")
 
     def __init__(self, unit: int, tensor: torch.Tensor, tally: Tally) -> None:
+        self.tally = tally  # first, and counted at once: an interrupt in what follows calls `__del__`
+        tally.alive += 1
+        self.generation = tally.generation
         self.unit = unit
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = int(tensor.storage_offset())
-        self.tally = tally
-        self.generation = tally.generation
-        tally.alive += 1
 
     def __del__(self) -> None:
         self.tally.alive -= 1
