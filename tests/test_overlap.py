@@ -122,6 +122,18 @@ def test_what_lies_outside_the_steps_is_left_out() -> None:
     assert explain_stalls([stall(0.0, 1.0)]).to_lines() == ["the timeline holds no whole step"]
 
 
+def test_what_lies_in_the_first_step_before_anything_was_computed_is_left_out() -> None:
+    """The first step is counted from the beginning of the run: the pages are made in it."""
+    first, second = step(0.0, 10.0), step(10.0, 14.0)
+    computed = [unit("forward layers.0", 8.0, 9.0), unit("forward layers.0", 11.0, 12.0)]
+    making = [move(WRITE, 1.0, 7.0), stall(2.0, 3.0)]
+    report = explain_stalls([*making, *computed, first, second, stall(8.0, 8.5, PAGE), move(WRITE, 8.5, 9.5)])
+    assert (report.steps, report.seconds, report.stall_seconds) == (2, 6.0, 0.5)
+    assert report.edges == (EdgeUse(WRITE, 1.0, 1.0),)
+    later = explain_stalls([unit("forward layers.0", 0.0, 1.0), step(0.5, 10.0), unit("forward layers.0", 8.0, 9.0)])
+    assert later.seconds == 9.5, "the record begins in the middle: nothing is known of a making"
+
+
 def test_the_hidden_part_of_an_edge_is_what_nobody_waited_for() -> None:
     report = explain_stalls([step(0.0, 10.0), move(READ, 1.0, 3.0), move(READ, 2.0, 5.0), stall(4.0, 6.0)])
     (use,) = report.edges

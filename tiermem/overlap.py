@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 
@@ -128,14 +128,18 @@ class OverlapReport:
 def explain_stalls(events: Sequence[Event]) -> OverlapReport:
     """Explain the stalls of the whole steps that `events` hold.
 
-    Events before the first and after the last recorded step, and stalls outside of any step, are left out.
+    Events before the first and after the last recorded step, and stalls outside of any step, are left out. So is what
+    lies in the first step before anything was computed: the making of the pages, which no later step does again.
     """
     steps = sorted((event for event in events if event.lane == STEP_LANE), key=lambda event: event.start)
     if not steps:
         return OverlapReport(0, 0.0, 0.0, (), ())
+    units = [event for event in events if event.lane == COMPUTE_LANE and event.name != STALL]
+    computing = min((event.start for event in units), default=steps[0].start)
+    if steps[0].start < computing < steps[0].end:
+        steps[0] = replace(steps[0], start=computing)
     inside = _Steps(steps)
     stalls = [event for event in events if event.name == STALL and inside.holds(event)]
-    units = [event for event in events if event.lane == COMPUTE_LANE and event.name != STALL]
     moves: dict[str, list[Event]] = {}
     for event in events:
         if event.lane not in (COMPUTE_LANE, STEP_LANE):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_models import Stack
+from doubles_models import Stack, mlp
 from doubles_scenarios import Wide, tokens_batch, wide_batch
 from doubles_training import MIB, budget_for, config_for, least_budget, plain
 from torch import nn
@@ -424,6 +424,66 @@ def test_use_after_close(tmp_path):
             use()
     runtime.statistics()
     runtime.close()
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("restore_model", [False, True])
+def test_closing_inside_gathered_is_refused_and_closes_nothing(write, restore_model, tmp_path):
+    model, x = mlp(), torch.randn(4, 6)
+    expected = model(x).detach()
+    runtime = offload(model, tmp_path)
+    with runtime.gathered(model, write=write):
+        with pytest.raises(tiermem.TiermemError, match=r"close inside .*gathered.*behind the block"):
+            runtime.close(restore_model=restore_model)
+        assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+    runtime.close(restore_model=restore_model)
+    assert list(tmp_path.iterdir()) == []
+    if restore_model:
+        assert torch.equal(model(x), expected)
+    else:
+        with pytest.raises(tiermem.TiermemError, match="after its runtime was closed"):
+            model(x)
+
+
+@pytest.mark.parametrize("restore_model", [False, True])
+def test_closing_inside_a_call_of_the_model_leaves_no_nan(restore_model, tmp_path):
+    model, x = mlp(), torch.randn(4, 6)
+    expected = model(x).detach()
+    runtime = offload(model, tmp_path)
+    hook = model[0].register_forward_hook(lambda *_: runtime.close(restore_model=restore_model))
+    if restore_model:
+        assert torch.equal(model(x), expected)
+        hook.remove()
+        assert torch.equal(model(x), expected)
+    else:
+        for _ in range(2):
+            with pytest.raises(tiermem.TiermemError, match="after its runtime was closed"):
+                model(x)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("found", [None, 5, b"folder", ""], ids=["None", "number", "bytes", "empty"])
+def test_no_path_where_a_path_is_expected(found, tmp_path):
+    swap_files = tmp_path / "swap"
+    swap_files.mkdir()
+    with offload(Stack(), swap_files) as runtime:
+        said = "an empty one" if found == "" else type(found).__name__
+        for verb in ("snapshot", "save_pretrained", "timeline"):
+            if verb == "timeline" and found is None:
+                continue  # only the report is wanted then
+            with pytest.raises(tiermem.ConfigError, match=rf"{verb}: expected a path, .* `path`, found {said}"):
+                getattr(runtime, verb)(found)
+        runtime.save_pretrained(str(tmp_path / "model"))
+        runtime.timeline(str(tmp_path / "trace"))
+
+
+def test_micro_batches_and_losses_of_another_kind(tmp_path):
+    with offload(Stack(), tmp_path) as runtime:
+        with pytest.raises(tiermem.ConfigError, match=r"micro_batches: expected several, .* found int"):
+            runtime.forward_backward(5)
+        with pytest.raises(tiermem.ConfigError, match="loss: expected a function of a micro-batch, found str"):
+            runtime.forward_backward([torch.ones(2)], "mean")
 
 
 def test_writing_into_a_sharded_parameter(tmp_path):

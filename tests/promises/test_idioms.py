@@ -288,6 +288,57 @@ def test_backward_twice_with_retain_graph(update, tmp_path):
     compare(Stack, backward_twice, tmp_path, update)
 
 
+def deep() -> nn.Sequential:
+    """More units, each with its own, than the least budget holds at a time."""
+    return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(48, 48), nn.Tanh())))
+
+
+def deep_and_checkpointed() -> nn.Sequential:
+    return nn.Sequential(*(CheckpointingBlock(48) for _ in range(3)))
+
+
+def slope_of_inputs(model: nn.Module) -> torch.Tensor:
+    x = torch.randn(4, 48, requires_grad=True)
+    out = model(x).square().mean()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + (slope.norm(dim=1) - 1).square().mean()
+
+
+def slope_of_parameters(model: nn.Module) -> torch.Tensor:
+    out = model(torch.randn(4, 48)).square().mean()
+    slopes = torch.autograd.grad(out, list(model.parameters()), create_graph=True)
+    return out + sum(slope.square().sum() for slope in slopes)
+
+
+def slope_of_a_slope(model: nn.Module) -> torch.Tensor:
+    x = torch.randn(4, 48, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    return second.square().sum()
+
+
+@pytest.mark.parametrize("budget", ["least", "generous"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("make", [deep, deep_and_checkpointed])
+@pytest.mark.parametrize("loss", [slope_of_inputs, slope_of_parameters, slope_of_a_slope])
+def test_gradients_of_gradients(loss, make, update, budget, tmp_path):
+    """Their graph keeps no frames: what it needs of parameters comes and goes as in any other backward."""
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for step in range(3):
+            torch.manual_seed(step)
+            result = loss(trainee.model)
+            trainee.note(result)
+            result.backward()
+            if update == "step":
+                trainee.note_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(make, script, tmp_path, update, budget)
+
+
 def test_gradients_of_inputs_only(tmp_path):
     compare(Stack, gradients_of_inputs_only, tmp_path)
 

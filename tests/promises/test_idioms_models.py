@@ -207,6 +207,53 @@ def test_another_dtype_is_refused_by_the_next_call_and_undone(convert, tmp_path)
         assert torch.equal(model(x), expected)
 
 
+def to_new_parameters_that_are_placeholders(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach()))
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda model: model.to("meta"),
+        lambda model: model.to_empty(device="meta"),
+        lambda model: model.embed.to("meta"),
+        lambda model: model.layers[1].to("meta"),
+        to_new_parameters_that_are_placeholders,
+    ],
+    ids=["to", "to_empty", "a tied part", "a layer", "placeholders"],
+)
+def test_parameters_replaced_by_ones_without_values_are_noticed_and_undone(replace, tmp_path):
+    model = Stack()
+    x = tokens()
+    expected = model(x).detach()
+    with offload(model, tmp_path) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        before = [id(parameter) for parameter in model.parameters()]
+        replace(model)
+        with pytest.raises(tiermem.TiermemError, match="replaced after offload by one without values"):
+            model(x)
+        assert [id(parameter) for parameter in model.parameters()] == before
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model(x), expected)
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(model(x), expected)
+        assert runtime.parameter(model.head.weight).isfinite().all()
+
+
+def test_to_empty_is_noticed_and_undone(tmp_path):
+    model = Stack()
+    x = tokens()
+    expected = model(x).detach()
+    with offload(model, tmp_path):
+        model.layers[0].up.to_empty(device="cpu")
+        with pytest.raises(tiermem.TiermemError, match="given other values"):
+            model(x)
+        assert torch.equal(model(x), expected)
+
+
 def test_what_converts_nothing_is_harmless(tmp_path):
     model = Stack()
     x = tokens()

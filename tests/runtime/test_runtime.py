@@ -126,6 +126,22 @@ def test_writing_while_lent_for_reading_is_refused(tmp_path):
                 both.model.shift.add_(1.0)
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_writing_through_data_while_lent_for_reading_is_refused(param_dtype, tmp_path):
+    """torch counts no such write: the values would be there until the page leaves memory, and then be gone."""
+    both = Both(Stack, tmp_path, param_dtype=param_dtype)
+    with both.runtime as runtime:
+        for write in (lambda data: data[0].mul_(2), lambda data: data.clamp_(-0.01, 0.01), torch.Tensor.zero_):
+            with pytest.raises(tiermem.TiermemError, match=r"embed\.weight was written through its \.data.*write=True"):
+                with runtime.gathered(both.model):
+                    write(both.model.embed.weight.data)
+        with runtime.gathered(both.model, write=True), runtime.gathered(both.model.embed):
+            both.model.embed.weight.data.fill_(0.25)
+        assert (runtime.parameter(both.model.embed.weight) == 0.25).all()
+        with runtime.gathered(both.model):
+            tokens_batch(both.model)
+
+
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
 @UPDATES
 def test_written_values_become_the_weights_and_moments_stay(update, param_dtype, tmp_path):

@@ -129,12 +129,14 @@ class UpdateCoordinator:
         self._calling.add(source)
         return self._clip(source, max_norm)
 
-    def drop_gradients(self, source: SettingsSource) -> None:
+    def drop_gradients(self, source: SettingsSource, *, asked: bool = False) -> None:
         """Forget the gradients of `source` that no update has claimed, and their clipping; undo its early updates.
 
-        Those that were for good stay.
+        Those that were for good stay. If it was `asked` for that, as it may be again, the next ones are not for good.
         """
         spent = self.spent
+        if spent and asked:
+            self._calling.add(source)
         if spent or self._speculation.settings(source):
             self._speculation.take_back(redone=False)
             self._speculation.end_step()

@@ -65,6 +65,7 @@ class Updater:
         self._unfinished: dict[int, list[_Entry]] = {}
         self._failed: dict[int, BaseException] = {}
         self._running = False
+        self._walking = False  # whether the queue is being carried out; `_running`: or is about to be
         self._loop_thread: int | None = None
         self._task: Future[None] | None = None
         self._closed = False
@@ -160,11 +161,14 @@ class Updater:
             given_up = list(self._queue)
             self._queue.clear()
             task = self._task
+            begun = [entry for entries in self._unfinished.values() for entry in entries if entry not in given_up]
         for entry in given_up:
             self._end(entry, TiermemError(f"closed before the update of unit {entry.update.unit} had begun"))
         try:
             if task is not None and not task.cancelled():
                 self._pager.wait_for(task)
+            for entry in begun:
+                self._pager.wait_for(entry.future)
         finally:
             self._stream.close()
 
@@ -179,13 +183,18 @@ class Updater:
     def _wait_for(self, entries: Sequence[_Entry]) -> None:
         if entries and threading.get_ident() == self._loop_thread:
             raise InvariantError("an update was waited for on the pager's loop, which has to carry it out")
+        with self._lock:
+            # An interrupt came between queueing and starting, or all who queue would have.
+            abandoned = bool(entries and self._queue) and (self._task is None or self._task.done())
+        if abandoned:
+            self._start_running()
         for entry in entries:
             self._pager.wait_for(entry.future)
 
     def _start_running(self) -> None:
         try:
             task = self._pager.start_task(self._run_queue())
-        except BaseException as error:
+        except Exception as error:
             self._end_all(error)
             raise
         self._task = task
@@ -201,7 +210,7 @@ class Updater:
         with self._lock:
             entries = [entry for entries in self._unfinished.values() for entry in entries]
             self._queue.clear()
-            self._running = False
+            self._running = self._walking = False
         for entry in entries:
             self._end(entry, error)
 
@@ -221,10 +230,14 @@ class Updater:
 
     async def _run_queue(self) -> None:
         self._loop_thread = threading.get_ident()
+        with self._lock:
+            if self._walking:
+                return  # it was started twice, see `_wait_for`
+            self._walking = True
         while True:
             with self._lock:
                 if not self._queue:
-                    self._running = False
+                    self._running = self._walking = False
                     return
                 entry, _ = self._queue.popitem(last=False)
                 coming = [entry, *itertools.islice(self._queue, _ANNOUNCED)]

@@ -32,7 +32,7 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
         try:
             # Where the interpreter ends by an error, this is it: the other ranks are told.
             failure = getattr(sys, "last_value", None)
-            close_all([guards.close, lambda: house.conductor.close(failure), lambda: house.close(remove=None)])
+            close_all([lambda: house.conductor.close(failure), lambda: house.close(remove=None), guards.close])
         except Exception as error:  # noqa: BLE001 - there is nobody to raise it to
             warnings.warn(f"closing the runtime over {directories}: {error}", ResourceWarning, stacklevel=2)
 

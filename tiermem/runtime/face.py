@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +29,10 @@ from tiermem.runtime.closing import Closing
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.extra import from_record, to_record
 from tiermem.runtime.house import House
-from tiermem.runtime.places import Places
+from tiermem.runtime.places import Places, require_path
 from tiermem.runtime.record import optimizer_state
 from tiermem.runtime.snapshots import PendingSnapshot
+from tiermem.runtime.storage import close_all
 from tiermem.runtime.strangers import watch_optimizers
 from tiermem.runtime.vertical import forward_backward
 from tiermem.stats import Statistics
@@ -54,6 +54,7 @@ class Runtime(Closing):
         self._activations: ActivationStore | None = None
         self._guards = ModelGuards(house.divided, house.gatherer, watch_optimizers())
         self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
+        self._lent = 0  # how many `gathered` are open
         self._writing: list[list[int]] = []  # the units of each open `gathered(write=True)`
         self._places = Places(house)
 
@@ -76,11 +77,11 @@ class Runtime(Closing):
         """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.
 
         Returns what the computation waited for in those steps, and what would have prevented it; without a path only
-        that.
+        that. Raises ConfigError for what is no path, OSError where it cannot be written.
         """
         timeline = self._house.storage.timeline
         if path is not None:
-            timeline.write(Path(path))
+            timeline.write(require_path("timeline", path))
         return explain_stalls(timeline.events())
 
     def commit(self, extra: Any = None) -> PendingCommit:
@@ -112,15 +113,16 @@ class Runtime(Closing):
         folder; it is there whole or not at all.
 
         Raises:
-            ConfigError: `extra` is not what `commit` takes, or the path is taken.
+            ConfigError: `extra` is not what `commit` takes, the path is taken, or no path.
             TiermemError: it was called between backward and step, or inside `gathered(write=True)`.
             Exception: the error of the snapshot before, unless its `wait` has raised it already.
         """
         house = self._open()
+        folder = require_path("snapshot", path)
         record = to_record({} if extra is None else extra)
         if self._writing:
             raise TiermemError("snapshot inside gathered(write=True): what is being written would be half there")
-        return start_snapshot(house, path, record)
+        return start_snapshot(house, folder, record)
 
     @property
     def committed(self) -> Any:
@@ -148,15 +150,19 @@ class Runtime(Closing):
         with its own buffers; what fails on it is an error on all.
 
         Raises:
-            ConfigError: the path is taken, or the size makes no sense.
+            ConfigError: the path is taken, or no path, or the size makes no sense.
             TiermemError: it was called between backward and step, or another rank could not save.
             swap.SwapError: the disk is full, or failed; training may go on.
         """
-        house, max_shard_nbytes = self._open(), parse_bytes(max_shard_size)
+        house, folder, max_shard_nbytes = (
+            self._open(),
+            require_path("save_pretrained", path),
+            parse_bytes(max_shard_size),
+        )
         house.require_between_steps(Act.SAVE_PRETRAINED)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
         save_pretrained(
-            path,
+            folder,
             source,
             model_files(self.model, house.config.dtype),
             max_shard_nbytes=max_shard_nbytes,
@@ -167,7 +173,10 @@ class Runtime(Closing):
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""
-        with self.gathered([parameter]):
+        unit, _ = self._places.find(parameter)
+        house = self._open()
+        house.scheduler.let_go_between()
+        with lend(house.gatherer, house.layouts, [unit], needed=house.coordinator.unit_needed):
             return parameter.detach().clone()
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -225,6 +234,7 @@ class Runtime(Closing):
             house.coordinator.settle_early()
             house.snapshots.wait_open()
             self._writing.append(units)
+        self._lent += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []
         written: Callable[[int, Slot, torch.Tensor], None] | None = None
         if write:
@@ -233,9 +243,11 @@ class Runtime(Closing):
                 changed.append((unit, slot, values.clone()))
 
         try:
-            with lend(house.gatherer, house.layouts, units, needed=house.coordinator.unit_needed, written=written):
+            needed, watched = house.coordinator.unit_needed, not self._writing
+            with lend(house.gatherer, house.layouts, units, needed=needed, written=written, watched=watched):
                 yield
         finally:
+            self._lent -= 1
             if write:
                 self._writing.remove(units)
             for unit, slot, values in changed:
@@ -298,10 +310,16 @@ class Runtime(Closing):
                 something is committed, and deleted otherwise.
 
         Raises the error of an update or a commit that failed; everything is closed nevertheless. A runtime that is
-        dropped without this is closed by Python, late and with a ResourceWarning.
+        dropped without this is closed by Python, late and with a ResourceWarning. Inside `gathered` it raises
+        TiermemError and closes nothing: the values that are lent would go while they are used.
         """
         if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
             return
+        if self._lent:
+            raise TiermemError(
+                "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
+                "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
+            )
         house = self._open()
         try:
             if restore_model:
@@ -311,8 +329,8 @@ class Runtime(Closing):
         finally:
             self._closed = True
             self._abandoned.detach()
-            self._guards.close()
-            house.close(remove=remove)
+            # The guards last: what an interrupted forward had gathered is placeholders only then.
+            close_all([lambda: house.close(remove=remove), self._guards.close])
 
     def _open(self) -> House:
         self._home.check()

@@ -8,6 +8,7 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
@@ -207,14 +208,24 @@ class Steps:
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed.
 
-        Where units were updated early, for good, that counts, and this is the end of the step.
+        Where units were updated early, for good, that counts, and this is the end of the step. It is said in a
+        RuntimeWarning, and does not happen again: from the next step on what `source` updates early can be undone.
         """
         self._check_open()
+        if self._ledger.scheduler.stack.calls:  # of a forward that was interrupted: the next ones need the room
+            self._ledger.scheduler.settle()
         self._ledger.scheduler.gradients.line_up()
         spent = self._coordinator.spent
-        self._coordinator.drop_gradients(source)
+        self._coordinator.drop_gradients(source, asked=True)
         if spent:
             self._close_step(updated=True)
+            warnings.warn(
+                "zero_grad() between backward and step: update='backward' had used some of these gradients already, and"
+                " those updates count. From now on they can be undone; where that comes too late, as for the "
+                "discriminator in the generator's backward, choose update='auto', 'forward' or 'step'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _check_open(self) -> None:
         self._home.check()

@@ -1,10 +1,13 @@
-"""Where each parameter of a model is kept.
+"""Where things are: each parameter of a model in its unit, and what callers name on disk.
 
-Owns the map from parameters, by identity, to units and slots. Does not know values. Guarantees that a parameter of
-another model is refused.
+Owns the map from parameters, by identity, to units and slots, and the look at a path that was given. Does not know
+values or files. Guarantees that a parameter of another model is refused, and so is what is no path.
 """
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from torch import nn
 
@@ -28,3 +31,12 @@ class Places:
         if number is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
         return self._slot_of[number]
+
+
+def require_path(verb: str, path: object) -> Path:
+    """The path that a verb was given. Raises ConfigError for anything that names no file or folder."""
+    given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(given, str) or not given:
+        found = "an empty one" if isinstance(given, str) else type(path).__name__
+        raise ConfigError(f"{verb}: expected a path, as text or pathlib.Path, for `path`, found {found}")
+    return Path(given)

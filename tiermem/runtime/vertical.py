@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import TiermemError
+from tiermem.errors import ConfigError, TiermemError
 from tiermem.memory.heap import keep_freed_blocks
 from tiermem.runtime.house import House
 from tiermem.zero3.cuts import Arguments, Cuts
@@ -38,6 +38,10 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     """See `Runtime.forward_backward`."""
     if not torch.is_grad_enabled():
         raise TiermemError("forward_backward under torch.no_grad(): there would be nothing to go backward through")
+    if not isinstance(micro_batches, Iterable):
+        raise ConfigError(f"micro_batches: expected several, as in a list, found {type(micro_batches).__name__}")
+    if not (loss is None or callable(loss)):
+        raise ConfigError(f"loss: expected a function of a micro-batch, found {type(loss).__name__}")
     scheduler = house.scheduler
     if scheduler.lockstep is not None:
         raise TiermemError("forward_backward inside forward_backward: a micro-batch cannot bring micro-batches")

@@ -1,8 +1,8 @@
 """Building a model without memory for its parameters.
 
-Owns the context manager `deferred_init`. Does not know units or how values come later (`materialize`). Guarantees that
-a parameter registered inside has no storage, while its class, its attributes, `requires_grad` and ties stay; buffers
-are real.
+Owns the context manager `deferred_init`. Does not know units or how values come later (`materialize`), nor how what is
+written meanwhile is kept (`assigned`). Guarantees that a parameter registered inside has no storage, while its class,
+its attributes, `requires_grad` and ties stay; buffers are real.
 """
 
 from __future__ import annotations
@@ -16,30 +16,39 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from tiermem.zero3.assigned import InitialiserWatch, WriteRecorder
+
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
     """Give parameters registered inside no storage: they go to the meta device as their module receives them.
 
-    One parameter's memory is allocated at a time, by the module's own constructor, and dropped at once. Values set by
-    the constructor are lost: `tiermem.offload` initialises again (`init=`, `reset_parameters`, `_init_weights`).
+    One parameter's memory is allocated at a time, by the module's own constructor, and dropped at once, with the values
+    it was made with: `tiermem.offload` initialises again (`reset_parameters`, `_init_weights`), and then repeats what
+    constructors wrote besides. With `init=` or `weights=` these alone count. Where a parameter takes another's place,
+    its values are kept, in memory unless all are equal; so are tensors that are copied into parameters.
     """
+    recorder = WriteRecorder()
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
-    def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or is_lazy(parameter):
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or is_lazy(parameter):
+            return None
+        if parameter.is_meta:
+            recorder.register(module, name, parameter, None)
             return None
         known = moved.get(id(parameter))
         # The number of an object that is gone may be given to another one.
-        if known is not None and known[0]() is parameter:
-            return known[1]
-        bare = _without_storage(parameter)
+        same = known is not None and known[0]() is parameter
+        bare = known[1] if known is not None and same else _without_storage(parameter)
         moved[id(parameter)] = (weakref.ref(parameter), bare)
+        recorder.register(module, name, bare, parameter)
         return bare
 
     handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
-        yield
+        with recorder, InitialiserWatch(recorder):
+            yield
     finally:
         handle.remove()
 

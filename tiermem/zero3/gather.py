@@ -49,6 +49,7 @@ class _UnitState:
 
     __slots__ = (
         "base",
+        "between",
         "counted",
         "held",
         "holds",
@@ -71,6 +72,8 @@ class _UnitState:
         self.versions: tuple[int, ...] = ()
         self.writable = False
         self.counted = False
+        # While parameters become views or placeholders, one by one. Still so afterwards: an interrupt has come.
+        self.between = False
 
     def replaced(self) -> str | None:
         """The name of a parameter that was given memory of its own (`parameter.data = values`) while gathered."""
@@ -162,19 +165,21 @@ class Gatherer:
         Raises what the pager raises (CapacityError, an I/O error), and TiermemError for a written placeholder.
         """
         state = self._units[unit]
-        if state.presence is Presence.GATHERED and state.base is not None and not writable:
+        if state.presence is Presence.GATHERED and state.base is not None and not writable and not state.between:
             return state.base
         if writable and state.presence is not Presence.SHARDED:
             raise TiermemError(f"unit {state.layout.name} is in use and cannot be written now: {self.explain(unit)}")
         self._placeholders.check(f"unit {state.layout.name}")
-        if state.presence is not Presence.GATHERED:
+        if state.presence is not Presence.GATHERED and not state.between:
             self._check_converted(state)
         base = state.base if state.base is not None else self._take(state, writable=writable)
+        state.between = True
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
             parameter.data = slot_view(base, slot)
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         state.presence = Presence.GATHERED
         self._lingering.discard(unit)
+        state.between = False
         self._gathers += 1
         return base
 
@@ -188,11 +193,13 @@ class Gatherer:
         if state.holds:
             raise InvariantError(f"unit {unit} is resharded while {state.holds} module call(s) rely on it")
         written = None
-        if state.presence is Presence.GATHERED:
-            written = state.written()
+        if state.presence is Presence.GATHERED or (state.between and state.base is not None):
+            written = None if state.between else state.written()
+            state.between = True
             self.put_placeholders(unit)
             state.presence = Presence.LINGERING
             self._lingering.add(unit)
+            state.between = False
         free = state.presence is Presence.SHARDED or self._try_release(state)
         if written is not None:
             raise TiermemError(
@@ -203,7 +210,7 @@ class Gatherer:
 
     def require_free(self, unit: int) -> None:
         """Raise TiermemError, saying why, if the unit's page is still leased here and cannot be updated."""
-        if self.holds(unit) or (self.presence(unit) is not Presence.SHARDED and not self.reshard(unit)):
+        if self.holds(unit) or not self.reshard(unit):
             raise TiermemError(f"unit {self._units[unit].layout.name} cannot be updated: {self.explain(unit)}")
 
     def start(self, unit: int) -> None:
@@ -217,8 +224,11 @@ class Gatherer:
         return self._source.ahead
 
     def give_up_ahead(self) -> None:
-        """Forget what was fetched ahead and not gathered: it may change now."""
+        """Forget what was fetched ahead, or half gathered when an interrupt came: it may change now."""
         self._source.give_up()
+        for unit, state in enumerate(self._units):
+            if state.between and not state.holds:
+                self.reshard(unit)
 
     def count_leaks(self) -> None:
         """Note, once per lease, the units that linger where nobody has reason to look at them."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import Pack, Unpack, push_hooks, remove_hooks, top_hooks, version
+from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.layout import view_bytes
 
 
@@ -35,14 +35,14 @@ class Handle:
     __slots__ = ("dtype", "generation", "offset", "shape", "stride", "tally", "unit")
 
     def __init__(self, unit: int, tensor: torch.Tensor, tally: Tally) -> None:
+        self.tally = tally  # first, and counted at once: an interrupt in what follows calls `__del__`
+        tally.alive += 1
+        self.generation = tally.generation
         self.unit = unit
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = int(tensor.storage_offset())
-        self.tally = tally
-        self.generation = tally.generation
-        tally.alive += 1
 
     def __del__(self) -> None:
         self.tally.alive -= 1
@@ -203,7 +203,21 @@ class SavedTensorHooks:
                 "through a graph built before optimizer.step() would use the wrong values (plain PyTorch refuses too)"
             )
         base = self._demand(handle.unit)
+        if torch.is_grad_enabled() and backward_number() >= 0:
+            self._cover_node()
         return view_bytes(base, handle.dtype, handle.offset, handle.shape, handle.stride)
+
+    def _cover_node(self) -> None:
+        """Have what the running node of a backward saves (`create_graph=True`) kept as handles too.
+
+        Else the graph of the gradients would hold the frame of every unit it came by. Nobody has to leave: autograd
+        gives each node the hooks that backward was called under, and forgets what was pushed meanwhile.
+        """
+        outer = top_hooks()
+        if outer is None or not self.owns(outer[0]):
+            scope = _Scope(self, outer)
+            pair, scope.pair = scope.active_pair, None
+            push_hooks(*pair)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor again, whatever was kept of it: a handle, itself, or what others made of it."""

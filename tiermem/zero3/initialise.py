@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
+from tiermem.zero3.assigned import initializer_of
 
 Initializer = Callable[[nn.Module], object]
 
@@ -65,7 +66,7 @@ class Initialiser:
     def _note(self, module: nn.Module, own: Initializer | None, parents: list[nn.Module]) -> None:
         if id(module) in self._parents:
             return
-        own = getattr(module, "_init_weights", None) or own
+        own = initializer_of(module) or own
         if own is not None:
             self._own[id(module)] = own
         self._parents[id(module)] = parents

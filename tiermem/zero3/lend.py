@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from tiermem.errors import TiermemError
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.layout import Slot, UnitLayout
 
@@ -26,12 +27,14 @@ def lend(
     *,
     needed: Callable[[int], None],
     written: Written | None = None,
+    watched: bool = False,
 ) -> Iterator[None]:
     """Gather `units` for the body; all of them are in memory together.
 
     `needed(unit)` is called before, and waits for updates. With `written` the body may write: afterwards it is called
     with (unit, slot, values: 1-D in memory order, the slot's dtype, CPU) for every parameter whose bytes changed.
-    Raises TiermemError if a unit to be written is in use, and what the pager raises.
+    `watched`: the body is not ours, and may write without permission where torch does not notice (`parameter.data`).
+    Raises TiermemError for that, or if a unit to be written is in use, and what the pager raises.
     """
 
     def let_go(unit: int) -> None:
@@ -51,6 +54,8 @@ def lend(
             last.callback(let_go, unit)
             if written is not None:
                 last.callback(look, unit, base.clone(), written)
+            elif watched:
+                last.callback(_refuse_written, layouts[unit], base, [_sum(base, slot) for slot in layouts[unit].slots])
         yield
 
 
@@ -70,6 +75,22 @@ def restore(
             copies = [parameters[slot.parameter].data.to("cpu", copy=True) for slot in layout.slots]
         for slot, values in zip(layout.slots, copies, strict=True):
             parameters[slot.parameter].data = values
+
+
+def _refuse_written(layout: UnitLayout, base: torch.Tensor, before: Sequence[int]) -> None:
+    """Raise TiermemError if the bytes of a parameter that was lent for reading have changed."""
+    for slot, expected in zip(layout.slots, before, strict=True):
+        if _sum(base, slot) != expected:
+            raise TiermemError(
+                f"parameter {slot.names[0]} was written through its .data while it was gathered for reading; the write "
+                "may be lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+            )
+
+
+def _sum(base: torch.Tensor, slot: Slot) -> int:
+    """Of the bits of a parameter, as integers: one pass over its memory, where a copy would need as much again."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(slot.dtype.itemsize, torch.uint8)
+    return int(base[slot.offset : slot.offset + slot.nbytes].view(integers).sum(dtype=torch.int64))
 
 
 def _report(layout: UnitLayout, now: torch.Tensor, before: torch.Tensor, written: Written) -> None:

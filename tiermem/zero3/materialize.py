@@ -19,6 +19,7 @@ from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
+from tiermem.zero3.assigned import forget_writes, repeat_writes
 from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
@@ -84,6 +85,7 @@ class Materializer:
             initialiser.run_buffers(module)
         for buffer in divided.model.buffers():
             self.broadcast(buffer)
+        forget_writes(divided.model)
         # Only now: while others are initialised, an absent parameter has to bear being written (see initialise).
         return self._stand_in(divided, layouts)
 
@@ -165,6 +167,9 @@ class Materializer:
         missing = [member for member in members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):
             initialiser.run(root, {id(member.places[0].module) for member in fresh})
+            for member in fresh if self.init is None else ():
+                for place in member.places:
+                    repeat_writes(place.module, place.attribute, parameters[member.number].data, name=place.name)
             if self.weights is not None:
                 for member in members:  # the initialisation of a module writes all of its parameters
                     self._load(member, parameters[member.number])

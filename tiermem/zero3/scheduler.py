@@ -34,6 +34,7 @@ from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gra
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
+from tiermem.zero3.registered import RegisteredParameters
 from tiermem.zero3.units import HookPoint, ModelUnits
 
 
@@ -149,8 +150,10 @@ class GatherScheduler:
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
         there = all_gathered(divided, self._gatherer)
+        registered = RegisteredParameters(divided, parameters)
 
         def before_call(module: nn.Module, units: tuple[int, ...], *arguments: Any) -> Arguments | None:
+            registered.check(module)
             self._before_call(module, units)
             return None if self.lockstep is None else self.lockstep.enter(*arguments)
 

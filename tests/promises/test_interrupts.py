@@ -1,0 +1,112 @@
+"""An interrupt (Ctrl-C) at a bad moment: what it left half done is made good by the next call, and nothing hangs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_training import budget_for, config_for
+from torch import nn
+
+import tiermem
+from tiermem.zero3 import gather
+from tiermem.zero3.placeholder import Placeholders
+
+
+class Once:
+    """Calls the function; the call of this number is interrupted before it does anything."""
+
+    def __init__(self, function, number: int) -> None:
+        self.function, self.left = function, number
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.function(*args, **kwargs)
+
+
+def begin(tmp_path, update="forward", budget="tight"):
+    torch.manual_seed(1)
+    model = Stack()
+    plain = copy.deepcopy(model)
+    config = config_for(tmp_path, budget_for(model, tmp_path, budget), update)
+    return model, plain, tiermem.offload(model, config, coalesce=0)
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("where", ["gathering", "letting go"])
+def test_parameters_half_gathered_or_half_let_go(where, number, tmp_path, monkeypatch):
+    model, plain, runtime = begin(tmp_path)
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        with monkeypatch.context() as patch:
+            if where == "gathering":
+                patch.setattr(gather, "slot_view", Once(gather.slot_view, number))
+            else:
+                once = Once(Placeholders.of, number)
+                patch.setattr(Placeholders, "of", lambda self, *arguments: once(self, *arguments))
+            with pytest.raises(KeyboardInterrupt):
+                model(batch())
+        for _ in range(2):
+            loss, expected = model(batch()).square().mean(), plain(batch()).square().mean()
+            assert torch.equal(loss, expected)
+            loss.backward(), expected.backward()
+            optimizer.step(), other.step()
+            other.zero_grad()
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values)
+
+
+def test_interrupted_forwards_do_not_use_up_the_budget(tmp_path):
+    model, plain, runtime = begin(tmp_path, "backward")
+
+    def interrupt(module: nn.Module, _: object) -> None:
+        raise KeyboardInterrupt
+
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for layer in (*model.layers, model.head, *model.layers):
+            handle = layer.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch())
+            handle.remove()
+            optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        assert torch.equal(loss, plain(batch()).square().mean())
+        loss.backward()
+        optimizer.step()
+        runtime.settle()
+        assert runtime.statistics().tiers[-1].reserved <= runtime.statistics().tiers[-1].budget
+
+
+@pytest.mark.parametrize("update", ["forward", "step"])
+def test_updates_that_were_queued_and_not_begun_are_carried_out(update, tmp_path, monkeypatch):
+    model, plain, runtime = begin(tmp_path, update, "generous")
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        model(batch()).square().mean().backward()
+        pager = runtime._house.storage.pager
+
+        def interrupted(coroutine) -> None:
+            coroutine.close()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pager, "start_task", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(batch()).square().mean().backward()
+        other.step()
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values)
