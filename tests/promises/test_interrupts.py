@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import sys
 
 import pytest
 import torch
 from doubles_models import Stack
+from doubles_together import leased_pages
 from doubles_training import budget_for, config_for
 from torch import nn
 
 import tiermem
+from tiermem.pager.lease import Lease
+from tiermem.pager.page import Kind
 from tiermem.zero3 import gather
 from tiermem.zero3.placeholder import Placeholders
 
@@ -108,5 +114,84 @@ def test_updates_that_were_queued_and_not_begun_are_carried_out(update, tmp_path
         optimizer.zero_grad()
         plain(batch()).square().mean().backward()
         other.step()
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values)
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt where the function of this number begins, of those of the packages on this thread."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame, event, argument):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith(("tiermem", "swap")):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+# How many functions lie between one interrupt and the next: each call of a step is hit in one of so many runs.
+STRIDE = 199
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "auto", "backward"])
+@pytest.mark.filterwarnings("ignore:zero_grad\\(\\) between backward and step:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came while something was finalized
+def test_interrupts_anywhere_in_a_step_leave_a_model_that_trains(update, tmp_path):
+    model, plain, runtime = begin(tmp_path, update)
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+
+        def step():
+            loss = model(batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step(), step()
+        for number in itertools.count(1, STRIDE):
+            interrupting = Interrupting(number)
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    sys.settrace(interrupting)
+                    step()
+                finally:
+                    sys.settrace(None)
+            optimizer.zero_grad()
+            if interrupting.left > 0:  # the step was over before
+                break
+        assert number > 20 * STRIDE
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            values.data.copy_(runtime.parameter(parameter))
+        other = plain(batch()).square().mean()
+        assert torch.equal(step(), other)
+        assert not leased_pages(runtime)
+
+
+def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_path, monkeypatch):
+    """It ended the pager's thread where the page was wanted again, and with it every wait."""
+    model, plain, runtime = begin(tmp_path, "step", "generous")
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        with monkeypatch.context() as patch:
+            real = Lease.tensor
+
+            def interrupted(lease, key):
+                if key.kind is Kind.GRAD:
+                    raise KeyboardInterrupt
+                return real(lease, key)
+
+            patch.setattr(Lease, "tensor", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch()).square().mean().backward()
+        with pytest.raises(tiermem.TiermemError, match=r"KeyboardInterrupt came while .* was being written.*zero_grad"):
+            model(batch()).square().mean().backward()
+        optimizer.zero_grad()
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        for each, its in ((model, optimizer), (plain, other)):
+            each(batch()).square().mean().backward()
+            its.step()
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)

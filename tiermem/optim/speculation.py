@@ -105,6 +105,9 @@ class Speculation:
                 self._gradients.claimed(update.unit, _parameters(update))
                 source.count(_parameters(update))
         self._kept.add(source)
+        self._confirm_kept()
+
+    def _confirm_kept(self) -> None:
         if self._protection is not None and all(owner in self._kept for owner, _ in self._shares):
             self._protection.confirm()
             self._counters.count(speculated=1, confirmed=1)
@@ -116,16 +119,18 @@ class Speculation:
         `redone`: for the statistics, whether the rest is going to be updated in this step again.
         Raises TiermemError, and changes nothing, if somebody keeps a view of parameters concerned.
         """
+        if self._shares:
+            self._confirm_kept()  # an interrupt came before that
         if self._protection is None:
             return
         self._gradients.require_free({update.unit for _, update in self._shares})
         self._undo.revert(self._protection, self._queue.withdraw(self._protection))
         shares, kept = self._shares, self._kept
-        self._close()
         self.spoiled = True
         self.give_up()
         undone = [update for source, update in shares if source not in kept]
         self._gradients.given_back([parameter for update in undone for parameter in _parameters(update)])
+        self._close()  # from here on it is not done again, should an interrupt come
         wanted = {update.unit for update in undone}
         for source, update in sorted(shares, key=lambda share: share[1].unit):
             if source in kept:

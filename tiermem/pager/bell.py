@@ -23,10 +23,11 @@ class _Bell:
 
     def ring(self) -> None:
         """Wake the loop, or keep it from falling asleep. Any thread, also from a finalizer."""
-        try:
-            self._rung.release()
-        except RuntimeError:  # it has been rung already
-            return
+        if self._rung.locked():
+            try:
+                self._rung.release()
+            except RuntimeError:  # it has been rung meanwhile
+                return
 
     def select(self, timeout: float | None) -> Sequence[object]:
         """Sleep until rung, for `timeout` seconds at most; there are no files to speak of."""

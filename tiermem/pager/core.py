@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from tiermem.errors import TiermemError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
-from tiermem.pager.lease import Lease, Parting, PendingLease, Release
+from tiermem.pager.lease import Lease, LeasesOut, Parting, PendingLease, Release
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
@@ -42,6 +42,7 @@ class Core:
         self.service = Service(self.residency, appetite)
         self.saving = Saving(self.residency, self.service, self.loop.post, self._next_event)
         self._timeline = timeline
+        self._out: LeasesOut[tuple[Sequence[Page], Tier, Intent]] = LeasesOut()
         self._kernels = 0
         self._waiting_threads = 0
         self._events = 0
@@ -75,7 +76,9 @@ class Core:
             frames = {page.key: page.frames[tier] for page in pages}
             fences = [fence for frame in frames.values() for fence in frame.fences]
             release: Release = lambda lease, parting, failure: self._post_release(lease, tier, parting, failure)  # noqa: E731
-            settled(Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence), None)
+            lease = Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence)
+            self._out.add(lease, (pages, tier, intent))
+            settled(lease, None)
 
         self.service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
 
@@ -142,6 +145,8 @@ class Core:
         fence = self.residency.chain.arenas[tier].fence()  # here: it is the releasing thread that has asked for work
 
         def release() -> None:
+            if not self._out.remove(lease):
+                return
             for page in lease.pages if parting is Parting.UNWRITTEN else ():
                 self.residency.discard(page)
             if failure is not None:
@@ -187,6 +192,11 @@ class Core:
         stalled = next(filter(None, (move.stalled() for move in _flying(self.residency))), None)
         if stalled is not None:
             self.refuse(stalled)
+        for pages, tier, intent in self._out.take_lost():
+            for page in pages if intent is Intent.FRESH else ():
+                self.residency.discard(page)
+            self.service.release(pages, tier, self.residency.chain.arenas[tier].fence())
+            self.loop.wake()
         waiting = self.service.waiting
         blocked = self._waiting_threads > 0 or any(
             request.waiter is not None and request.waiter.awaited for request in waiting

@@ -11,13 +11,14 @@ import copy
 import enum
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import torch
 
-from tiermem.errors import InvariantError
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.memory.arena import Fence, Frame
 from tiermem.pager.page import Page, PageKey
 
@@ -29,13 +30,14 @@ class Parting(enum.Enum):
     UNWRITTEN = "unwritten"
 
 
+T = TypeVar("T")
 Release = Callable[["Lease", Parting, BaseException | None], None]
 
 
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("_closing", "_fence", "_fences", "_frames", "_pages", "_release", "handed_over")
+    __slots__ = ("__weakref__", "_closing", "_fence", "_fences", "_frames", "_pages", "_release", "handed_over")
 
     def __init__(
         self,
@@ -94,7 +96,18 @@ class Lease:
         self._close(Parting.UNWRITTEN, None)
 
     def fail(self, error: BaseException) -> None:
-        """Give the hold back and declare the contents garbage: whoever uses the pages next gets `error`."""
+        """Give the hold back and declare the contents garbage: whoever uses the pages next gets `error`.
+
+        Or, if that is an interrupt, a TiermemError: raised later and elsewhere it would end what it is not meant for.
+        """
+        if not isinstance(error, Exception):
+            keys = ", ".join(str(page.key) for page in self._pages)
+            interrupted = TiermemError(
+                f"{type(error).__name__} came while {keys} was being written: forget this step's gradients "
+                "(optimizer.zero_grad()) or, if they are not what was written, resume from a commit"
+            )
+            interrupted.__cause__ = error.with_traceback(None)
+            error = interrupted
         self._close(Parting.KEPT, error)
 
     def _close(self, parting: Parting, error: BaseException | None) -> None:
@@ -109,6 +122,30 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+class LeasesOut(Generic[T]):
+    """The leases that are not given back yet, each with what is to be known of it. Used on the pager's loop only.
+
+    Some are lost: an interrupt came before whoever asked for one had stored it, or while it was being given back. They
+    are found by weak references; in a `__del__` an interrupt would be swallowed, and the lease lost for good.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[weakref.ref[Lease], T] = {}
+
+    def add(self, lease: Lease, known: T) -> None:
+        """A lease is given out."""
+        self._known[weakref.ref(lease)] = known
+
+    def remove(self, lease: Lease) -> bool:
+        """It is given back; False if it was before."""
+        return self._known.pop(weakref.ref(lease), None) is not None
+
+    def take_lost(self) -> list[T]:
+        """What is known of the leases that nobody has any more."""
+        lost = [reference for reference in self._known if reference() is None]
+        return [self._known.pop(reference) for reference in lost]
 
 
 class PendingLease:

@@ -90,9 +90,8 @@ class LoopThread:
 
     def wake(self) -> None:
         """Have `after` run soon, even without a message."""
-        if not self._ringing:
-            self._ringing = True
-            self.asyncio.ring()
+        self._ringing = True
+        self.asyncio.ring()  # always: an interrupt may have come between the two
 
     def call(self, function: Callable[[], T]) -> T:
         """Wait for `function()` run on the loop; raises what it raises, TiermemError after `shut`."""

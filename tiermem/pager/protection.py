@@ -116,6 +116,8 @@ class Protection:
         self._post(lambda: None)  # there is room now
 
     def _confirm(self) -> None:
+        if not self._open:
+            return  # said twice, the first time before an interrupt
         self._open = False
         self._copies.release()
         self._protected.clear()

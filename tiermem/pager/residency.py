@@ -60,6 +60,7 @@ class Residency:
         self.uses = 0
         self._report = ended
         self._last_use: dict[PageKey, int] = {}
+        self._spoiled: set[Page] = set()  # whose error is of their contents only, and goes with them
 
     def page(self, key: PageKey) -> Page:
         """The page of that name. Raises InvariantError if there is none."""
@@ -196,8 +197,10 @@ class Residency:
         self.census.note(page)
 
     def fail(self, page: Page, error: BaseException) -> None:
-        """The contents are garbage: whoever uses the page from now on gets `error` (I7)."""
-        page.error = page.error or error
+        """The contents are garbage: whoever uses the page until they are discarded gets `error` (I7)."""
+        if page.error is None:
+            page.error = error
+            self._spoiled.add(page)
         self.census.note(page)
 
     def remove(self, page: Page) -> bool:
@@ -205,6 +208,7 @@ class Residency:
         if page.is_leased or page.move is not None:
             return False
         page.valid.clear()
+        self._spoiled.discard(page)
         for tier in list(page.frames):
             self._free(page, tier)
         self.census.note(page)
@@ -236,6 +240,9 @@ class Residency:
         """After a lease or a move has ended: what was to be discarded is."""
         if page.doomed and not page.is_leased and page.move is None:
             page.doomed = False
+            if page in self._spoiled:
+                self._spoiled.discard(page)
+                page.error = None
             self.counters.count(discards=bool(page.valid))
             page.valid.clear()
             for tier in list(page.frames):

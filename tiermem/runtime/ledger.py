@@ -86,6 +86,13 @@ class GradientLedger:
             [unit for unit in self._units if not given.isdisjoint(self.scheduler.gradients.numbers(unit))]
         )
 
+    def end_interrupted(self) -> None:
+        """Let go of what a forward or backward holds that was interrupted: the next ones need the room."""
+        if self.scheduler.stack.calls:
+            self.scheduler.settle()
+        else:
+            self._gatherer.forget_calls()
+
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients as if backward had not brought them. If others are claimed, end the step next."""
         if self._claimed:
@@ -105,6 +112,11 @@ class GradientLedger:
     def is_mid_step(self) -> bool:
         """Whether some gradients of this step are used by an update and the step is not over."""
         return bool(self._claimed or self._borrowed)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all gradients of this step are used by updates for good: an interrupt came before its end."""
+        return bool(self._claimed) and not self.unclaimed()
 
     def unclaimed(self) -> set[int]:
         """All parameters with a gradient that is not an update's for good."""
@@ -212,11 +224,13 @@ class Steps:
         RuntimeWarning, and does not happen again: from the next step on what `source` updates early can be undone.
         """
         self._check_open()
-        if self._ledger.scheduler.stack.calls:  # of a forward that was interrupted: the next ones need the room
-            self._ledger.scheduler.settle()
+        self._ledger.end_interrupted()
         self._ledger.scheduler.gradients.line_up()
         spent = self._coordinator.spent
         self._coordinator.drop_gradients(source, asked=True)
+        self._ledger.scheduler.gradients.drop_unfinished()
+        if not spent and self._ledger.is_ending:
+            self._close_step(updated=True)
         if spent:
             self._close_step(updated=True)
             warnings.warn(

@@ -100,6 +100,9 @@ class RefinedLookAhead:
         except TiermemError as error:
             self._course = None
             self._control.settle(f"planned; not refined: {error}")
+        except BaseException:
+            self._course = None  # an interrupt has ended it: it begins anew
+            raise
         self._spent = time.perf_counter() - began
 
     def _begin(self) -> Generator[None, None, Mapping[int, float]]:

@@ -53,6 +53,7 @@ class Undo:
         self._extents = extents
         self._wait_open = wait_open
         self._copies = copies
+        self._reverting: tuple[Protector, Future[None]] | None = None  # the latest
 
     def has_room(self) -> bool:
         """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
@@ -66,10 +67,15 @@ class Undo:
         return self._pager.protection(self._extents.keep())
 
     def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
-        """Wait for the updates that are running, then until everything protected is as it was before."""
+        """Wait for the updates that are running, then until everything protected is as it was before.
+
+        Asked a second time, because an interrupt has ended the first wait, it waits for the same.
+        """
         for future in running:
             self._pager.wait_for(future)
-        self._pager.wait_for(self._pager.start_task(protection.revert()))
+        if self._reverting is None or self._reverting[0] is not protection:
+            self._reverting = protection, self._pager.start_task(protection.revert())
+        self._pager.wait_for(self._reverting[1])
 
 
 def make_speculation(

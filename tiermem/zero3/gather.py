@@ -54,6 +54,7 @@ class _UnitState:
         "held",
         "holds",
         "layout",
+        "lent",
         "parameters",
         "presence",
         "versions",
@@ -66,6 +67,7 @@ class _UnitState:
         self.parameters = tuple(parameters[slot.parameter] for slot in layout.slots)
         self.presence = Presence.SHARDED
         self.holds = 0
+        self.lent = 0
         self.held: HeldUnit | None = None
         self.base: torch.Tensor | None = None
         self.viewers = 0
@@ -122,7 +124,7 @@ class Gatherer:
         placeholders: Placeholders,
         counters: Counters,
     ) -> None:
-        self._source = source
+        self.source = source
         self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
         self._placeholders = placeholders
         self._counters = counters
@@ -140,19 +142,30 @@ class Gatherer:
         """How many module calls rely on the unit being gathered."""
         return self._units[unit].holds
 
-    def hold(self, unit: int) -> None:
-        """Count one more module call that relies on the unit. It must be gathered."""
-        if self._units[unit].presence is not Presence.GATHERED:
-            raise InvariantError(f"unit {unit} is held while {self._units[unit].presence.value}")
-        self._units[unit].holds += 1
+    def hold(self, unit: int, *, lent: bool = False) -> None:
+        """Count one more module call, or loan (`lend`), that relies on the unit. It must be gathered."""
+        state = self._units[unit]
+        if state.presence is not Presence.GATHERED:
+            raise InvariantError(f"unit {unit} is held while {state.presence.value}")
+        state.holds += 1
+        state.lent += lent
 
-    def unhold(self, unit: int) -> int:
-        """Count one module call less; returns how many are left. Does not reshard."""
+    def unhold(self, unit: int, *, lent: bool = False) -> int:
+        """Count one module call, or loan, less; returns how many are left. Does not reshard."""
         state = self._units[unit]
         if state.holds == 0:
             raise InvariantError(f"unit {unit} has no holds to give back")
         state.holds -= 1
+        state.lent -= lent
         return state.holds
+
+    def forget_calls(self) -> None:
+        """No module call is in progress: let go of what an interrupt has left of those that were."""
+        for unit, state in enumerate(self._units):
+            if state.between or state.holds > state.lent:
+                state.holds = state.lent
+                if not state.holds:
+                    self.reshard(unit)
 
     def take_in(self, unit: int) -> None:
         """Have values that were assigned to the unit's parameters while it is lent for writing in its frame."""
@@ -216,19 +229,7 @@ class Gatherer:
     def start(self, unit: int) -> None:
         """Begin to fetch a unit that is gathered next. Does not wait."""
         if self._units[unit].base is None:
-            self._source.start(unit)
-
-    @property
-    def ahead(self) -> int | None:
-        """The unit that is fetched ahead, if there is one."""
-        return self._source.ahead
-
-    def give_up_ahead(self) -> None:
-        """Forget what was fetched ahead, or half gathered when an interrupt came: it may change now."""
-        self._source.give_up()
-        for unit, state in enumerate(self._units):
-            if state.between and not state.holds:
-                self.reshard(unit)
+            self.source.start(unit)
 
     def count_leaks(self) -> None:
         """Note, once per lease, the units that linger where nobody has reason to look at them."""
@@ -266,7 +267,7 @@ class Gatherer:
         return GatherStatistics(self._gathers, self._leaks, len(self._lingering))
 
     def _take(self, state: _UnitState, *, writable: bool) -> torch.Tensor:
-        held = self._source.take(state.layout.unit, writable=writable)
+        held = self.source.take(state.layout.unit, writable=writable)
         base = held.base
         if base.storage_offset() != 0:
             held.release()
@@ -281,7 +282,7 @@ class Gatherer:
             raise InvariantError(f"unit {state.layout.unit} lingers without a lease")
         if viewers(state.base) > state.viewers:
             return False
-        del self.frames[state.base.untyped_storage().data_ptr()]
+        self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # an interrupt may have come behind it
         held = state.held
         state.base = state.held = None
         state.presence = Presence.SHARDED

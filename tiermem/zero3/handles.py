@@ -8,6 +8,7 @@ active outside go on seeing every other tensor, and that an ordinary saved tenso
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,34 +19,50 @@ from tiermem.errors import TiermemError
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.layout import view_bytes
 
+# Notes of handles that are no more are thrown away when there are so many, and then whenever they have doubled.
+_TIDY_AT = 64
+
 
 class Tally:
-    """How many handles on a unit are alive, and how often its values have changed since the start."""
+    """Which handles on a unit are alive, and how often its values have changed since the start.
 
-    __slots__ = ("alive", "generation")
+    Weak references, and no counting in `__del__`: an interrupt there would be swallowed, and the count wrong for good.
+    """
+
+    __slots__ = ("_handles", "_tidy_at", "generation")
 
     def __init__(self) -> None:
-        self.alive = 0
         self.generation = 0
+        self._handles: list[weakref.ref[Handle]] = []
+        self._tidy_at = _TIDY_AT
+
+    def add(self, handle: Handle) -> None:
+        """One handle more."""
+        self._handles.append(weakref.ref(handle))
+        if len(self._handles) >= self._tidy_at:
+            self._tidy_at = max(_TIDY_AT, 2 * self.alive)
+
+    @property
+    def alive(self) -> int:
+        """How many are."""
+        self._handles = [handle for handle in self._handles if handle() is not None]
+        return len(self._handles)
 
 
 class Handle:
     """A view of a unit's flat buffer, wherever that may be when it is needed. `offset` counts elements of `dtype`."""
 
-    __slots__ = ("dtype", "generation", "offset", "shape", "stride", "tally", "unit")
+    __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "stride", "tally", "unit")
 
     def __init__(self, unit: int, tensor: torch.Tensor, tally: Tally) -> None:
-        self.tally = tally  # first, and counted at once: an interrupt in what follows calls `__del__`
-        tally.alive += 1
+        self.tally = tally
         self.generation = tally.generation
         self.unit = unit
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = int(tensor.storage_offset())
-
-    def __del__(self) -> None:
-        self.tally.alive -= 1
+        tally.add(self)
 
 
 class Kept:

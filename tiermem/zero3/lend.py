@@ -38,7 +38,7 @@ def lend(
     """
 
     def let_go(unit: int) -> None:
-        if gatherer.unhold(unit) == 0 and not gatherer.reshard(unit):
+        if gatherer.unhold(unit, lent=True) == 0 and not gatherer.reshard(unit):
             gatherer.count_leaks()
 
     def look(unit: int, before: torch.Tensor, written: Written) -> None:
@@ -50,7 +50,7 @@ def lend(
             if gatherer.presence(unit) is Presence.SHARDED:
                 needed(unit)
             base = gatherer.gather(unit, writable=written is not None)
-            gatherer.hold(unit)
+            gatherer.hold(unit, lent=True)
             last.callback(let_go, unit)
             if written is not None:
                 last.callback(look, unit, base.clone(), written)

@@ -59,6 +59,9 @@ class Gradients(Protocol):
     def line_up(self) -> None:
         """Wait until all ranks have come here, with all their gradients."""
 
+    def drop_unfinished(self) -> None:
+        """Forget pages in which an error or an interrupt has left gradients that do not count yet."""
+
     def numbers(self, unit: int) -> tuple[int, ...]:
         """The unit's parameters that have a gradient in this step, by place."""
 

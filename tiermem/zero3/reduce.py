@@ -62,6 +62,13 @@ class StepGradients:
         if pages:
             self._pager.start_discard(pages)
 
+    def drop_unfinished(self) -> None:
+        """Forget pages in which an error or an interrupt has left gradients that do not count yet."""
+        unfinished = [key for key in self._written if not self.numbers(key.unit)]
+        self._written.difference_update(unfinished)
+        if unfinished:
+            self._pager.start_discard(unfinished)
+
     def _end(self) -> None:
         """Have nothing open or under way."""
         raise NotImplementedError

@@ -101,8 +101,9 @@ class GatherScheduler:
         self._watched.clear()
         self._held.between.end()
         self._release_backward()
+        self._gatherer.forget_calls()
         self.gradients.release()
-        self._gatherer.give_up_ahead()
+        self._gatherer.source.give_up()
         self._gatherer.recheck()
 
     def finish_step(self, *, updated: bool = True) -> None:
@@ -324,7 +325,7 @@ class GatherScheduler:
 
         def take(unit: int) -> None:
             """All ranks have all gradients of the unit: an update may take them, unless its values are wanted again."""
-            wanted = self._gatherer.ahead == unit or self._gatherer.presence(unit) is not Presence.SHARDED
+            wanted = self._gatherer.source.ahead == unit or self._gatherer.presence(unit) is not Presence.SHARDED
             if not wanted and not self._touched.get(unit, True):
                 self._touched[unit] = self._listener.gradients_complete(unit)
 
