@@ -8,6 +8,7 @@ itself: fio does, and `swap.bench`. Guarantees medians, ratios between runs of o
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -151,7 +152,8 @@ def run_fio(
         direct=ground.direct,
     )
     try:
-        return Run(pattern, number, str(contender), *fio.run(program, ground.files[0].path, load))
+        same = f"/proc/{os.getpid()}/fd/{ground.files[0].fileno()}"  # it has no name any more
+        return Run(pattern, number, str(contender), *fio.run(program, same, load))
     except fio.FioError as error:
         return Run(pattern, number, str(contender), error=str(error))
 
