@@ -195,3 +195,15 @@ def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_
             its.step()
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
+
+
+def test_gradients_dropped_inside_a_forward_end_no_call(tmp_path):
+    """What is in progress there is no interrupted call: its parameters stay until it is over."""
+    model, plain, runtime = begin(tmp_path)
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        children = list(model.children())
+        children[0].register_forward_hook(lambda *_: optimizer.zero_grad())
+        children[-1].register_forward_pre_hook(lambda *_: optimizer.zero_grad())
+        for _ in range(2):
+            assert torch.equal(model(batch()), plain(batch()))

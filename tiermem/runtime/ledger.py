@@ -8,10 +8,13 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
+from types import FrameType
 
 import torch
+from torch import nn
 
 from tiermem.ahead import LookAhead
 from tiermem.errors import TiermemError
@@ -88,10 +91,11 @@ class GradientLedger:
 
     def end_interrupted(self) -> None:
         """Let go of what a forward or backward holds that was interrupted: the next ones need the room."""
-        if self.scheduler.stack.calls:
-            self.scheduler.settle()
-        else:
+        calls = self.scheduler.stack.calls
+        if not calls:
             self._gatherer.forget_calls()
+        elif not any(call.module is not None and _is_running(call.module) for call in calls):
+            self.scheduler.settle()
 
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients as if backward had not brought them. If others are claimed, end the step next."""
@@ -137,6 +141,16 @@ class GradientLedger:
         self.scheduler.finish_step(updated=updated)
         self._claimed.clear()
         return True
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of the module is on this thread's stack: what is asked then comes from inside of it."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see one's callers
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:  # noqa: SLF001
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Steps:
