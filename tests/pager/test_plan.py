@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tiermem.pager import sweep as sweep_module
 from tiermem.pager.course import Limits
+from tiermem.pager.forecast import LATER, Forecast
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
-from tiermem.pager.schedule import LATER, Forecast, Schedule, schedule_of
+from tiermem.pager.schedule import Schedule, schedule_of
 from tiermem.planner.steps import plan_step
 from tiermem.zero3.order import Access, Phase
 

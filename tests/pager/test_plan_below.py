@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tiermem.pager.below import _stays_above, make_plan_below
 from tiermem.pager.course import Limits
+from tiermem.pager.forecast import LATER, Forecast
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan
-from tiermem.pager.schedule import LATER, Forecast, Schedule, schedule_of
+from tiermem.pager.schedule import Schedule, schedule_of
 from tiermem.planner.steps import plan_step
 from tiermem.zero3.order import Access, Phase
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.memory.tiers import Tier
+from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.plan import Plan
 from tiermem.pager.policy import Candidate, FarthestFirst, choose_read_ahead
 from tiermem.pager.residency import Residency
-from tiermem.pager.schedule import Forecast, schedule_of
+from tiermem.pager.schedule import schedule_of
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 

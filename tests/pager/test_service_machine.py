@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
+from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.protection import Protection
 from tiermem.pager.residency import Residency
-from tiermem.pager.schedule import Forecast, schedule_of
+from tiermem.pager.schedule import schedule_of
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 

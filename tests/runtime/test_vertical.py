@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
+from tiermem.pager.pager import Pager
 from tiermem.planner.footprint import PASSING
 
 UPDATES = ("step", "forward", "backward")
@@ -237,6 +238,23 @@ def test_parameters_cross_the_wire_once_per_pass(tmp_path):
             many = counted.accumulated(8)
         assert many[1] >= 7 * one[1]
         assert many[0] >= 5 * one[0]
+
+
+def test_the_next_parameters_come_before_the_tiles_of_an_update_that_is_far_off(tmp_path, monkeypatch):
+    followed: list[int | None] = []
+    follow = Pager.set_schedule
+
+    def note(pager, schedule, **settings):
+        followed.append(schedule.hasty)
+        follow(pager, schedule, **settings)
+
+    monkeypatch.setattr(Pager, "set_schedule", note)
+    counted = Counted(tmp_path)
+    with counted.runtime:
+        for step, hasty in ((counted.vertical, 5), (counted.accumulated, None), (counted.vertical, 5)):
+            for _ in range(2):
+                step(3)
+            assert followed[-1] == hasty
 
 
 def test_updates_begin_while_backward_goes_on(tmp_path):

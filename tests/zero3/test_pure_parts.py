@@ -139,6 +139,7 @@ def test_each_batch_comes_to_a_unit_s_gradients_once():
                 assert arrived == (step == 1 and parameter in (6, 8) and (parameter, batch) != (6, 1))
         found = order.finish()
     assert found.accesses == (FORWARD(0), FORWARD(1), BACKWARD(1), GRADIENT(1), GRADIENT(0)) * 3
+    assert not found.together
     assert found.contributions == {5: 3, 6: 2, 7: 3, 8: 3}
     for batch in range(4):
         for parameter in (7, 8):
@@ -164,7 +165,9 @@ def test_batches_that_come_to_gradients_one_after_the_other_find_them_held():
         order.gradient(unit, parameter)
         order.contribution(parameter)
     # Unit 2 is a part of unit 1 and apart: its tiles are leased again and again, beside those that are held.
-    assert order.finish().accesses == (GRADIENT(1), GRADIENT(2), GRADIENT(2), GRADIENT(0))
+    step = order.finish()
+    assert step.accesses == (GRADIENT(1), GRADIENT(2), GRADIENT(2), GRADIENT(0))
+    assert step.together
 
 
 def test_gradients_that_were_dropped_come_anew():

@@ -17,12 +17,13 @@ from swap.requests import Priority
 from tiermem.memory.tiers import Tier
 from tiermem.pager.below import make_plan_below
 from tiermem.pager.course import Limits
+from tiermem.pager.forecast import LATER, SETTLED
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import Candidate, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
-from tiermem.pager.schedule import LATER, SETTLED, Schedule
+from tiermem.pager.schedule import Schedule
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
 _COMING = 256

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from tiermem.errors import TiermemError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
+from tiermem.pager.forecast import Forecast
 from tiermem.pager.lease import Lease, LeasesOut, Parting, PendingLease, Release
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
 from tiermem.pager.saving import Saving
-from tiermem.pager.schedule import Forecast
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline

@@ -26,9 +26,9 @@ from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
 from tiermem.pager.census import Census
 from tiermem.pager.edges import Chain
+from tiermem.pager.forecast import SETTLED, Forecast
 from tiermem.pager.invariants import check_invariants
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
-from tiermem.pager.schedule import SETTLED, Forecast
 from tiermem.stats import Counters
 
 Ended = Callable[[Page, Move, BaseException | None], None]

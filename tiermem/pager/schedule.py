@@ -1,36 +1,16 @@
-"""The recorded order of page accesses, and where in it each lane stands.
+"""The recorded order of a step's page accesses.
 
-Owns the immutable `Schedule` of one training step and the `Forecast`, which answers "when is this page used next" and
-"what comes next" from it. Does not know sizes, tiers or budgets. Guarantees that positions grow for ever (a step later
-is a period later), that a lane which lags is answered with what it has still to do, and that an access which the
-schedule does not hold changes nothing but a counter.
+Owns the immutable `Schedule` of one training step. Does not know where anybody stands in it (`forecast.py`), sizes or
+tiers.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiermem.pager.agenda import Agenda
-from tiermem.pager.page import Kind, Lane, PageKey
-
-# Without a schedule the page used longest ago is taken to be needed last (LRU), and any such guess is further away
-# than every recorded use.
-_UNKNOWN = 1 << 60
-
-# Added to the next use of a page that the plan does not keep until then: it goes before any that is kept.
-LATER = 1 << 40
-
-# Before every use: of pages that are to stay where they are even if others are needed sooner.
-SETTLED = -1
-
-# An access that lies further ahead in its lane than this many accesses is either an extra one (of a page that had its
-# turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
-# whole forecast off.
-_LEAP = 16
+from tiermem.pager.page import Lane, PageKey
 
 
 class Access(NamedTuple):
@@ -42,9 +22,16 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The accesses of one step in order; an access's index is its position, the number of accesses the period."""
+    """The accesses of one step in order; an access's index is its position, the number of accesses the period.
+
+    Attributes:
+        accesses: who accesses what.
+        hasty: how many pages of a unit's update are fetched before the parameters that the computation asks for next;
+            the others come behind them, wherever the update is recorded. None: all of them come before.
+    """
 
     accesses: tuple[Access, ...]
+    hasty: int | None = None
 
     @property
     def period(self) -> int:
@@ -52,299 +39,6 @@ class Schedule:
         return len(self.accesses) or 1
 
 
-@dataclass(slots=True)
-class _LaneOrder:
-    """The accesses of one lane: positions in order, the keys at them, and each key's own positions."""
-
-    positions: list[int] = field(default_factory=list)
-    keys: list[PageKey] = field(default_factory=list)
-    of_key: dict[PageKey, list[int]] = field(default_factory=dict)
-    cursor: int = 0  # absolute position: everything before it has happened
-    leap: int | None = None  # where the cursor would be if the last surprising access was the end of a gap
-
-    def next_at(self, key: PageKey, period: int, start: int | None = None) -> int | None:
-        """The absolute position of the first access to `key` at or after `start` (by default the cursor)."""
-        own = self.of_key.get(key)
-        if own is None:
-            return None
-        cycle, inside = divmod(self.cursor if start is None else start, period)
-        index = bisect.bisect_left(own, inside)
-        return cycle * period + own[index] if index < len(own) else (cycle + 1) * period + own[0]
-
-    def between(self, start: int, end: int, period: int) -> int:
-        """How many accesses of the lane lie in the absolute positions from `start` up to, not including, `end`."""
-        return self._before(end, period) - self._before(start, period)
-
-    def _before(self, position: int, period: int) -> int:
-        cycle, inside = divmod(position, period)
-        return cycle * len(self.positions) + bisect.bisect_left(self.positions, inside)
-
-
-class Forecast:
-    """Where each lane stands in the schedule, and what follows from it. Used on the pager's loop only."""
-
-    def __init__(self) -> None:
-        self._schedule: Schedule | None = None
-        self._lanes: dict[Lane, _LaneOrder] = {}
-        self._step = 0
-        self._regular = True
-        # For each page of the update: where it is accessed, and behind which access of the computation it may come.
-        self._due: dict[PageKey, tuple[int, int]] = {}
-        self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
-        self._stays: Sequence[bool] | None = None
-        self._reaching = _LaneOrder()  # the computation's accesses that the plan lets come from HOST
-        self._fetched: set[PageKey] = set()  # since their last access, for the next one
-        self._agenda: Agenda | None = None
-        self.surprises = 0
-        self.version = 0
-
-    @property
-    def has_schedule(self) -> bool:
-        """Whether a schedule is set."""
-        return self._schedule is not None
-
-    def set_schedule(
-        self, schedule: Schedule | None, stays: Sequence[bool] | None = None, reaches: Sequence[bool] | None = None
-    ) -> None:
-        """Follow `schedule` from its beginning, or (None) know nothing of the future.
-
-        `stays`: for each access, whether the plan keeps the page in memory until then (`plan.Plan`); None: no plan.
-        `reaches`: for each, whether HOST is where it is served from, or written to; None: always.
-        """
-        self._schedule = schedule
-        self._stays = stays
-        self._fetched.clear()
-        self._lanes = {lane: _LaneOrder() for lane in Lane}
-        self._reaching = _LaneOrder()
-        self._step = 0
-        self._regular = True
-        self.version += 1
-        for position, access in enumerate(schedule.accesses if schedule else ()):
-            order = self._lanes[access.lane]
-            order.positions.append(position)
-            order.keys.append(access.key)
-            order.of_key.setdefault(access.key, []).append(position)
-            if access.lane is Lane.COMPUTE and (reaches is None or reaches[position]):
-                self._reaching.of_key.setdefault(access.key, []).append(position)
-        self._due = _due_positions(schedule) if schedule is not None else {}
-        self._done = {}
-
-    def begin_step(self) -> bool:
-        """A new step starts: the computation is at its beginning; the update may lag, but by less than a step.
-
-        Returns whether the step before went as recorded. If not, next uses asked for during it may be wrong.
-        """
-        if self._schedule is None:
-            return True
-        period = self._schedule.period
-        compute, update = self._lanes[Lane.COMPUTE], self._lanes[Lane.UPDATE]
-        self._step += 1
-        self.version += 1
-        start = self._step * period
-        regular = self._regular and compute.cursor <= start and compute.between(compute.cursor, start, period) == 0
-        self._regular = True
-        compute.cursor, compute.leap = start, None
-        update.cursor = min(max(update.cursor, start - period), start)
-        return regular
-
-    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> set[PageKey]:
-        """What the update does next, unit by unit; replaces what the recorded order says about lagging updates.
-
-        Returns the pages whose next use may have changed.
-        """
-        self._agenda = self._agenda or Agenda()
-        self.version += 1
-        return self._agenda.set(groups)
-
-    def extend_agenda(self, group: Sequence[PageKey]) -> set[PageKey]:
-        """One more unit at the end of the agenda; returns its pages."""
-        self._agenda = self._agenda or Agenda()
-        self.version += 1
-        self._agenda.extend(group)
-        return set(group)
-
-    def note(self, lane: Lane, key: PageKey) -> None:
-        """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
-        self._fetched.discard(key)
-        if lane is Lane.UPDATE and self._agenda is not None:
-            self._agenda.tick_off(key)
-            self._update_done(key)
-            return
-        if self._schedule is None:
-            return
-        order, period = self._lanes[lane], self._schedule.period
-        position = order.next_at(key, period)
-        if position is None:
-            self.surprises += 1
-            return
-        reach = min(_LEAP, len(order.positions) // 2)
-        skipped = order.between(order.cursor, position, period)
-        if skipped and key.kind is Kind.GRAD and position // period > (order.cursor - 1) // period:
-            self.surprises += 1  # added to once more: to gradients of the next step no way leads past its forward
-            return
-        if skipped > reach:
-            self._regular = False
-            confirmed = None if order.leap is None else order.next_at(key, period, order.leap)
-            if order.leap is None or confirmed is None or order.between(order.leap, confirmed, period) > reach:
-                self.surprises += 1
-                order.leap = position + 1
-                return
-            position = confirmed
-        elif skipped:
-            self._regular = False
-        order.cursor, order.leap = position + 1, None
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether there is a plan of what stays in memory."""
-        return self._stays is not None
-
-    def fetched(self, key: PageKey) -> None:
-        """The page is brought for its next access, and stays until then whatever the plan says of the copy before."""
-        self._fetched.add(key)
-
-    def next_use(
-        self, key: PageKey, last_use: int, lanes: Collection[Lane] = tuple(Lane), *, planned: bool = True
-    ) -> int:
-        """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`.
-
-        A page that the plan does not keep for that access is `LATER`, behind all that it keeps. Not `planned`: on
-        another tier than the plan's.
-        """
-        if self._schedule is None:
-            return _UNKNOWN - last_use
-        if self._agenda is not None and key in self._agenda.pages and Lane.UPDATE in lanes:
-            return self._lanes[Lane.COMPUTE].cursor
-        period, nearest = self._schedule.period, None
-        for lane in lanes:
-            use = self._lanes[lane].next_at(key, period, self._start(lane, key))
-            if use is not None and (nearest is None or use < nearest):
-                nearest = use
-        if nearest is None:
-            return _UNKNOWN - last_use
-        kept = not planned or self._stays is None or self._stays[nearest % period] or key in self._fetched
-        return nearest if kept else LATER + nearest
-
-    def next_use_below(self, key: PageKey, last_use: int, *, above: bool) -> int:
-        """The same for a copy in HOST where the computation works on a tier above; `above`: that has a copy, too.
-
-        A copy above serves the access that it was brought for, and those that the plan expects it to be there for.
-        """
-        if self._schedule is None or self._stays is None or (self._agenda is not None and key in self._agenda.pages):
-            return self.next_use(key, last_use)
-        period, compute = self._schedule.period, self._lanes[Lane.COMPUTE]
-        start, fetched = compute.cursor, key in self._fetched
-        if above and fetched:
-            start = (compute.next_at(key, period) or start) + 1
-        use = (self._reaching if above else compute).next_at(key, period, start)
-        update = self._lanes[Lane.UPDATE].next_at(key, period, self._start(Lane.UPDATE, key))
-        if update is not None and (use is None or update < use):
-            use, above = update, False
-        if use is None:
-            return _UNKNOWN - last_use
-        kept = self._stays[use % period] or (fetched and not above)
-        return use if kept else LATER + use
-
-    def upcoming(self, limit: int) -> Iterator[tuple[int, Lane, PageKey]]:
-        """The next accesses of all lanes by position, at most one step ahead and at most `limit` of them.
-
-        Lanes are merged as they come, so that taking a few costs a few, however long the step is. What is on the
-        agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to.
-        """
-        if self._schedule is None:
-            return iter(())
-        agenda, schedule = self._agenda, self._schedule
-        accesses = self._merge(schedule.period) if agenda is None else self._with_agenda(agenda, schedule)
-        return itertools.islice(accesses, limit)
-
-    def _with_agenda(self, agenda: Agenda, schedule: Schedule) -> Iterator[tuple[int, Lane, PageKey]]:
-        """One step of the record, less what is announced or done already, with the agenda in between.
-
-        All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
-        ahead goes through it for each access it sees.
-        """
-        compute, update, param = Lane.COMPUTE, Lane.UPDATE, Kind.PARAM
-        now, accesses = self._lanes[compute].cursor, schedule.accesses
-        announced, waiting, done = agenda.pages, agenda.portions(), self._done
-        for key in next(waiting, ()):
-            yield now, update, key
-        period = schedule.period
-        cycle, inside = divmod(now, period)
-        first = cycle * period
-        for start, part in ((first, range(inside, len(accesses))), (first + period, range(inside))):
-            for index in part:
-                lane, key = accesses[index]
-                if lane is compute:
-                    yield start + index, lane, key
-                    if key[1] is param:
-                        for late in next(waiting, ()):
-                            yield now, update, late
-                elif key not in announced and start + index >= done.get(key, 0):
-                    yield start + index, lane, key
-        for group in waiting:
-            for late in group:
-                yield now, update, late
-
-    def _merge(self, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
-        heads = {
-            lane: _ahead(order, period, self._start(lane)) for lane, order in self._lanes.items() if order.positions
-        }
-        front = {lane: next(head) for lane, head in heads.items()}
-        while front:
-            lane = min(front, key=lambda candidate: front[candidate][0])
-            position, key = front[lane]
-            yield position, lane, key
-            following = next(heads[lane], None)
-            if following is None:
-                del front[lane]
-            else:
-                front[lane] = following
-
-    def _start(self, lane: Lane, key: PageKey | None = None) -> int:
-        """From where on a lane's recorded accesses (to `key`) are still to come.
-
-        An update whose agenda is known does what lags from there; of the record it needs what the computation has yet
-        to bring about, less what it has done already, which may be ahead of the computation.
-        """
-        start = self._lanes[Lane.COMPUTE if self._agenda is not None else lane].cursor
-        return start if key is None or lane is Lane.COMPUTE else max(start, self._done.get(key, 0))
-
-    def _update_done(self, key: PageKey) -> None:
-        """The update has made the access to `key` that the computation brought about last."""
-        if self._schedule is not None and key in self._due:
-            position, behind = self._due[key]
-            period, cursor = self._schedule.period, self._lanes[Lane.COMPUTE].cursor
-            self._done[key] = position + (cursor - 1 - behind) // period * period + 1
-
-
-def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
-    """(its position, the position of its unit's last gradient before it) for each page that the update accesses.
-
-    The latter is less than a period before: negative where the gradient comes from the step before.
-    """
-    gradients: dict[int, int] = {}
-    for position, access in enumerate(schedule.accesses):
-        if access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD:
-            gradients[access.key.unit] = position - schedule.period
-    due: dict[PageKey, tuple[int, int]] = {}
-    for position, access in enumerate(schedule.accesses):
-        if access.lane is Lane.UPDATE:
-            due[access.key] = position, gradients.get(access.key.unit, position - 1)
-        elif access.key.kind is Kind.GRAD:
-            gradients[access.key.unit] = position
-    return due
-
-
-def _ahead(order: _LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:
-    """One period's worth of a lane's accesses from `start` on."""
-    cycle, inside = divmod(start, period)
-    first = bisect.bisect_left(order.positions, inside)
-    count = len(order.positions)
-    for step in range(count):
-        turn, index = divmod(first + step, count)
-        yield (cycle + turn) * period + order.positions[index], order.keys[index]
-
-
-def schedule_of(accesses: Iterable[tuple[Lane, PageKey]]) -> Schedule:
-    """The schedule with these (lane, key) accesses in this order."""
-    return Schedule(tuple(Access(lane, key) for lane, key in accesses))
+def schedule_of(accesses: Iterable[tuple[Lane, PageKey]], *, hasty: int | None = None) -> Schedule:
+    """The schedule with these (lane, key) accesses in this order; `hasty` as in `Schedule`."""
+    return Schedule(tuple(Access(lane, key) for lane, key in accesses), hasty)

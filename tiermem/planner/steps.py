@@ -22,6 +22,11 @@ from tiermem.zero3.shards import Shard
 
 Arrivals = Mapping[int, Sequence[int]]
 
+# A unit's parameters, and gradient and state of two tiles: enough for its update to begin with. Micro-batches that go
+# through a unit together compute for so long that memory would be full of tiles which nobody can use yet, and the next
+# unit's parameters find no room: `pager/README.md`, "Ahead of time".
+_HASTY = 5
+
 
 def plan_step(
     accesses: Sequence[Access],
@@ -33,6 +38,7 @@ def plan_step(
     touches: Sequence[tuple[int, PageKey]] = (),
     arrivals: Arrivals = MappingProxyType({}),
     resting: Container[int] = (),
+    together: bool = False,
 ) -> Schedule:
     """The schedule of a step like the recorded one.
 
@@ -47,26 +53,12 @@ def plan_step(
         arrivals: of units whose gradient tiles are leased one after the other as gradients arrive, the tiles in that
             order; of all others they are leased at once.
         resting: units that are updated as in "forward" though others are in "backward" (resting.py).
+        together: whether several micro-batches go through a unit before the next one.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
     if transit and beside:
         accesses = _one_ahead(accesses)
-    received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
-    updated = [unit for unit in received if tiles.get(unit, 0)]
-    last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
-    first: dict[int, int] = {}
-    for index, access in enumerate(accesses):
-        if access.phase is Phase.FORWARD:
-            first.setdefault(access.unit, index)
-    forward_order = sorted(updated, key=lambda unit: first.get(unit, len(accesses)))
-    before: dict[int, list[int]] = {}
-    after: dict[int, list[int]] = {}
-    for unit in forward_order:
-        if unit in first and (update == "forward" or (update == "backward" and unit in resting)):
-            before.setdefault(first[unit], []).append(unit)
-        else:
-            after.setdefault(last[unit] if update == "backward" else len(accesses) - 1, []).append(unit)
-
+    before, after = _places(accesses, tiles, update, resting)
     touched: dict[int, list[PageKey]] = {}
     for position, key in touches:
         touched.setdefault(position, []).append(key)
@@ -82,7 +74,28 @@ def plan_step(
                 yield from _update(unit, tiles[unit])
         yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
 
-    return schedule_of(walk())
+    return schedule_of(walk(), hasty=_HASTY if together else None)
+
+
+def _places(
+    accesses: Sequence[Access], tiles: Mapping[int, int], update: str, resting: Container[int]
+) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
+    """Which units are updated before the access of each index, and which behind it."""
+    received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
+    updated = [unit for unit in received if tiles.get(unit, 0)]
+    last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
+    first: dict[int, int] = {}
+    for index, access in enumerate(accesses):
+        if access.phase is Phase.FORWARD:
+            first.setdefault(access.unit, index)
+    before: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    for unit in sorted(updated, key=lambda unit: first.get(unit, len(accesses))):
+        if unit in first and (update == "forward" or (update == "backward" and unit in resting)):
+            before.setdefault(first[unit], []).append(unit)
+        else:
+            after.setdefault(last[unit] if update == "backward" else len(accesses) - 1, []).append(unit)
+    return before, after
 
 
 def _compute(access: Access, tiles: Sequence[int], shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:

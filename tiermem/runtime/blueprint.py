@@ -151,6 +151,7 @@ class Blueprint:
             touches=order.touches,
             arrivals=arrivals,
             resting=self.resting,
+            together=order.together,
         )
 
     def state_pages(self) -> list[tuple[PageKey, int]]:

@@ -49,7 +49,7 @@ class StepPlans:
         self._planner = planner
         self._schedule = schedule
         self._choice = choice
-        self._planned: tuple[Sequence[Access], Touches, Arrivals, str] = ((), (), {}, "")
+        self._planned: tuple[Sequence[Access], Touches, bool, Arrivals, str] = ((), (), False, {}, "")
         self._followed: tuple[Schedule | None, int] = (None, choice.look_ahead.nbytes)
 
     @property
@@ -62,8 +62,9 @@ class StepPlans:
         acts_as = self._schedule.acts_as
         if order is not None:
             arrivals = self._planner.arrivals(order)
-            if (order.accesses, order.touches, arrivals, acts_as) != self._planned:
-                self._planned = order.accesses, order.touches, arrivals, acts_as
+            planned = order.accesses, order.touches, order.together, arrivals, acts_as
+            if planned != self._planned:
+                self._planned = planned
                 self._choice.begin_anew(order, acts_as)
                 self._follow(self._planner.plan(order, arrivals, acts_as))
                 self._counters.step()

@@ -37,12 +37,14 @@ class StepOrder:
     """A finished step: accesses in order, and gradient contributions by global parameter number (absent: none).
 
     `touches`: pages of activations that were written or read, each with how many accesses came before it. They are no
-    part of the comparison: how many there are depends on the input.
+    part of the comparison: how many there are depends on the input. `together`: whether several micro-batches went
+    through a unit before the next one.
     """
 
     accesses: tuple[Access, ...] = ()
     contributions: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     touches: tuple[tuple[int, PageKey], ...] = field(default=(), compare=False)
+    together: bool = field(default=False, compare=False)
 
 
 class OrderRecorder:
@@ -57,6 +59,7 @@ class OrderRecorder:
         self._batches: Counter[int] = Counter()  # how many have brought gradients, by unit
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
+        self._together = False
 
     @property
     def expected(self) -> StepOrder | None:
@@ -117,6 +120,8 @@ class OrderRecorder:
         held = next((access for access in reversed(self._accesses) if access.unit not in self._apart), None)
         if unit in self._apart or held != coming:
             self.access(unit, Phase.GRADIENT)
+        else:
+            self._together = True
 
     def contribution(self, parameter: int) -> int:
         """Note that a gradient arrived; returns how many have arrived for this parameter in this step."""
@@ -164,10 +169,11 @@ class OrderRecorder:
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
         if not contributions and self._expected is not None:
             contributions = self._expected.contributions
-        step = self._expected = StepOrder(tuple(self._accesses), contributions, tuple(self._touches))
+        step = self._expected = StepOrder(tuple(self._accesses), contributions, tuple(self._touches), self._together)
         self._accesses = []
         self._contributions = Counter()
         self._batches = Counter()
         self._touches = []
         self._on_course = True
+        self._together = False
         return step

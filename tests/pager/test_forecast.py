@@ -9,16 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tiermem.pager.agenda import _FIRST
+from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import Forecast, schedule_of
+from tiermem.pager.schedule import schedule_of
 
 KEYS = [PageKey(unit, Kind.PARAM) for unit in range(8)]
 ACCESSES = st.lists(st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS)), min_size=1, max_size=30)
 
 
-def forecast_of(*accesses: tuple[Lane, PageKey]) -> Forecast:
+def forecast_of(*accesses: tuple[Lane, PageKey], hasty: int | None = None) -> Forecast:
     forecast = Forecast()
-    forecast.set_schedule(schedule_of(accesses))
+    forecast.set_schedule(schedule_of(accesses, hasty=hasty))
     return forecast
 
 
@@ -177,8 +178,9 @@ def test_a_lagging_lane_is_merged_by_position(lag: int, accesses: list[tuple[Lan
 class WrittenOutAgenda:
     """The agenda as the list of groups that it is: what `Forecast` answers from indexes."""
 
-    def __init__(self) -> None:
+    def __init__(self, hasty: int | None) -> None:
         self.groups: list[list[PageKey]] = []
+        self.hasty = hasty
 
     def done(self, key: PageKey) -> None:
         for group in self.groups:
@@ -192,13 +194,21 @@ class WrittenOutAgenda:
         known = {key for group in self.groups for key in group}
         groups = [*([self.groups[0][:_FIRST], self.groups[0][_FIRST:]] if self.groups else []), *self.groups[1:]]
         coming = [(cursor, Lane.UPDATE, key) for key in (groups.pop(0) if groups else [])]
+        updates: list[tuple[int, Lane, PageKey]] = []  # recorded since the last parameters
         for position, lane, key in recorded:
             if lane is Lane.UPDATE and key in known:
                 continue
+            if lane is Lane.UPDATE:
+                updates.append((position, lane, key))
+                coming += updates[-1:] if self.hasty is None or len(updates) <= self.hasty else []
+                continue
             coming.append((position, lane, key))
-            if lane is Lane.COMPUTE and key.kind is Kind.PARAM and groups:
-                coming += [(cursor, Lane.UPDATE, late) for late in groups.pop(0)]
-        return coming + [(cursor, Lane.UPDATE, late) for group in groups for late in group]
+            if key.kind is Kind.PARAM:
+                coming += [(cursor, Lane.UPDATE, late) for late in (groups.pop(0) if groups else [])]
+                coming += updates[self.hasty :] if self.hasty is not None else []
+                updates = []
+        coming += [(cursor, Lane.UPDATE, late) for group in groups for late in group]
+        return coming + (updates[self.hasty :] if self.hasty is not None else [])
 
 
 GROUPS = st.lists(st.lists(st.sampled_from(KEYS), max_size=6, unique=True), max_size=5)
@@ -210,15 +220,15 @@ DEEDS = st.one_of(
 )
 
 
-@given(accesses=ACCESSES, deeds=st.lists(DEEDS, max_size=20))
+@given(accesses=ACCESSES, deeds=st.lists(DEEDS, max_size=20), hasty=st.none() | st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
 def test_the_agenda_is_answered_as_if_it_were_searched_from_end_to_end(
-    accesses: list[tuple[Lane, PageKey]], deeds: list[tuple[str, Any]]
+    accesses: list[tuple[Lane, PageKey]], deeds: list[tuple[str, Any]], hasty: int | None
 ) -> None:
     # An update recorded before any computation belongs to the step before; the list below does not know of that.
     lanes = [lane for lane, _ in accesses]
     assume(Lane.COMPUTE not in lanes or Lane.UPDATE not in lanes[: lanes.index(Lane.COMPUTE)])
-    forecast, agenda = forecast_of(*accesses), WrittenOutAgenda()
+    forecast, agenda = forecast_of(*accesses, hasty=hasty), WrittenOutAgenda(hasty)
     forecast.set_agenda([])
     walk = [(at, key) for at, (lane, key) in enumerate(accesses) if lane is Lane.COMPUTE]
     cursor, turn = 0, 0
@@ -247,3 +257,12 @@ def test_the_agenda_is_answered_as_if_it_were_searched_from_end_to_end(
         assert list(forecast.upcoming(10**6)) == agenda.upcoming(recorded, cursor)
         listed = {key for group in agenda.groups for key in group}
         assert all(forecast.next_use(key, 0, (Lane.UPDATE,)) == cursor for key in listed)
+
+
+def test_parameters_come_before_what_an_update_need_not_have_at_once() -> None:
+    states = [PageKey(7, Kind.STATE, tile) for tile in range(4)]
+    accesses = [*compute(0), *((Lane.UPDATE, key) for key in states), *compute(1, 2)]
+    for hasty, expected in ((None, [*states, KEYS[1], KEYS[2]]), (1, [states[0], KEYS[1], *states[1:], KEYS[2]])):
+        forecast = forecast_of(*accesses, hasty=hasty)
+        forecast.set_agenda([])
+        assert [key for _, _, key in forecast.upcoming(10)] == [KEYS[0], *expected]
