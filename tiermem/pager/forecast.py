@@ -241,6 +241,8 @@ class Forecast:
     def _with_agenda(self, agenda: Agenda, schedule: Schedule) -> Iterator[tuple[int, Lane, PageKey]]:
         """One step of the record, less what is announced or done already, with the agenda in between.
 
+        Of updates that are not announced yet all but `Schedule.hasty` pages come behind the next parameters.
+
         All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
         ahead goes through it for each access it sees.
         """
