@@ -117,9 +117,9 @@ GROWTH = """
                 if commits:
                     runtime.commit({"numbers": list(range(10))}).wait()
             runtime.settle()
-            gc.collect()
-            used = process.memory_info().rss, heap(), sys.getallocatedblocks()
-            return *used, fewest(process.num_threads), fewest(process.num_fds)
+            threads, descriptors = fewest(process.num_threads), fewest(process.num_fds)
+            gc.collect()  # now that this thread has let go of what it held, too
+            return process.memory_info().rss, heap(), sys.getallocatedblocks(), threads, descriptors
 
         # The record of the latest moves grows to its bound: here one that is soon reached.
         timeline = runtime._house.storage.timeline
