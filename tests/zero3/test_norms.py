@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
 import pytest
 import torch
+from doubles_sharded import Sharded
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tiermem.zero3 import norms
 from tiermem.zero3.norms import gradient_norm, measuring_copy
@@ -69,6 +72,41 @@ def test_where_a_copy_is_cut_changes_no_bit_of_its_squares(numel, cuts):
     assert torch.equal(gradient_norm(gradient, copying.squares), gradient_norm(gradient))
 
 
+def _assert_same_bits(sums, expected):
+    """Except those of a NaN: torch's depend on the processor, and on whether the element was one of a vector."""
+    numbers = ~expected.isnan()
+    assert torch.equal(sums.isnan(), ~numbers)
+    assert torch.equal(sums[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+@given(numel=st.integers(0, 30_000), cuts=st.lists(st.integers(0, 30_000), max_size=6), scale=st.integers(-140, 127))
+def test_sums_have_the_bits_of_torch_and_their_squares_those_of_the_sums(numel, cuts, scale):
+    gradient, other = _narrow(numel).mul_(2.0**scale), _narrow(numel, seed=1).mul_(2.0**scale)
+    adding, target = measuring_copy(gradient), other.clone()
+    if adding is None:
+        pytest.skip("numba cannot compile the loops here")
+    ends = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
+    for begin, end in itertools.pairwise(ends):
+        adding.add(begin, target[begin:end])
+    expected = other + gradient
+    _assert_same_bits(target, expected)
+    if math.isfinite(adding.squares):
+        assert torch.equal(gradient_norm(expected, adding.squares), gradient_norm(expected))
+
+
+def test_every_pair_of_kinds_of_numbers_is_added_as_torch_adds_it():
+    kinds = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.0078125, 256.0, -3.39e38, 3.39e38, 1e-40, -1e-40, 2e-38])
+    kinds = torch.cat([kinds, torch.tensor([float("inf"), float("-inf"), float("nan")])]).to(torch.bfloat16)
+    one, other = kinds.repeat_interleave(len(kinds)), kinds.repeat(len(kinds))
+    adding, target = measuring_copy(one), other.clone()
+    if adding is None:
+        pytest.skip("numba cannot compile the loops here")
+    adding.add(0, target)
+    expected = other + one
+    _assert_same_bits(target, expected)
+    assert math.isnan(adding.squares)
+
+
 @pytest.mark.parametrize(
     "gradient",
     [torch.zeros(5, dtype=torch.float16), torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16, device="meta")],
@@ -82,12 +120,47 @@ def test_loops_that_add_up_wrongly_are_not_used(monkeypatch):
     if loops is None:
         pytest.skip("numba cannot compile the loops here")
 
-    class Wrong:
+    class WrongSquares:
+        BLOCK = loops.BLOCK
         copy_and_add = staticmethod(loops.copy_and_add)
+        sum_and_add = staticmethod(loops.sum_and_add)
 
         @staticmethod
         def sum_of_squares(bits):
             return loops.sum_of_squares(bits) * (1 + 1e-9)
 
+    class WrongSums(WrongSquares):
+        sum_of_squares = staticmethod(loops.sum_of_squares)
+
+        @staticmethod
+        def sum_and_add(bits, begin, target, total, block):
+            total = loops.sum_and_add(bits, begin, target, total, block)
+            target[-1] ^= 1
+            return total
+
     assert norms._add_up(loops)
-    assert not norms._add_up(Wrong)
+    assert not norms._add_up(WrongSquares)
+    assert not norms._add_up(WrongSums)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e25])
+@pytest.mark.parametrize("hold", [True, False])
+def test_the_norm_of_gradients_that_were_added_up_is_that_of_their_sum(size, hold, form):
+    """Also where squares are too large for float32: then the sum is in the pages alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 90)).to(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model, dtype=torch.bfloat16, tile=2048, hold=hold)
+    inputs = [torch.randn(5, 70).to(torch.bfloat16) for _ in range(3)]
+    for _ in range(2):  # in the first step nobody knows how many come
+        plain.zero_grad()
+        for values in inputs:
+            for each in (plain, model):
+                (each(values).float() * size).sum().backward()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(sharded.gradient(name), parameter.grad), name
+            exact = torch.linalg.vector_norm(parameter.grad.double())
+            norm = sharded.scheduler.gradients.norm(sharded.slots[name][1].parameter)
+            torch.testing.assert_close(norm.double(), exact, rtol=3e-6, atol=0)
+        sharded.finish_step()
+    assert sharded.leased() == []

@@ -10,6 +10,7 @@ and in the place of a parameter without gradient, is undefined; `numbers` says w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.norms import gradient_norm, measuring_copy
 from tiermem.zero3.sources import Lease, Pager, PendingLease
 
-_NOT_YET = torch.tensor(float("nan"))  # the norm of a gradient that was expected to grow
+_NOT_YET = torch.tensor(float("nan"))  # a norm that is taken from the pages, if anybody asks
 
 
 class StepGradients:
@@ -134,10 +135,12 @@ class GradientStore(StepGradients):
             self.release()
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
-        squares = self._store(layout, slot, flat, add=parameter in self._norms, measure=not more)
+        add = parameter in self._norms
+        squares = self._store(layout, slot, flat, add=add, measure=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
-        self._norms[parameter] = _NOT_YET if more else gradient_norm(flat, squares)
+        overflown = add and squares is not None and not math.isfinite(squares)  # and the sums are in the pages alone
+        self._norms[parameter] = _NOT_YET if more or overflown else gradient_norm(flat, squares)
 
     def norm(self, parameter: int) -> torch.Tensor:
         """As of every `StepGradients`; waits for the pages of a gradient that was expected to grow, and did not."""
@@ -243,11 +246,11 @@ class GradientStore(StepGradients):
     def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool, measure: bool) -> float | None:
         """Write `flat` to the pages, or with `add` add it to what they hold.
 
-        `measure`: its norm is taken now, so `flat` is the sum afterwards, too; the squares are returned if they were
-        added up on the way.
+        `measure`: its norm is taken now, so `flat` is the sum afterwards, too, unless the squares are returned: then
+        they were added up on the way.
         """
         held = self._held[1] if self._held is not None and self._held[0] == layout.unit else None
-        measuring = measuring_copy(flat) if measure and not add else None
+        measuring = measuring_copy(flat) if measure else None
         for piece in layout.ranges(slot):
             lease = held or self._lease(layout, [piece.tile])
             try:
@@ -255,7 +258,7 @@ class GradientStore(StepGradients):
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
                 fresh = flat[piece.begin : piece.begin + piece.length]
                 if measuring is not None:
-                    measuring.copy(piece.begin, kept)
+                    (measuring.add if add else measuring.copy)(piece.begin, kept)
                 elif add and not measure:
                     kept.add_(fresh)
                 else:

@@ -1,8 +1,9 @@
-"""Sums of squares of bfloat16 numbers, taken while they are copied, in a loop compiled by numba.
+"""Sums of squares of bfloat16 numbers, taken while they are copied or added to others, in a loop compiled by numba.
 
 Owns the loop and in what it adds: float32 in blocks of 4096 elements from the first one on, float64 among blocks. Does
-not know gradients. Guarantees that the sum depends on the numbers and their order only, neither on who else computes
-nor on where copies are cut; not that another processor, whose vectors are of another length, has the same last bit.
+not know gradients. Guarantees the sums that torch has, bit for bit (but those of a NaN), and that their squares depend
+on the numbers and their order only, neither on who else computes nor on where copies are cut; not that another
+processor, whose vectors are of another length, has the same last bit.
 
 `norms.py` imports this where numba is installed, and compares it with numpy first. In several functions, because the
 compiler makes vectors of each by itself, and of none of them written into one.
@@ -20,8 +21,10 @@ from numba.extending import intrinsic
 
 Halves = npt.NDArray[np.int16]
 
-_BLOCK = 4096
+BLOCK = 4096
 _SIXTEEN = np.int32(16)
+_ALMOST_HALF = np.int32(0x7FFF)
+_NAN = np.int16(0x7FC0)
 
 
 # As in `optim/intrinsics.py`, a wing that this one does not know.
@@ -29,6 +32,12 @@ _SIXTEEN = np.int32(16)
 def _float_of(_context: Any, _bits: Any) -> Any:
     """The float32 with these 32 bits."""
     return types.float32(types.int32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.FloatType())
+
+
+@intrinsic
+def _bits_of(_context: Any, _number: Any) -> Any:
+    """The 32 bits of a float32."""
+    return types.int32(types.float32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.IntType(32))
 
 
 # Only here may the compiler add in another order than written: that is what makes vectors of it.
@@ -48,14 +57,25 @@ def _copy(source: Halves, target: Halves) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _add(source: Halves, target: Halves) -> None:
+    for i in range(source.size):
+        one = _float_of(np.int32(np.int32(source[i]) << _SIXTEEN))
+        number = np.float32(one + _float_of(np.int32(np.int32(target[i]) << _SIXTEEN)))
+        bits = _bits_of(number)
+        # To the nearest, of two to the even one.
+        rounded = np.int32(bits + _ALMOST_HALF + ((bits >> _SIXTEEN) & np.int32(1)))
+        target[i] = np.int16(rounded >> _SIXTEEN) if number == number else _NAN
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def sum_of_squares(halves: Halves) -> float:
     """The sum of squares of the numbers with these bits: int16, 1-D.
 
     In float64; infinite where the squares of 4096 elements are too many for float32, NaN where there is one.
     """
     total = 0.0
-    for start in range(0, halves.size, _BLOCK):
-        total += _squares(halves[start : start + _BLOCK])
+    for start in range(0, halves.size, BLOCK):
+        total += _squares(halves[start : start + BLOCK])
     return total
 
 
@@ -66,10 +86,35 @@ def copy_and_add(halves: Halves, begin: int, target: Halves, total: float) -> fl
     Copies one after the other that are all of `halves` together come from 0.0 to its `sum_of_squares`, wherever cut.
     """
     end = begin + target.size
-    first = min(end, -(-begin // _BLOCK) * _BLOCK)
+    first = min(end, -(-begin // BLOCK) * BLOCK)
     _copy(halves[begin:first], target[: first - begin])
-    for start in range(first, end, _BLOCK):
-        total += _squares(halves[start : start + _BLOCK])
-        stop = min(start + _BLOCK, end)
+    for start in range(first, end, BLOCK):
+        total += _squares(halves[start : start + BLOCK])
+        stop = min(start + BLOCK, end)
         _copy(halves[start:stop], target[start - begin : stop - begin])
+    return total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sum_and_add(halves: Halves, begin: int, target: Halves, total: float, block: Halves) -> float:
+    """Add what begins at `begin` to all of `target`, as torch does; return `total` and the squares of these sums.
+
+    The squares of blocks, like those of `copy_and_add`: `block`, of 4096 elements, keeps one that is cut until the rest
+    of it comes.
+    """
+    end = begin + target.size
+    first = min(end, -(-begin // BLOCK) * BLOCK)
+    _add(halves[begin:first], target[: first - begin])
+    if first > begin:
+        _copy(target[: first - begin], block[begin % BLOCK :])
+        if first % BLOCK == 0 or first == halves.size:
+            total += _squares(block[: (first - 1) % BLOCK + 1])
+    for start in range(first, end, BLOCK):
+        stop = min(start + BLOCK, end)
+        sums = target[start - begin : stop - begin]
+        _add(halves[start:stop], sums)
+        if stop - start == BLOCK or stop == halves.size:
+            total += _squares(sums)
+        else:
+            _copy(sums, block)
     return total
