@@ -71,6 +71,12 @@ def test_directories_in_another_order_do_not_replace_a_committed_run(tmp_path: P
     if resume:
         with pytest.raises(tiermem.ResumeError, match="b is 2 of 2 of its run, expected 1 of 1: give all"):
             Training(make_config(tmp_path, swap_dirs=[second]), resume=resume)
+    else:
+        other = tmp_path / "c"
+        other.mkdir()
+        for given in ([second], [other, second]):
+            with pytest.raises(tiermem.ResumeError, match=r"b holds swap file 2 of 2 of another run, .*overwrite=True"):
+                Training(make_config(tmp_path, swap_dirs=given))
     assert (contents(first), contents(second)) == before
     training = Training(make_config(tmp_path, swap_dirs=[second, first], overwrite=True))
     training.step()

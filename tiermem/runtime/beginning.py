@@ -89,6 +89,8 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
             _refuse_other_order(config)
         if continues:
             _refuse_parts(config, leftovers)
+        if not config.overwrite:
+            _refuse_parts_of_others(config, leftovers)
         if resume is not False:
             _refuse_other_sizes(config)
         if resume is True:
@@ -202,6 +204,20 @@ def _refuse_parts(config: Config, leftovers: Leftovers) -> None:
             raise ResumeError(
                 f"the swap file in {path} is {there[0] + 1} of {there[1]} of its run, expected {index + 1} of "
                 f"{len(leftovers.files)}: {_IN_ORDER}"
+            )
+
+
+def _refuse_parts_of_others(config: Config, leftovers: Leftovers) -> None:
+    """Raise ResumeError if a swap file here may be needed by a commit in a directory that is not given."""
+    first = leftovers.files[0]
+    known = first.identity.run_id if first is not None and first.identity.index == 0 else None
+    for path, file in zip(config.swap_paths, leftovers.files, strict=True):
+        if file and file.identity.index > 0 and file.identity.run_id != known:
+            raise ResumeError(
+                f"{path} holds swap file {file.identity.index + 1} of {file.identity.count} of another run, whose "
+                "commit, if it has made one, is in the first of its directories and would be lost: give all the "
+                "directories of that run to continue it, replace it with Config(overwrite=True), or choose other "
+                "directories"
             )
 
 

@@ -84,9 +84,15 @@ class LazyQueue:
         self._kept.setdefault(update.unit, []).append(update)
 
     def wait(self, unit: int) -> None:
-        """Carry out the unit's updates. Raises the error of one that failed."""
-        for update in self._kept.pop(unit, ()):
-            self._queue.start(update)
+        """Carry out the unit's updates. Raises the error of one that failed, or that could not begin: it is kept."""
+        kept = self._kept.pop(unit, [])
+        while kept:
+            try:
+                self._queue.start(kept[0])
+            except BaseException:  # the commit that it waits for has failed, or somebody interrupts the waiting
+                self._kept = {unit: kept, **self._kept}
+                raise
+            del kept[0]
         self._queue.wait(unit)
 
     def wait_all(self) -> None:
