@@ -130,6 +130,17 @@ def test_gradient_checkpointing_and_a_timeline(tmp_path: Path) -> None:
     assert (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_timeline_for_which_the_disk_is_too_full_does_not_cost_the_report(
+    form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run([*SHORT, "--timeline", "/dev/full", *form]) == 1
+    printed = capsys.readouterr()
+    assert ('"steps"' if form else "tokens per second") in printed.out
+    assert "--timeline: /dev/full could not be written: " in " ".join(printed.err.split())
+    assert "No space left" in printed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -123,14 +123,19 @@ app.add_typer(snapshot_commands.app, name="snapshot")
 
 
 def show_training(report: TrainReport | None, *, json: bool, with_overlap: bool) -> None:
-    """Print the report on a run, if it is this rank's; `with_overlap`: also what the computation waited for."""
+    """Print the report on a run, if it is this rank's; `with_overlap`: also what the computation waited for.
+
+    Raises TiermemError after that if something else that was asked for could not be written.
+    """
     if report is None:
         return
     if json:
         print_object(report.to_json())
-        return
-    lines = report.overlap.to_lines() if with_overlap and report.overlap is not None else []
-    Console().print(report.to_table(), report.to_sentence(), *lines, sep="\n", highlight=False)
+    else:
+        lines = report.overlap.to_lines() if with_overlap and report.overlap is not None else []
+        Console().print(report.to_table(), report.to_sentence(), *lines, sep="\n", highlight=False)
+    if report.timeline_error is not None:
+        raise TiermemError(report.timeline_error)
 
 
 def quiet_libraries() -> None:

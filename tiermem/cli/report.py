@@ -44,7 +44,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """A whole run. The field names are those of `tiermem train --json`."""
+    """A whole run. The field names are those of `tiermem train --json`.
+
+    `timeline_error`: why the timeline that was asked for could not be written.
+    """
 
     model: str
     parameters: int
@@ -57,6 +60,7 @@ class TrainReport:
     tiers: tuple[TierStatistics, ...] = ()
     overlap: OverlapReport | None = None
     look_ahead: LookAhead | None = None
+    timeline_error: str | None = None
 
     def to_json(self) -> str:
         """Return the run as one JSON object; a loss that is not finite, which JSON cannot hold, is null."""

@@ -183,8 +183,8 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         run_steps(training, steps, progress)
         if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
             training.commit()
-        trace = options.timeline if launch.rank == 0 else None
-        overlap, found = training.runtime.timeline(trace), training.runtime.statistics()
+        overlap, found = training.runtime.timeline(), training.runtime.statistics()
+        lost = write_timeline(training.runtime, options.timeline if launch.rank == 0 else None)
     finally:
         training.close()
     return TrainReport(
@@ -199,7 +199,19 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         tiers=found.tiers,
         overlap=overlap,
         look_ahead=found.look_ahead,
+        timeline_error=lost,
     )
+
+
+def write_timeline(runtime: tiermem.Runtime, file: Path | None) -> str | None:
+    """Write it, if it was asked for; return why that failed. What was trained is reported whether it did or not."""
+    if file is None:
+        return None
+    try:
+        runtime.timeline(file)
+    except OSError as error:
+        return f"--timeline: {file} could not be written: {error}"
+    return None
 
 
 def say_beginning(training: Training, config: tiermem.Config, console: Console) -> None:
