@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from doubles_sharded import Sharded
@@ -11,6 +13,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.deferred import deferred_init
+from tiermem.zero3.made import ValueWatch
 
 
 class Written(nn.Module):
@@ -239,3 +242,184 @@ def test_nothing_is_noted_behind_the_block():
     nn.init.ones_(plain.weight)
     assert (plain.weight == 1).all()
     assert Sharded(model).value("one.weight").std() > 0
+
+
+class Made(nn.Module):
+    """A module that makes a parameter and initialises nothing."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.made = nn.Parameter(make())
+
+
+def written_piece_by_piece():
+    values = torch.zeros(4, 6)
+    values[1] = torch.arange(6.0)
+    values[2:].fill_(7.0)
+    return values
+
+
+def grown():
+    values = torch.ones(4)
+    return values.resize_(8)
+
+
+def filled_from_memory_nobody_wrote():
+    return torch.ones(4).copy_(torch.empty(4))
+
+
+def one_half_written():
+    values = torch.empty(8)
+    values[:4] = 1.0
+    return values
+
+
+VALUES = {
+    "ones": lambda: torch.ones(6),
+    "a scalar computed": lambda: torch.ones([]) * math.log(1 / 0.07),
+    "a list": lambda: torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+    "numpy": lambda: torch.from_numpy(np.arange(6.0)),
+    "computed": lambda: torch.log(torch.arange(1.0, 9.0)).repeat(3, 1).t(),
+    "bare memory, filled": lambda: nn.init.constant_(torch.empty(5), 2.0),
+    "the old constructor, filled": lambda: torch.Tensor(5).fill_(2.0),
+    "of a form": lambda: torch.zeros_like(torch.empty(3, 3)),
+    "piece by piece": written_piece_by_piece,
+    "another dtype": lambda: torch.linspace(0, 1, 7).to(torch.bfloat16),
+    "large, all equal": lambda: torch.full((1200, 1000), 0.5),
+    "none": lambda: torch.zeros(0),
+}
+NO_VALUES = {
+    "bare memory": lambda: torch.empty(5),
+    "the old constructor": lambda: torch.Tensor(5),
+    "computed from bare memory": lambda: torch.empty(5) * 0,
+    "one half": one_half_written,
+    "grown": grown,
+    "copied": filled_from_memory_nobody_wrote,
+    "large, and not all equal": lambda: torch.arange(1200.0 * 1000),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_parameter_that_nobody_initialises_has_the_values_it_was_made_of(name):
+    with deferred_init():
+        model = Made(VALUES[name])
+    assert model.made.is_meta
+    found = Sharded(model)
+    assert torch.equal(found.value("made").float(), VALUES[name]().float())
+    assert found.value("inner.weight").std() > 0
+
+
+@pytest.mark.parametrize("name", NO_VALUES)
+def test_memory_that_nobody_wrote_is_never_taken_for_values(name):
+    with deferred_init():
+        model = Made(NO_VALUES[name])
+    with pytest.raises(ConfigError, match=r"parameter made was built without storage.* pass init="):
+        Sharded(model)
+
+
+def test_what_was_made_out_of_sight_is_not_taken_for_values():
+    outside = torch.ones(4)
+    with deferred_init():
+        model = Made(lambda: outside)
+    with pytest.raises(ConfigError, match=r"parameter made was built without storage"):
+        Sharded(model)
+
+
+def test_a_storage_at_the_address_of_another_is_not_taken_for_it():
+    watch = ValueWatch()
+    for _ in range(3000):
+        values = torch.ones(4)
+        watch.computed("aten::ones", (), values)
+        assert watch.has_values(values)
+        del values
+        assert not watch.has_values(torch.empty(4))
+    assert len(watch._written) < 3000, "what is gone is forgotten"
+
+
+def test_random_values_are_those_that_were_drawn():
+    def drawn():
+        torch.manual_seed(5)
+        return torch.randn(1, 1, 64) * 0.02
+
+    with deferred_init():
+        model = Made(drawn)
+    assert torch.equal(Sharded(model).value("made"), drawn())
+
+
+def test_a_scalar_can_take_the_place_of_another():
+    def replace(self):
+        self.made = nn.Parameter(torch.tensor(3.0))
+
+    with deferred_init():
+        model = Made(lambda: torch.tensor(2.0))
+        replace(model)
+    assert Sharded(model).value("made").item() == 3.0
+
+
+def test_its_initialisation_wins_over_what_a_parameter_was_made_of_and_writes_come_after_that():
+    class Initialised(Made):
+        def reset_parameters(self):
+            self.made[0] = 5.0
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Initialised(lambda: torch.ones(4))
+            self.child.made.data.mul_(2.0)
+
+    with deferred_init():
+        model = Parent()
+    assert Sharded(model).value("child.made").tolist() == [10.0, 2.0, 2.0, 2.0]
+
+
+def test_with_an_init_of_its_own_a_model_has_none_of_the_values_it_was_made_of():
+    with deferred_init():
+        model = Made(lambda: torch.ones(4))
+
+    def init(module):
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    with pytest.raises(ConfigError, match="parameter made was built without storage"):
+        Sharded(model, init=init)
+
+
+class Copied(nn.Module):
+    """Layers that are copies of one, which was written into before; one copy is written into once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(24, 24), Made(lambda: torch.full((3,), 2.0)))
+        layer[1].tied = layer[0].weight
+        nn.init.constant_(layer[0].weight, 0.5)
+        layer[0].bias.data.mul_(1e-3)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
+        nn.init.zeros_(layer[0].weight)
+        nn.init.constant_(self.layers[1][0].weight, 4.0)
+        self.layers.append(copy.deepcopy(self.layers[1]))
+
+
+def test_a_deep_copy_has_what_was_written_into_the_original_before():
+    with deferred_init():
+        model = Copied()
+    found = Sharded(model)
+    for layer, expected in enumerate([0.5, 4.0, 0.5, 4.0]):
+        assert (found.value(f"layers.{layer}.0.weight") == expected).all()
+        assert found.value(f"layers.{layer}.0.bias").abs().max() < 1e-3
+        assert (found.value(f"layers.{layer}.1.made") == 2.0).all()
+        assert found.value(f"layers.{layer}.1.inner.weight").std() > 0
+
+
+def test_a_parameter_that_was_converted_can_still_be_tied():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(24, 24).to(torch.bfloat16)
+            self.two = nn.Linear(24, 24)
+            self.two.weight = self.one.weight
+
+    with deferred_init():
+        model = Tied()
+    assert Sharded(model).value("one.weight").std() > 0
+    assert model.two.weight is model.one.weight

@@ -115,7 +115,7 @@ def test_parameter_nobody_initialises_is_named():
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.secret = nn.Parameter(torch.ones(3))
+            self.secret = nn.Parameter(torch.empty(3))
 
     with deferred_init():
         model = Bare()
@@ -258,3 +258,24 @@ def test_model_has_its_values_again_after_restore():
     x = torch.randn(5, 6)
     assert same(model(x).detach(), plain(x).detach())
     assert sharded.leased() == []
+
+
+def test_what_the_models_own_initialisation_leaves_out_is_as_its_module_initialises_it():
+    class Partial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.norm = nn.LayerNorm(16)
+            self.apply(self._init_weights)
+
+        def _init_weights(self, module):
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 3.0)
+
+    with deferred_init():
+        model = Partial()
+    sharded = Sharded(model)
+    assert (sharded.value("linear.weight") == 3.0).all(), "the model's own comes last"
+    assert 0 < sharded.value("linear.bias").abs().max() <= 0.25, "Linear's own: uniform within 1 / sqrt(16)"
+    assert (sharded.value("norm.weight") == 1).all()
+    assert (sharded.value("norm.bias") == 0).all()

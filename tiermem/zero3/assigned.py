@@ -1,22 +1,22 @@
-"""What constructors write into parameters that have no storage yet, to be written again when they have.
+"""What constructors write into parameters that have no storage yet: who writes what into which.
 
-Owns the record of such writes, by module and name, from `deferred_init` until the parameters get values; for that a
-piece of process-wide state beside `registry.py`, a weak map, because only the model connects the two. Does not know
-units or pages. Guarantees that a write which a module's own initialisation does not repeat (a parent that zeroes a
-child's weight, a scaled projection, a parameter put in another's place) is repeated on the real values, in its order,
-or, where it was computed from values that were not there, is named in an error.
+Owns the watch on operations and the decision whether a write is to be repeated; the records are in `writes.py`. Does
+not know units or pages. Guarantees that a write which a module's own initialisation does not repeat (a parent that
+zeroes a child's weight, a scaled projection, a parameter put in another's place) is recorded, or, where it was computed
+from values that were not there, noted as lost; and that a parameter made of values which nobody initialises
+(`nn.Parameter(torch.ones(n))`) has these, unless they are large and not all equal.
 
 What is not recorded. `reset_parameters` of the module itself and the model's `_init_weights` are called again when
-storage is there; what they write begins a parameter's record anew. A deep copy of a module (`nn.TransformerEncoder`
-makes some) begins without what was written into the original.
+storage is there; what they write begins a parameter's record anew.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,12 +26,14 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
-from tiermem.errors import ConfigError
+from tiermem.zero3.made import ValueWatch, memory_of
+from tiermem.zero3.writes import Writes, begin_anew, copy_writes, writes_of
 
+_RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _RESETS = ("reset_parameters", "_reset_parameters")
 _INITIALIZER = "_init_weights"
+_KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
 # Operations after which nothing is left of the values before, if they go to all elements.
 _OVERWRITE = frozenset(
     f"aten::{name}_" for name in ("zero", "fill", "copy", "uniform", "normal", "random", "exponential", "bernoulli")
@@ -63,74 +65,37 @@ class _Operation:
     name: str
 
 
-@dataclass(slots=True)
-class _Writes:
-    """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated."""
-
-    stride: tuple[int, ...]
-    calls: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
-    lost: str | None = None
-    needs_stride: bool = False
-
-    def clear(self) -> None:
-        self.calls.clear()
-        self.lost, self.needs_stride = None, False
-
-
-_assigned: MutableMapping[nn.Module, dict[str, _Writes]] = WeakIdKeyDictionary()
-
-
-def forget_writes(model: nn.Module) -> None:
-    """The model's parameters have their values."""
-    for module in model.modules():
-        _assigned.pop(module, None)
-
-
-def repeat_writes(module: nn.Module, attribute: str, values: torch.Tensor, *, name: str) -> None:
-    """Write into `values`, those of the module's parameter, what was written into it before it had storage.
-
-    Raises ConfigError, with `name` and the operation, where that cannot be repeated.
-    """
-    writes = _assigned.get(module, {}).get(attribute)
-    if writes is None:
-        return
-    moved = writes.needs_stride and tuple(values.stride()) != writes.stride
-    if writes.lost is not None or moved:
-        reason = "it lies differently in memory now" if moved else f"{writes.lost} of values that were not there"
-        raise ConfigError(
-            f"parameter {name} was written under deferred_init in a way that cannot be "
-            f"repeated now ({reason}): expected constants, random numbers or tensors with values; pass init= or "
-            "weights=, or build the model without deferred_init"
-        )
-    with torch.no_grad():
-        for call in writes.calls:
-            call(values)
-
-
 class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is written into parameters without storage while it is active, on its thread."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
+        self._objects: dict[
+            int, tuple[nn.Module, str, nn.Parameter]
+        ] = {}  # a conversion gives a parameter other memory
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._watch = ValueWatch()
 
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
         """A parameter without storage is about to become the module's. `values`: what it had, None if that is unknown.
 
-        They are kept only if it takes another's place: those that a module makes, its initialisation makes again.
+        They are kept if it takes another's place. Those that a module makes, its initialisation makes again, as a rule:
+        they are kept if they are known to be values and take little.
         """
-        known = self._known.get(_memory(bare))
+        known = self._known.get(memory_of(bare)) or self._objects.get(id(bare))
         if known is not None and known[0] is module and known[1] == name:
             return
-        _assigned.get(module, {}).pop(name, None)
+        begin_anew(module, name)
         if known is not None:
             return  # a tie: the record stays where the parameter came first
         self._know(module, name, bare)
         if module._parameters.get(name) is None:  # noqa: SLF001 - getattr might compute it
+            if values is not None and self._watch.has_values(values):
+                self._keep(writes_of(module, name, bare), values.detach())
             return
-        writes = _writes_of(module, name, bare)
+        writes = writes_of(module, name, bare)
         if values is None:
             writes.lost = "made"
         else:
@@ -142,27 +107,54 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation, and note it if it writes."""
         given = kwargs or {}
         result = func(*args, **given)
-        if func._schema.is_mutable:  # noqa: SLF001 - torch has no other way to ask
+        name = func._schema.name  # noqa: SLF001 - torch has no other way to ask
+        if func._schema.is_mutable:  # noqa: SLF001
             for target in _targets(func, args, given):
-                self._constants.pop(_memory(target), None)
-                self.note(target, _Operation(func, args, given, func._schema.name), sys._getframe(1))  # noqa: SLF001
-        elif isinstance(result, torch.Tensor) and result.is_meta and given.get("device") is not None:
+                if not target.is_meta:
+                    self._watch.wrote(target, name, (args, given), whole=name in _OVERWRITE)
+                    continue
+                self._constants.pop(memory_of(target), None)
+                self.note(target, _Operation(func, args, given, name), sys._getframe(1))  # noqa: SLF001
+            return result
+        if name == "aten::clone" and result.is_meta:
+            self._note_copy(args[0], sys._getframe(1))  # noqa: SLF001
+        self._watch.computed(name, (args, given), result)
+        if isinstance(result, torch.Tensor) and result.is_meta and given.get("device") is not None:
             self._note_constant(result, func, args, given)
         return result
+
+    def _note_copy(self, original: torch.Tensor, frame: FrameType | None) -> None:
+        """A deep copy of a module gets the records of the original: nobody registers its parameters."""
+        while frame is not None and frame.f_code is not _RECONSTRUCT:
+            frame = frame.f_back
+        if frame is None or not isinstance(frame.f_locals["x"], nn.Module):
+            return
+        copied, made = frame.f_locals["x"], frame.f_locals["y"]
+        first = self._known.get(
+            memory_of(original), (copied, "", None)
+        )  # a tie's record is where the parameter came first
+        for attribute, parameter in copied._parameters.items():  # noqa: SLF001
+            if parameter is not None and memory_of(parameter) == memory_of(original):
+                copy_writes(first[0], first[1], made, attribute)
+                copy_writes(copied, attribute, made, attribute)
+
+    def _keep(self, writes: Writes, values: torch.Tensor) -> None:
+        if _all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
+            writes.made = _assignment(values)
 
     def _note_constant(self, made: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the value of one element that is made of what is there."""
         given = [each for each in args if isinstance(each, torch.Tensor)]
         if made.numel() == 1 and not any(each.is_meta for each in given):
             with torch.no_grad():
-                self._constants[_memory(made)] = made, func(*args, **{**kwargs, "device": torch.device("cpu")})
+                self._constants[memory_of(made)] = made, func(*args, **{**kwargs, "device": torch.device("cpu")})
 
     def note(self, target: torch.Tensor, operation: _Operation, frame: FrameType) -> None:
         """An operation, called from `frame`, writes into `target`, which has no storage."""
         module, name, bare = self._find(target, frame)
         if module is None or bare is None:
             return
-        writes = _writes_of(module, name, bare)
+        writes = writes_of(module, name, bare)
         if _is_repeated_anyway(module, frame):
             writes.clear()
             return
@@ -181,30 +173,30 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         writes.calls.append(call)
 
-    def _take(self, each: Any, bare: nn.Parameter, writes: _Writes) -> Any:
+    def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
         """What is kept of an argument: the place of the parameter's own elements, a copy of other values."""
         if not isinstance(each, torch.Tensor):
             return each
         if not each.is_meta:
             return each.detach().clone()
-        if _memory(each) in self._constants:
-            return self._constants[_memory(each)][1].reshape(()).expand(each.shape)
-        if _memory(each) != _memory(bare) or each.dtype != bare.dtype:
+        if memory_of(each) in self._constants:
+            return self._constants[memory_of(each)][1].reshape(()).expand(each.shape)
+        if memory_of(each) != memory_of(bare) or each.dtype != bare.dtype:
             raise _LostError
         whole = each.shape == bare.shape and each.stride() == bare.stride()
         writes.needs_stride |= not whole
         return _View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
 
     def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
-        self._known[_memory(bare)] = module, name, bare
+        self._known[memory_of(bare)] = self._objects[id(bare)] = module, name, bare
 
     def _find(self, target: torch.Tensor, frame: FrameType) -> tuple[nn.Module | None, str, nn.Parameter | None]:
         """Whose parameter the target shows; one with other memory than it began with is looked for on the stack."""
-        found = self._known.get(_memory(target))
-        if found is None or _memory(found[2]) != _memory(target):
+        found = self._known.get(memory_of(target))
+        if found is None or memory_of(found[2]) != memory_of(target):
             for module in _modules_at_work(frame):
                 for name, parameter in module._parameters.items():  # noqa: SLF001
-                    if parameter is not None and parameter.is_meta and _memory(parameter) == _memory(target):
+                    if parameter is not None and parameter.is_meta and memory_of(parameter) == memory_of(target):
                         self._know(module, name, parameter)
                         return module, name, parameter
             return None, "", None
@@ -241,28 +233,25 @@ class _LostError(Exception):
 
 def _assignment(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
     """Gives a parameter these values; of equal ones only one is kept."""
-    first = values.flatten()[:1].clone()
-    kept = first.expand(values.shape) if values.numel() and bool((values == first).all()) else values
+    kept = values
+    if _all_equal(values):
+        kept = values.flatten()[0].clone().expand(values.shape)
     return lambda place: place.copy_(kept)
 
 
+def _all_equal(values: torch.Tensor) -> bool:
+    return values.numel() > 0 and bool((values == values.flatten()[0]).all())
+
+
 def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors without storage that an operation writes into."""
+    """The tensors that an operation writes into."""
     for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, torch.Tensor) and each.is_meta:
+            if isinstance(each, torch.Tensor):
                 yield each
-
-
-def _writes_of(module: nn.Module, name: str, bare: nn.Parameter) -> _Writes:
-    return _assigned.setdefault(module, {}).setdefault(name, _Writes(tuple(bare.stride())))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
 def _is_repeated_anyway(module: nn.Module, frame: FrameType) -> bool:

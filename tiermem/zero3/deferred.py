@@ -23,10 +23,11 @@ from tiermem.zero3.assigned import InitialiserWatch, WriteRecorder
 def deferred_init() -> Iterator[None]:
     """Give parameters registered inside no storage: they go to the meta device as their module receives them.
 
-    One parameter's memory is allocated at a time, by the module's own constructor, and dropped at once, with the values
-    it was made with: `tiermem.offload` initialises again (`reset_parameters`, `_init_weights`), and then repeats what
-    constructors wrote besides. With `init=` or `weights=` these alone count. Where a parameter takes another's place,
-    its values are kept, in memory unless all are equal; so are tensors that are copied into parameters.
+    One parameter's memory is allocated at a time, by the module's own constructor, and dropped at once:
+    `tiermem.offload` initialises again (`reset_parameters`, `_init_weights`), and then repeats what constructors wrote
+    besides. Values that a parameter was made of (`nn.Parameter(torch.ones(n))`) are kept for that if all are equal or
+    they take no more than 4 MiB; those of one that takes another's place in any case, as tensors that are copied into
+    parameters. With `init=` or `weights=` these alone count.
     """
     recorder = WriteRecorder()
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}

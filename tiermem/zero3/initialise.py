@@ -42,17 +42,25 @@ class Initialiser:
         buffers = [(module, marked) for module in below if id(module) in owners and (marked := _real_buffers(module))]
         above = self._parents.get(id(root), []) if self._deferred else []
         with torch.no_grad():
-            for module in (*below, *above):
-                if self._init is not None:
-                    if id(module) in owners:
-                        self._init(module)
-                elif id(module) in self._own:
-                    if self._deferred or id(module) in owners:
-                        self._own[id(module)](module)
-                elif id(module) in owners:
-                    _reset(module)
+            self._call(below, above, owners, set())
+            # As in a constructor, where `reset_parameters` comes first: what the model's own leaves out is from there.
+            left = {id(module) for module in below if id(module) in owners and _has_marks(module)}
+            if left and self._init is None:
+                self._call(below, above, owners, left)
         for module, names in buffers:
             self._check_buffers(module, names)
+
+    def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
+        for module in (*below, *above):
+            if self._init is not None:
+                if id(module) in owners:
+                    self._init(module)
+                continue
+            own = self._own.get(id(module))
+            if id(module) in owners and (own is None or id(module) in reset_first):
+                _reset(module)
+            if own is not None and (self._deferred or id(module) in owners):
+                own(module)
 
     def run_buffers(self, module: nn.Module) -> None:
         """Give values to the meta buffers of a module outside all units. Raises ConfigError if that fails."""
@@ -99,6 +107,10 @@ def is_marked(values: torch.Tensor) -> bool:
 
 def _has_no_mark(dtype: torch.dtype) -> bool:
     return dtype == torch.bool or not dtype.is_signed
+
+
+def _has_marks(module: nn.Module) -> bool:
+    return any(not each.is_meta and is_marked(each.data) for each in module.parameters(recurse=False))
 
 
 def _real_buffers(module: nn.Module) -> list[str]:

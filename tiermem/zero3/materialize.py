@@ -19,13 +19,13 @@ from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
-from tiermem.zero3.assigned import forget_writes, repeat_writes
 from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.shards import Piece, Shard
 from tiermem.zero3.sources import Pager
 from tiermem.zero3.units import Member, ModelUnits, Unit
+from tiermem.zero3.writes import forget_writes, give_made, repeat_writes
 
 # Smaller parameters are not worth a mapping of their own.
 _MAPPED_NBYTES = 64 << 10
@@ -163,6 +163,8 @@ class Materializer:
         for member in fresh:
             old = parameters[member.number]
             values = mark(_storage_like(old))
+            for place in member.places if self.init is None else ():
+                give_made(place.module, place.attribute, values)
             parameters[member.number] = _replace(member, old, values)
         missing = [member for member in members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):

@@ -1,0 +1,92 @@
+"""What was written into parameters that have no storage yet, to be written again when they have.
+
+Owns the records, by module and name, from `deferred_init` until the parameters get values: a piece of process-wide
+state beside `registry.py`, a weak map, because only the model connects the two. Does not know who writes (`assigned.py`
+does), units or pages. Guarantees that writes are repeated in their order, or, where that cannot be, are named in an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiermem.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Writes:
+    """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated.
+
+    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it.
+    """
+
+    stride: tuple[int, ...]
+    made: Callable[[torch.Tensor], object] | None = None
+    calls: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
+    lost: str | None = None
+    needs_stride: bool = False
+
+    def clear(self) -> None:
+        """Nothing is left of what was written before."""
+        self.calls.clear()
+        self.lost, self.needs_stride = None, False
+
+
+_records: MutableMapping[nn.Module, dict[str, Writes]] = WeakIdKeyDictionary()
+
+
+def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
+    """The record of the module's parameter `bare`, which has no storage."""
+    return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride())))
+
+
+def begin_anew(module: nn.Module, name: str) -> None:
+    """Another parameter takes this place."""
+    _records.get(module, {}).pop(name, None)
+
+
+def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str) -> None:
+    """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it."""
+    writes = _records.get(module, {}).get(name)
+    if writes is not None:
+        _records.setdefault(copy, {})[as_name] = replace(writes, calls=list(writes.calls))
+
+
+def forget_writes(model: nn.Module) -> None:
+    """The model's parameters have their values."""
+    for module in model.modules():
+        _records.pop(module, None)
+
+
+def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> None:
+    """Write into `values`, those of the module's parameter, what it was made of, if that is known."""
+    writes = _records.get(module, {}).get(attribute)
+    if writes is not None and writes.made is not None and writes.stride == tuple(values.stride()):
+        with torch.no_grad():
+            writes.made(values)
+
+
+def repeat_writes(module: nn.Module, attribute: str, values: torch.Tensor, *, name: str) -> None:
+    """Write into `values`, those of the module's parameter, what was written into it before it had storage.
+
+    Raises ConfigError, with `name` and the operation, where that cannot be repeated.
+    """
+    writes = _records.get(module, {}).get(attribute)
+    if writes is None:
+        return
+    moved = writes.needs_stride and tuple(values.stride()) != writes.stride
+    if writes.lost is not None or moved:
+        reason = "it lies differently in memory now" if moved else f"{writes.lost} of values that were not there"
+        raise ConfigError(
+            f"parameter {name} was written under deferred_init in a way that cannot be "
+            f"repeated now ({reason}): expected constants, random numbers or tensors with values; pass init= or "
+            "weights=, or build the model without deferred_init"
+        )
+    with torch.no_grad():
+        for call in writes.calls:
+            call(values)
