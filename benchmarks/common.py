@@ -94,13 +94,15 @@ def processor() -> str:
 
 
 def revision() -> str:
-    """Return the commit being measured, marked if files differ from it; "unknown" outside a checkout."""
+    """Return the commit being measured, marked if files differ from it; "unknown" outside a checkout.
+
+    Results do not count: what one part has written is joined by the next one, of the same revision.
+    """
     git = ["git", "-C", str(HERE)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
-        )
+        measured = ["status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){HERE / 'results'}"]
+        changes = subprocess.run([*git, *measured], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")

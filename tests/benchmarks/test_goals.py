@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from doubles_python import WarmPython
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import common
 import goals
 import memory_group
 
@@ -62,3 +65,22 @@ def test_parts_that_are_run_one_by_one_join_in_one_result(warm_python: WarmPytho
         assert raw["memory"]["steps"][2]["loss"] < raw["memory"]["steps"][0]["loss"]
     else:
         assert reason in text
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_changed_result_is_not_another_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second part would not join the first, whose result it finds changed."""
+    here = tmp_path / "benchmarks"
+    (here / "results").mkdir(parents=True)
+    monkeypatch.setattr(common, "HERE", here)
+    for name in ("results/goals.json", "goals.py"):
+        (here / name).write_text("one")
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    committed = common.revision()
+    assert committed != "unknown"
+    (here / "results" / "goals.json").write_text("two")
+    assert common.revision() == committed
+    (here / "goals.py").write_text("two")
+    assert common.revision() == f"{committed} with changes"
