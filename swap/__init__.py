@@ -28,6 +28,7 @@ from swap.generations import Copy, Generations, GenerationsStatistics, Mark
 from swap.manifest import Entry, Manifest
 from swap.recovery import Leftovers, Recovered, find_leftovers, recover, verify
 from swap.requests import Operation, Priority, Request
+from swap.rereading import take_checksums
 from swap.scratch import ScratchSpace
 from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
 from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
@@ -78,5 +79,6 @@ __all__ = [
     "find_leftovers",
     "is_aligned",
     "recover",
+    "take_checksums",
     "verify",
 ]

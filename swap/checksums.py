@@ -30,14 +30,32 @@ CHECKSUM_BLOCK = 1 << 20
 """Bytes hashed at once: small enough for a cache, large enough that the calls cost nothing."""
 
 
+class RunningChecksum:
+    """The checksum of bytes that come one part after the other, all but the last of whole blocks."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._digests = bytearray()
+
+    def add(self, part: Buffer) -> None:
+        """These contiguous bytes come next. Raises ValueError behind a part that was not of whole blocks."""
+        if self._nbytes % CHECKSUM_BLOCK:
+            raise ValueError(f"expected parts of whole blocks of {CHECKSUM_BLOCK} bytes, found {self._nbytes} bytes")
+        view = memoryview(part).cast("B")
+        for start, nbytes in split(view.nbytes, CHECKSUM_BLOCK):
+            self._digests += xxhash.xxh3_64_intdigest(view[start : start + nbytes]).to_bytes(8, "little")
+        self._nbytes += view.nbytes
+
+    def value(self) -> int:
+        """The checksum of all that has come, 0 <= result < 2**64."""
+        return xxhash.xxh3_64_intdigest(self._digests, seed=self._nbytes)
+
+
 def checksum(buffer: Buffer) -> int:
     """The checksum of a contiguous buffer's bytes, 0 <= result < 2**64. See "Definition" above."""
-    view = memoryview(buffer).cast("B")
-    blocks = (
-        xxhash.xxh3_64_intdigest(view[start : start + nbytes]) for start, nbytes in split(view.nbytes, CHECKSUM_BLOCK)
-    )
-    digests = b"".join(digest.to_bytes(8, "little") for digest in blocks)
-    return xxhash.xxh3_64_intdigest(digests, seed=view.nbytes)
+    running = RunningChecksum()
+    running.add(buffer)
+    return running.value()
 
 
 def mismatch(operation: str, spans: Sequence[Span], *, expected: int, found: int) -> ChecksumError:

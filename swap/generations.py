@@ -36,9 +36,12 @@ from swap.space import SwapSpace
 from swap.spares import Spares
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Copy:
-    """The bytes of a key at one time. Two copies are the same only if they are one object."""
+    """The bytes of a key at one time. Two copies are the same only if they are one object.
+
+    `checksum`: None until somebody has taken it.
+    """
 
     extent: Extent
     checksum: int | None

@@ -105,6 +105,17 @@ class Block:
         return self.part.request.operation
 
 
+def part_of(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+    """Where the bytes from `begin` to `end` of all that lies in `spans` are."""
+    found, before = [], 0
+    for file, offset, nbytes in spans:
+        first, last = max(begin, before) - before, min(end, before + nbytes) - before
+        if first < last:
+            found.append((file, offset + first, last - first))
+        before += nbytes
+    return found
+
+
 def cut(spans: Sequence[Span], view: memoryview) -> tuple[Part, ...]:
     """Lay the spans over a buffer, one after another. Raises ValueError unless they are aligned and fill it exactly."""
     parts = []

@@ -24,7 +24,7 @@ from swap.errors import DirectIOWarning, SwapClosedError, SwapError, SwapFullErr
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
 from swap.opening import Weights, give_back, open_files
-from swap.requests import Operation, Priority, Request, Span
+from swap.requests import Operation, Priority, Request, Span, part_of
 from swap.settings import EngineSettings, EngineStatistics
 from swap.stripes import divide
 from swap.syscalls import SystemCalls
@@ -187,11 +187,16 @@ class SwapSpace:
         on_done: OnDone | None = None,
         checksum: bool = False,
         expected: int | None = None,
+        part: tuple[int, int] | None = None,
     ) -> Request:
-        """Start reading an extent into a writable, aligned buffer of its length. Never waits; see `Engine.start`."""
+        """Start reading an extent into a writable, aligned buffer of its length. Never waits; see `Engine.start`.
+
+        `part`: only the bytes from one place to another, both aligned, into a buffer of that length.
+        """
+        spans = self._spans(extent)
         return self.engine.start(
             Operation.READ,
-            self._spans(extent),
+            spans if part is None else part_of(spans, *part),
             buffer,
             priority=priority,
             on_done=on_done,

@@ -326,6 +326,11 @@ class Counters:
         self._on_step(started, started + closed.seconds)
         return closed
 
+    @property
+    def steps(self) -> int:
+        """How many steps are closed."""
+        return self._steps
+
     def snapshot(self, tiers: Iterable[TierStatistics] = (), drives: Iterable[DriveStatistics] = ()) -> Statistics:
         """Return the run so far. `total` includes what has accrued since the last step closed."""
         with self._lock:

@@ -158,7 +158,11 @@ class SwapWriteEdge:
 
         try:
             request = extents.space_of(key).start_write(
-                extent, _bytes_for(page, extent), priority=priority, on_done=ended, checksum=extents.checksums
+                extent,
+                _bytes_for(page, extent),
+                priority=priority,
+                on_done=ended,
+                checksum=extents.takes_checksum(key),
             )
         except BaseException:
             extents.failed(key, extent)

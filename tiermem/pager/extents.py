@@ -8,7 +8,7 @@ device, and that what was written can be read back, compared with its checksum w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from swap.blocks import align_up
@@ -32,18 +32,18 @@ class Extents:
         space: SwapSpace,
         generations: Generations | None = None,
         *,
-        checksums: bool = False,
+        likely: Callable[[], bool] = lambda: False,
         compare: bool = False,
         plain: Mapping[PageKey, Extent] | None = None,
     ) -> None:
-        """`checksums`: take one of all that is written, as a commit needs; `compare`: check it at every read.
+        """`likely()`: whether what is written now will be committed; `compare`: check checksums at every read.
 
         `generations` and `plain` are what an earlier run left, claimed already.
         """
         self.space = space
         self.scratch = ScratchSpace(space)  # activations: nobody knows beforehand how many there will be
         self.generations = generations or Generations(space)
-        self.checksums = checksums or compare
+        self._likely = likely
         self._compare = compare
         self._lock = threading.Lock()
         self._plain = {key: Copy(extent, None) for key, extent in (plain or {}).items()}
@@ -75,6 +75,13 @@ class Extents:
             if key not in self._plain:
                 self._plain[key] = Copy(self.space.allocate(align_up(nbytes)), None)
             return self._plain[key].extent
+
+    def takes_checksum(self, key: PageKey) -> bool:
+        """Whether a write of the page is to take the checksum of its bytes, which costs a pass over memory.
+
+        A commit needs one of each durable page, and reads again those that have none (`swap.take_checksums`).
+        """
+        return self._compare or (key.kind in DURABLE and self._likely())
 
     def written(self, key: PageKey, extent: Extent, checksum: int | None) -> None:
         """All of the page is in `extent` now."""

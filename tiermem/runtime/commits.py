@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from swap import Mark, SwapError
+from swap import Mark, SwapError, take_checksums
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
 from tiermem.runtime.commits_agreed import publish_everywhere
@@ -112,6 +112,7 @@ class Commits:
         if self._last is not None:
             self._last.raise_unseen()
         self._generation += 1
+        self._storage.rhythm.commit_begins()
         pending = self._last = PendingCommit(self._storage.pager)
         arguments = (pending, record, self._generation, self._updates.unfinished())
         # Not a daemon: a program that ends with a commit under way finishes it.
@@ -203,11 +204,15 @@ class Commits:
     ) -> tuple[Mark, Mapping[str, Any]]:
         """Wait for the updates of the step, and make it durable without committing it yet."""
         storage, generations = self._storage, self._storage.extents.generations
-        for update in updates:
-            update.result()
-        self._updates.raise_failed()
-        mark = storage.pager.start_save(DURABLE, generations.mark).result()
         try:
+            for update in updates:
+                update.result()
+            self._updates.raise_failed()
+            mark = storage.pager.start_save(DURABLE, generations.mark).result()
+        finally:
+            storage.rhythm.commit_written()
+        try:
+            take_checksums(storage.space, mark.copies.values())
             spares, plain = generations.spares(mark), storage.extents.plain().items()
             full = {**record, "spares": to_rows(spares), "plain": to_rows(plain)}
             storage.store.prepare(generation, mark.entries(page_name), full, space=storage.space)

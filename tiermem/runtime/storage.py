@@ -28,6 +28,7 @@ from tiermem.pager.service import Appetite
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
+from tiermem.runtime.rhythm import CommitRhythm
 from tiermem.stats import Counters, DriveStatistics, TierStatistics
 from tiermem.timeline import STEP_LANE, Timeline
 
@@ -76,6 +77,7 @@ class Storage:
     pager: Pager
     counters: Counters
     timeline: Timeline
+    rhythm: CommitRhythm
     beside_nbytes: int = 0
 
     def tiers(self) -> tuple[TierStatistics, ...]:
@@ -164,6 +166,7 @@ def open_storage(
 def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None) -> Storage:
     timeline = Timeline(capacity=_TIMELINE_EVENTS)
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
+    rhythm = CommitRhythm(lambda: counters.steps)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     space = _open_space(config, beginning, store, budgets.swap_nbytes)
     resumed = beginning.manifest is not None
@@ -174,7 +177,7 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
         extents = Extents(
             space,
             recovered.generations if recovered else None,
-            checksums=config.commits or resumed,
+            likely=rhythm.likely if config.commits or resumed else lambda: False,
             compare=config.verify == "always",
             plain=_claim_plain(space, recovered) if recovered else None,
         )
@@ -184,7 +187,7 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
         space.close(remove=not resumed)
         raise
     beside = budgets.beside_nbytes
-    return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, beside)
+    return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, rhythm, beside)
 
 
 def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents: Extents) -> Chain:
