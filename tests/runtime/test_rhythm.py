@@ -73,6 +73,14 @@ def test_a_run_that_never_commits_takes_those_of_its_beginning_only() -> None:
     assert Steps().take(100) == [True, True, *[False] * 98]
 
 
+def test_where_others_wait_for_a_commit_any_step_may_be_committed() -> None:
+    rhythm = CommitRhythm(lambda: 100, patient=False)
+    assert rhythm.likely()
+    rhythm.commit_begins()
+    rhythm.commit_written()
+    assert rhythm.likely()
+
+
 @pytest.fixture
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that each commit has read because nobody had expected it."""

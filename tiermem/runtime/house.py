@@ -173,7 +173,7 @@ def build(
     )
     storage = company.together(
         "open its swap files",
-        lambda: open_storage(config, beginning, budgets, device=device or open_device(config)),
+        lambda: open_storage(config, beginning, budgets, device=device or open_device(config), alone=company.size == 1),
         undo=lambda opened: opened.close(remove=opened.recovered is None),
     )
     try:

@@ -145,10 +145,12 @@ def open_storage(
     budgets: Budgets,
     *,
     device: Device | None = None,
+    alone: bool = True,
 ) -> Storage:
     """Open the swap files (those of the commit to continue, verified, or new ones), reserve memory, start a pager.
 
-    `device`: where the DEVICE tier is; it is closed with the storage, also if opening fails.
+    `device`: where the DEVICE tier is; it is closed with the storage, also if opening fails. `alone`: whether nobody
+    waits for this process while it commits.
 
     Raises:
         ConfigError: direct I/O was insisted on and is refused.
@@ -156,17 +158,17 @@ def open_storage(
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
     try:
-        return _open(config, beginning, budgets, device)
+        return _open(config, beginning, budgets, device, alone=alone)
     except BaseException:
         if device is not None:
             device.close()
         raise
 
 
-def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None) -> Storage:
+def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None, *, alone: bool) -> Storage:
     timeline = Timeline(capacity=_TIMELINE_EVENTS)
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
-    rhythm = CommitRhythm(lambda: counters.steps)
+    rhythm = CommitRhythm(lambda: counters.steps, patient=alone)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     space = _open_space(config, beginning, store, budgets.swap_nbytes)
     resumed = beginning.manifest is not None
