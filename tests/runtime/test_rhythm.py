@@ -74,7 +74,7 @@ def test_a_run_that_never_commits_takes_those_of_its_beginning_only() -> None:
 
 
 def test_where_others_wait_for_a_commit_any_step_may_be_committed() -> None:
-    rhythm = CommitRhythm(lambda: 100, patient=False)
+    rhythm = CommitRhythm(lambda: 100, rereads=False)
     assert rhythm.likely()
     rhythm.commit_begins()
     rhythm.commit_written()

@@ -15,12 +15,12 @@ from collections.abc import Callable
 class CommitRhythm:
     """Steps from commit to commit. Of one that is not known yet, the next is taken to be after the first step."""
 
-    def __init__(self, steps: Callable[[], int], *, patient: bool = True) -> None:
+    def __init__(self, steps: Callable[[], int], *, rereads: bool = True) -> None:
         """`steps()`: how many steps are done.
 
-        `patient`: whether a commit may take as long as reading everything again; if not, any step may be committed.
+        `rereads`: whether a commit may take as long as reading everything again; if not, any step may be committed.
         """
-        self._patient = patient
+        self._rereads = rereads
         self._steps = steps
         self._last = steps()
         self._interval = 1
@@ -38,7 +38,7 @@ class CommitRhythm:
 
     def likely(self) -> bool:
         """Whether the next commit is about to come, of what the step under way writes; an eighth early or late."""
-        if self._committing or not self._patient:
+        if self._committing or not self._rereads:
             return True
         since, margin = self._steps() - self._last, self._interval // 8
         return self._interval - margin - 1 <= since <= self._interval + margin

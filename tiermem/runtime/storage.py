@@ -168,7 +168,7 @@ def open_storage(
 def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None, *, alone: bool) -> Storage:
     timeline = Timeline(capacity=_TIMELINE_EVENTS)
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
-    rhythm = CommitRhythm(lambda: counters.steps, patient=alone)
+    rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     space = _open_space(config, beginning, store, budgets.swap_nbytes)
     resumed = beginning.manifest is not None
