@@ -37,7 +37,7 @@ class _Part:
         return self.end == self.copy.extent.nbytes
 
 
-def take_checksums(space: SwapSpace, copies: Iterable[Copy], *, priority: Priority = Priority.WRITE_BACK) -> int:
+def take_checksums(space: SwapSpace, copies: Iterable[Copy]) -> int:
     """Read the copies that have no checksum, and give them one; return how many bytes were read. Waits.
 
     Nobody may write to their extents meanwhile: a mark holds them. Raises SwapIOError, SwapTimeoutError,
@@ -63,7 +63,9 @@ def take_checksums(space: SwapSpace, copies: Iterable[Copy], *, priority: Priori
             end_one()
         view, where = free.pop(), (part.begin, part.end)
         buffer = view[: part.end - part.begin]
-        pending.append((part, space.start_read(part.copy.extent, buffer, priority=priority, part=where), view))
+        # Training goes first: what it waits for stands before this in the drive's queue.
+        request = space.start_read(part.copy.extent, buffer, priority=Priority.WRITE_BACK, part=where)
+        pending.append((part, request, view))
     while pending:
         end_one()
     return sum(copy.extent.nbytes for copy in without)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import swap
-import tiermem
+from tiermem.pager.extents import Extents
+from tiermem.pager.page import Kind, PageKey
 from tiermem.runtime import commits
 from tiermem.runtime.rhythm import CommitRhythm
 
@@ -142,6 +143,24 @@ def test_commits_that_nobody_expected_resume_bit_for_bit(
         assert all(read_again)
 
 
+def flip_a_bit(directory: Path, offset: int) -> None:
+    with open(next(directory.glob("*.swapfile")), "r+b", buffering=0) as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(
+    ("likely", "compare", "taken"),
+    [(False, False, set()), (True, False, {Kind.PARAM, Kind.STATE}), (False, True, set(Kind)), (True, True, set(Kind))],
+)
+def test_whose_checksum_is_taken(tmp_path: Path, likely: bool, compare: bool, taken: set[Kind]) -> None:
+    with swap.SwapSpace.open([tmp_path], name="r0", nbytes=1 << 20) as space:
+        extents = Extents(space, likely=lambda: likely, compare=compare)
+        assert {kind for kind in Kind if extents.takes_checksum(PageKey(0, kind, 0))} == taken
+
+
 def test_what_is_damaged_after_such_a_commit_is_found(tmp_path: Path, read_again: list[int]) -> None:
     training = Training(make_config(tmp_path, host_memory="72KiB"))
     for _ in range(6):
@@ -152,16 +171,10 @@ def test_what_is_damaged_after_such_a_commit_is_found(tmp_path: Path, read_again
     pieces = [copy.extent.pieces[0] for copy in mark.copies.values()]
     training.close()
     for piece in (pieces[0], pieces[-1]):
-        with open(next(tmp_path.glob("*.swapfile")), "r+b", buffering=0) as file:
-            file.seek(piece.offset + 100)
-            byte = file.read(1)[0]
-            file.seek(piece.offset + 100)
-            file.write(bytes([byte ^ 4]))
-        with pytest.raises((swap.ChecksumError, tiermem.ResumeError, swap.FormatError)):
+        flip_a_bit(tmp_path, piece.offset + 100)
+        with pytest.raises(swap.ChecksumError, match=f"offset {piece.offset}"):
             Training(make_config(tmp_path, host_memory="72KiB"), resume=True)
-        with open(next(tmp_path.glob("*.swapfile")), "r+b", buffering=0) as file:
-            file.seek(piece.offset + 100)
-            file.write(bytes([byte]))
+        flip_a_bit(tmp_path, piece.offset + 100)
     Training(make_config(tmp_path, host_memory="72KiB"), resume=True).close()
 
 
