@@ -190,12 +190,26 @@ class WrittenOutAgenda:
         while self.groups and not self.groups[0]:
             del self.groups[0]
 
-    def upcoming(self, recorded: list[tuple[int, Lane, PageKey]], cursor: int) -> list[tuple[int, Lane, PageKey]]:
+    def upcoming(
+        self, recorded: list[tuple[int, Lane, PageKey]], step: list[tuple[int, Lane, PageKey]], cursor: int
+    ) -> list[tuple[int, Lane, PageKey]]:
         known = {key for group in self.groups for key in group}
         groups = [*([self.groups[0][:_FIRST], self.groups[0][_FIRST:]] if self.groups else []), *self.groups[1:]]
-        coming = [(cursor, Lane.UPDATE, key) for key in (groups.pop(0) if groups else [])]
+        coming: list[tuple[int, Lane, PageKey]] = []
         updates: list[tuple[int, Lane, PageKey]] = []  # recorded since the last parameters
+        (_, next_lane, next_key), (_, last_lane, last_key) = step[0], step[-1]
+        entered = (next_lane, next_key.kind) == (Lane.COMPUTE, Kind.GRAD)
+        left = (last_lane, last_key.kind) == (Lane.COMPUTE, Kind.GRAD) and last_key in known
+        if self.hasty is not None and (entered or left):
+            groups[:2] = [[key for group in groups[:2] for key in group]]  # all of it behind the first gradients
+        elif groups:
+            coming = [(cursor, Lane.UPDATE, key) for key in groups.pop(0)]
+        due = self.hasty is not None and entered
         for position, lane, key in recorded:
+            if due and (self.hasty is None or key.kind is not Kind.GRAD):
+                coming += [(cursor, Lane.UPDATE, late) for late in (groups.pop(0) if groups else [])]
+                coming += updates[self.hasty :] if self.hasty is not None else []
+                updates, due = [], False
             if lane is Lane.UPDATE and key in known:
                 continue
             if lane is Lane.UPDATE:
@@ -203,24 +217,30 @@ class WrittenOutAgenda:
                 coming += updates[-1:] if self.hasty is None or len(updates) <= self.hasty else []
                 continue
             coming.append((position, lane, key))
-            if key.kind is Kind.PARAM:
-                coming += [(cursor, Lane.UPDATE, late) for late in (groups.pop(0) if groups else [])]
-                coming += updates[self.hasty :] if self.hasty is not None else []
-                updates = []
+            due = due or key.kind is Kind.PARAM
         coming += [(cursor, Lane.UPDATE, late) for group in groups for late in group]
         return coming + (updates[self.hasty :] if self.hasty is not None else [])
 
 
-GROUPS = st.lists(st.lists(st.sampled_from(KEYS), max_size=6, unique=True), max_size=5)
+# Of other units than those that are updated: these the computation brings about by their parameters here.
+GRADIENTS = [PageKey(unit, Kind.GRAD, tile) for unit in (8, 9) for tile in range(2)]
+MIXED = [*KEYS[:4], *GRADIENTS]
+MIXED_ACCESSES = st.lists(
+    st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS[:4]))
+    | st.tuples(st.just(Lane.COMPUTE), st.sampled_from(GRADIENTS)),
+    min_size=1,
+    max_size=30,
+)
+GROUPS = st.lists(st.lists(st.sampled_from(MIXED), max_size=6, unique=True), max_size=5)
 DEEDS = st.one_of(
     st.tuples(st.just("set"), GROUPS),
-    st.tuples(st.just("extend"), st.lists(st.sampled_from(KEYS), max_size=6, unique=True)),
-    st.tuples(st.just("done"), st.sampled_from(KEYS)),
+    st.tuples(st.just("extend"), st.lists(st.sampled_from(MIXED), max_size=6, unique=True)),
+    st.tuples(st.just("done"), st.sampled_from(MIXED)),
     st.tuples(st.just("compute"), st.none()),
 )
 
 
-@given(accesses=ACCESSES, deeds=st.lists(DEEDS, max_size=20), hasty=st.none() | st.integers(0, 3))
+@given(accesses=MIXED_ACCESSES, deeds=st.lists(DEEDS, max_size=20), hasty=st.none() | st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
 def test_the_agenda_is_answered_as_if_it_were_searched_from_end_to_end(
     accesses: list[tuple[Lane, PageKey]], deeds: list[tuple[str, Any]], hasty: int | None
@@ -254,7 +274,7 @@ def test_the_agenda_is_answered_as_if_it_were_searched_from_end_to_end(
         written_out = [(at, *access) for at, access in enumerate(accesses * 2)]
         step = written_out[cursor : cursor + len(accesses)]
         recorded = [(at, lane, key) for at, lane, key in step if lane is Lane.COMPUTE or at >= finished.get(key, 0)]
-        assert list(forecast.upcoming(10**6)) == agenda.upcoming(recorded, cursor)
+        assert list(forecast.upcoming(10**6)) == agenda.upcoming(recorded, step, cursor)
         listed = {key for group in agenda.groups for key in group}
         assert all(forecast.next_use(key, 0, (Lane.UPDATE,)) == cursor for key in listed)
 
@@ -266,3 +286,35 @@ def test_parameters_come_before_what_an_update_need_not_have_at_once() -> None:
         forecast = forecast_of(*accesses, hasty=hasty)
         forecast.set_agenda([])
         assert [key for _, _, key in forecast.upcoming(10)] == [KEYS[0], *expected]
+
+
+def test_room_for_gradients_comes_before_the_update_that_runs_beside_them() -> None:
+    """Backward goes from unit 2 to unit 1 with several micro-batches together; unit 0 comes after it."""
+    gradients = {unit: [PageKey(unit, Kind.GRAD, tile) for tile in range(2)] for unit in (1, 2)}
+    states = {unit: [PageKey(unit, Kind.STATE, tile) for tile in range(2)] for unit in (1, 2)}
+    accesses = [
+        step
+        for unit in (2, 1)
+        for step in (
+            (Lane.COMPUTE, KEYS[unit]),
+            *((Lane.COMPUTE, key) for key in gradients[unit]),
+            *((Lane.UPDATE, key) for key in states[unit]),
+        )
+    ]
+    forecast = forecast_of(*accesses, *compute(0), hasty=1)
+    forecast.set_agenda([])
+    for key in (KEYS[2], *gradients[2]):
+        forecast.note(Lane.COMPUTE, key)
+
+    def coming(count: int) -> list[PageKey]:
+        return [key for _, _, key in forecast.upcoming(count)]
+
+    # Micro-batches are still going back through unit 2: one tile of its own, then all that unit 1 needs at once.
+    assert coming(5) == [states[2][0], KEYS[1], *gradients[1], states[2][1]]
+    forecast.set_agenda([[KEYS[2], *(key for tile in (0, 1) for key in (gradients[2][tile], states[2][tile]))]])
+    assert coming(4) == [KEYS[1], *gradients[1], KEYS[2]]
+    forecast.note(Lane.COMPUTE, KEYS[1])
+    assert coming(4) == [*gradients[1], KEYS[2], gradients[2][0]]
+    for key in gradients[1]:
+        forecast.note(Lane.COMPUTE, key)
+    assert coming(5) == [KEYS[2], gradients[2][0], states[2][0], gradients[2][1], states[2][1]]

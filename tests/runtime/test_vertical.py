@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
+from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.pager.pager import Pager
 from tiermem.planner.footprint import PASSING
 
@@ -201,9 +203,9 @@ def test_without_a_loss_micro_batches_are_keyword_arguments(tmp_path):
 class Counted:
     """A model in pages that are too large to stay, and what crosses the wire in a forward and backward."""
 
-    def __init__(self, directory) -> None:
+    def __init__(self, directory, *, units: int = 4) -> None:
         self.model = Wide(width=64, depth=8)
-        nbytes = 4 * largest_unit(self.model, directory) + PASSING
+        nbytes = units * largest_unit(self.model, directory) + PASSING
         self.runtime = tiermem.offload(self.model, config_for(directory, nbytes, "step", look_ahead=0))
         self.optimizer = tiermem.AdamW(self.model.parameters(), lr=1e-2)
 
@@ -255,6 +257,24 @@ def test_the_next_parameters_come_before_the_tiles_of_an_update_that_is_far_off(
             for _ in range(2):
                 step(3)
             assert followed[-1] == hasty
+
+
+def test_gradient_tiles_are_held_until_all_micro_batches_are_through_their_unit(tmp_path, monkeypatch):
+    leased: Counter[PageKey] = Counter()
+    start = Pager.start_lease
+
+    def note(pager, keys, intent, **settings):
+        leased.update(key for key in keys if key.kind is Kind.GRAD and intent is not Intent.READ)
+        return start(pager, keys, intent, **settings)
+
+    monkeypatch.setattr(Pager, "start_lease", note)
+    counted = Counted(tmp_path, units=10)
+    with counted.runtime:
+        for step, times in ((counted.vertical, 1), (counted.accumulated, 4), (counted.vertical, 1)):
+            for _ in range(3):
+                leased.clear()
+                step(4)
+            assert {*leased.values()} == {times}
 
 
 def test_updates_begin_while_backward_goes_on(tmp_path):

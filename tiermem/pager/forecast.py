@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tiermem.pager.agenda import Agenda
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import Schedule
+from tiermem.pager.schedule import Access, Schedule
 
 # Without a schedule the page used longest ago is taken to be needed last (LRU), and any such guess is further away
 # than every recorded use.
@@ -241,38 +241,45 @@ class Forecast:
     def _with_agenda(self, agenda: Agenda, schedule: Schedule) -> Iterator[tuple[int, Lane, PageKey]]:
         """One step of the record, less what is announced or done already, with the agenda in between.
 
-        Of updates that are not announced yet all but `Schedule.hasty` pages come behind the next parameters.
+        With `Schedule.hasty`: of updates that are not announced yet all but so many pages come behind the next
+        parameters; and behind their gradients, which find no room otherwise. So does all of the agenda where the
+        computation is about to begin with these.
 
         All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
         ahead goes through it for each access it sees.
         """
-        compute, update, param = Lane.COMPUTE, Lane.UPDATE, Kind.PARAM
+        compute, update, param, grad = Lane.COMPUTE, Lane.UPDATE, Kind.PARAM, Kind.GRAD
         now, accesses = self._lanes[compute].cursor, schedule.accesses
         announced, waiting, done = agenda.pages, agenda.portions(), self._done
+        together = schedule.hasty is not None and bool(accesses)
         hasty = len(accesses) if schedule.hasty is None else schedule.hasty
         seen, put_off = 0, list[tuple[int, Lane, PageKey]]()
-        for key in next(waiting, ()):
-            yield now, update, key
-        period = schedule.period
-        cycle, inside = divmod(now, period)
+        cycle, inside = divmod(now, period := schedule.period)
+        # Between a unit that backward has left, whose update is announced, and the gradients of the next one?
+        last, head = accesses[inside - 1] if together else None, iter(next(waiting, ()))
+        due = together and _is_gradient(accesses[inside])
+        if not (due or (last is not None and _is_gradient(last) and last.key in announced)):
+            for key in head:
+                yield now, update, key
         first = cycle * period
         for start, part in ((first, range(inside, len(accesses))), (first + period, range(inside))):
             for index in part:
                 lane, key = accesses[index]
+                if due and not (together and key[1] is grad):
+                    for late in itertools.chain(head, next(waiting, ())):
+                        yield now, update, late
+                    yield from put_off
+                    seen, put_off, due = 0, [], False
                 if lane is compute:
                     yield start + index, lane, key
-                    if key[1] is param:
-                        for late in next(waiting, ()):
-                            yield now, update, late
-                        yield from put_off
-                        seen, put_off = 0, []
+                    due = due or key[1] is param
                 elif key not in announced and start + index >= done.get(key, 0):
                     seen += 1
                     if seen <= hasty:
                         yield start + index, lane, key
                     else:
                         put_off.append((start + index, lane, key))
-        for group in waiting:
+        for group in (head, *waiting):
             for late in group:
                 yield now, update, late
         yield from put_off
@@ -307,6 +314,11 @@ class Forecast:
             position, behind = self._due[key]
             period, cursor = self._schedule.period, self._lanes[Lane.COMPUTE].cursor
             self._done[key] = position + (cursor - 1 - behind) // period * period + 1
+
+
+def _is_gradient(access: Access) -> bool:
+    """Whether the computation writes a gradient."""
+    return access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD
 
 
 def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:

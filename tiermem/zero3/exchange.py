@@ -117,6 +117,10 @@ class RankGradients(StepGradients):
         if exchanged or (self._buckets.two and self._under_way is not None and self._under_way[0].shard.unit != unit):
             self._buckets.ask(self._shards[unit])
 
+    def backward_ended(self, *, together: bool) -> None:  # noqa: ARG002 - what is added up when is of all ranks
+        """Start adding up what was written last."""
+        self.release()
+
     def batch_complete(self, unit: int) -> None:
         """Nothing: other ranks may see it differently, and the bucket is added up before the next one is filled."""
 

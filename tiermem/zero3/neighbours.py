@@ -44,6 +44,9 @@ class Gradients(Protocol):
     def release(self, unit: int | None = None) -> None:
         """Let go of the unit written last; with `unit`, only if that is the one."""
 
+    def backward_ended(self, *, together: bool) -> None:
+        """A backward is through. `together`: the next micro-batch may go through the same unit at once."""
+
     def batch_complete(self, unit: int) -> None:
         """The unit has the gradients of this batch; more will come. By default nothing is done about it."""
 

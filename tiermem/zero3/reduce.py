@@ -162,6 +162,11 @@ class GradientStore(StepGradients):
             self._asked = None
             pending.give_up()
 
+    def backward_ended(self, *, together: bool) -> None:
+        """Let go of everything, unless the tiles that are held are about to be wanted again: see `Gradients`."""
+        if not together:
+            self.release()
+
     def batch_complete(self, unit: int) -> None:
         """The unit has its gradients of this batch: let go of its tiles."""
         self._let_go(unit)

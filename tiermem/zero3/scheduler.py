@@ -277,7 +277,7 @@ class GatherScheduler:
     def _backward_ended(self, number: int) -> None:
         self._watched.discard(number)
         self._release_backward()
-        self.gradients.release()
+        self.gradients.backward_ended(together=self.lockstep is not None)
         self._gatherer.recheck()
         self._gatherer.count_leaks()
         # In lockstep a unit is still held for others here, beside which an update that is waited for may find no room.
