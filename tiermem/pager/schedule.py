@@ -27,7 +27,7 @@ class Schedule:
     Attributes:
         accesses: who accesses what.
         hasty: how many pages of a unit's update are fetched before the parameters that the computation asks for next;
-            the others come behind them and their gradients, wherever the update is recorded. None: all of them come before.
+            the others come behind them and their gradients, wherever the update is recorded. None: all come before.
     """
 
     accesses: tuple[Access, ...]
