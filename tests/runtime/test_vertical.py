@@ -21,9 +21,13 @@ import tiermem
 from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.pager.pager import Pager
 from tiermem.planner.footprint import PASSING
+from tiermem.runtime import exchanges
+from tiermem.zero3.norms import team_loops
+from tiermem.zero3.waiting import Waiting
 
 UPDATES = ("step", "forward", "backward")
 COUNTS = (3, 4, 4, 2)
+pop = Waiting.pop
 FEWER = (4, 4, 4, 2)  # where units are updated early, more than in the step before are refused
 
 
@@ -137,6 +141,43 @@ def test_also_in_the_least_budget(update, tmp_path):
 
 def test_also_with_clipping(tmp_path):
     compare(*MODELS["dropout and running means"], tmp_path, update="forward", clip=0.1)
+
+
+@pytest.mark.parametrize("update", ["forward", "auto"])
+@pytest.mark.parametrize("pairing", [4, 1 << 40])
+def test_bfloat16_gradients_taken_two_at_a_time_have_the_bits_of_accumulation(pairing, update, tmp_path, monkeypatch):
+    """With and without room for them; also where fewer come than were expected, so that one waits in vain."""
+    if team_loops() is None:
+        pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
+    monkeypatch.setattr(exchanges, "_PAIRING", pairing)
+    taken = []
+    monkeypatch.setattr(Waiting, "pop", lambda waiting, number: [taken.append(pop(waiting, number)), taken[-1]][1])
+    sides = []
+    for name in ("together", "one by one"):
+        torch.manual_seed(1)
+        model = Wide()
+        (tmp_path / name).mkdir()
+        config = config_for(tmp_path / name, "1MiB", update, param_dtype="bfloat16")
+        sides.append((model, tiermem.offload(model, config)))
+    optimizers = [tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5) for model, _ in sides]
+    for number, count in enumerate((5, 4, 4, 3, 8, 2, 1)):
+        torch.manual_seed(number)
+        given = [torch.randn(8, 48).to(torch.bfloat16) for _ in range(count)]
+        (ours, runtime), (theirs, plain) = sides
+        found = runtime.forward_backward(given, lambda batch, ours=ours: squares(ours, batch))
+        assert all(map(same, found, one_after_the_other(theirs, given, squares)))
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert same(runtime.gradient(mine), plain.gradient(other)), count
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert same(runtime.parameter(mine), plain.parameter(other))
+    waited = [gradient for gradient in taken if gradient is not None]
+    assert bool(waited) == (pairing == 4)
+    for _, each in sides:
+        within_budgets(each.statistics())
+        each.close()
 
 
 def hugging_face() -> dict[str, Callable[[], nn.Module]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiermem.zero3 import norms
-from tiermem.zero3.norms import gradient_norm, measuring_copy
+from tiermem.zero3.norms import add_pair, gradient_norm, measuring_copy, team_loops
 
 
 @pytest.fixture(params=["compiled", "by torch"])
@@ -92,6 +92,66 @@ def test_sums_have_the_bits_of_torch_and_their_squares_those_of_the_sums(numel, 
     _assert_same_bits(target, expected)
     if math.isfinite(adding.squares):
         assert torch.equal(gradient_norm(expected, adding.squares), gradient_norm(expected))
+
+
+@given(
+    numel=st.integers(0, 30_000),
+    cuts=st.lists(st.integers(0, 30_000), max_size=6),
+    scale=st.integers(-140, 127),
+    adds=st.booleans(),
+)
+def test_two_gradients_at_once_have_the_bits_of_one_after_the_other(numel, cuts, scale, adds):
+    if team_loops() is None:
+        pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
+    earlier, later, place = (_narrow(numel, seed=seed).mul_(2.0**scale) for seed in range(3))
+    adding, target, unmeasured = measuring_copy(later), place.clone(), place.clone()
+    ends = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
+    for begin, end in itertools.pairwise(ends):
+        adding.add_pair(earlier, begin, target[begin:end], adds=adds)
+        add_pair(earlier[begin:end], later[begin:end], unmeasured[begin:end], adds=adds)
+    expected = place + earlier + later if adds else earlier + later
+    _assert_same_bits(target, expected)
+    _assert_same_bits(unmeasured, expected)
+    if math.isfinite(adding.squares):
+        assert torch.equal(gradient_norm(expected, adding.squares), gradient_norm(expected))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_gives_the_same_bits(threads):
+    if team_loops() is None:
+        pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
+    gradients = [_narrow(100_003, seed=seed) for seed in range(3)]
+    found, before = [], torch.get_num_threads()
+    try:
+        for count in (before, threads):
+            torch.set_num_threads(count)
+            adding, target = measuring_copy(gradients[0]), gradients[2].clone()
+            adding.add_pair(gradients[1], 0, target, adds=True)
+            found.append((adding.squares, target))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_pairs_that_are_added_wrongly_are_not_used():
+    loops, team = norms.compiled_loops(), norms.team_loops()
+    if team is None:
+        pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
+
+    class OneLeftOut:
+        @staticmethod
+        def add_both(earlier, later, target, *, adds, total):
+            return team.add_both(earlier, earlier, target, adds=adds, total=total)
+
+    class WrongTotal:
+        @staticmethod
+        def add_both(*arrays, adds, total):
+            return team.add_both(*arrays, adds=adds, total=total) + 1.0
+
+    assert norms._add_together(team, loops)
+    assert not norms._add_together(OneLeftOut, loops)
+    assert not norms._add_together(WrongTotal, loops)
 
 
 def test_every_pair_of_kinds_of_numbers_is_added_as_torch_adds_it():

@@ -22,6 +22,10 @@ from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.sources import Access, LocalUnits, RankUnits, UnitSource
 from tiermem.zero3.whole import WholeUnits
 
+# Of the host budget, for gradients that wait beside it for those of the next micro-batch: a unit's, for whose
+# parameters and gradients twice as much has to be in the budget anyway.
+_PAIRING = 4
+
 
 def open_exchanges(
     blueprint: Blueprint,
@@ -36,7 +40,10 @@ def open_exchanges(
     if company.size == 1:
         hold_tiles = blueprint.hold_tiles
         apart = blueprint.apart if hold_tiles else frozenset()
-        gradients = GradientStore(pager, blueprint.layouts, parameters, hold_tiles=hold_tiles, apart=apart)
+        pairing = blueprint.host_nbytes // _PAIRING
+        gradients = GradientStore(
+            pager, blueprint.layouts, parameters, hold_tiles=hold_tiles, apart=apart, pairing_nbytes=pairing
+        )
 
         def let_go(unit: int) -> None:
             if unit not in apart:  # what is kept takes no room of the rest

@@ -48,6 +48,8 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     scheduler.settle()
     batches = list(micro_batches)
     count = len(batches)
+    if count > 1:
+        scheduler.gradients.prepare_together()
     seeds = torch.randint(2**63 - 1, (count,)).tolist() if count else []
     kept = _generators()
     surroundings = Surroundings()

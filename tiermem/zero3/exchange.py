@@ -67,8 +67,11 @@ class RankGradients(StepGradients):
         self._lined_up = -1
         conductor.connect(self.serve)
 
-    def accumulate(self, parameter: int, *, more: bool = False) -> None:  # noqa: ARG002 - norms are taken after exchange
-        """Move `p.grad` of this parameter into its unit's bucket. Waits for the bucket's page."""
+    def prepare_together(self) -> None:
+        """Nothing."""
+
+    def accumulate(self, parameter: int, *, more: bool = False, together: bool = False) -> None:  # noqa: ARG002
+        """Move `p.grad` of this parameter into its unit's bucket, whatever comes. Waits for the bucket's page."""
         owner = self._parameters[parameter]
         gradient, owner.grad = owner.grad, None
         if gradient is None:

@@ -38,8 +38,14 @@ class Gradients(Protocol):
     def expect(self, unit: int | None) -> None:
         """The unit's gradients are what comes next; None: something else is."""
 
-    def accumulate(self, parameter: int, *, more: bool = False) -> None:
-        """Take `p.grad` of this parameter. `more`: others will be added to it, so that its norm means nothing yet."""
+    def prepare_together(self) -> None:
+        """Micro-batches are about to go through units together: do what is done only once."""
+
+    def accumulate(self, parameter: int, *, more: bool = False, together: bool = False) -> None:
+        """Take `p.grad` of this parameter. `more`: others will be added to it, so that its norm means nothing yet.
+
+        `together`: the next micro-batch's comes as soon as this one is through the unit.
+        """
 
     def release(self, unit: int | None = None) -> None:
         """Let go of the unit written last; with `unit`, only if that is the one."""

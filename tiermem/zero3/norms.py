@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiermem.errors import InvariantError
 from tiermem.memory.heap import release_library
 
 _PIECE = 3 << 16  # elements whose squares torch adds at once: their bytes and their float32 stay in the cache
@@ -69,15 +70,77 @@ class MeasuringCopy:
 
     def add(self, begin: int, target: torch.Tensor) -> None:
         """Add what begins at `begin`, where the stretch before ended, to all of `target`."""
+        self._add(begin, _bits(target))
+
+    def add_pair(self, earlier: torch.Tensor, begin: int, target: torch.Tensor, *, adds: bool) -> None:
+        """As `copy`, or with `adds` as `add`, of `earlier`, [n], and then `add`; with `team_loops` alone.
+
+        Blocks that a stretch cuts are added up as `add` does it.
+        """
+        team, block = team_loops(), self.loops.BLOCK
+        if team is None:
+            raise InvariantError("two gradients are to be added by loops that cannot be had; this is a bug in tiermem")
+        others, place, end = _bits(earlier), _bits(target), begin + target.numel()
+        first = min(end, -(-begin // block) * block)
+        last = end if end == self.bits.size else max(first, end // block * block)
+        for cut in (slice(begin, first), slice(first, last), slice(last, end)):
+            here = place[cut.start - begin : cut.stop - begin]
+            if cut.start == first < last:
+                self.squares = team.add_both(others[cut], self.bits[cut], here, adds=adds, total=self.squares)
+            elif here.size:
+                self.loops.put(others[cut], here, adds)
+                self._add(cut.start, here)
+
+    def _add(self, begin: int, target: Any) -> None:
         if self.block is None:
             self.block = np.empty(self.loops.BLOCK, np.int16)
-        self.squares = self.loops.sum_and_add(self.bits, begin, _bits(target), self.squares, self.block)
+        self.squares = self.loops.sum_and_add(self.bits, begin, target, self.squares, self.block)
 
 
 def measuring_copy(flat: torch.Tensor) -> MeasuringCopy | None:
     """What copies this gradient, [n], and measures it; None if torch has to."""
     loops = compiled_loops() if _is_narrow(flat) else None
     return None if loops is None else MeasuringCopy(loops, _bits(flat))
+
+
+def add_pair(earlier: torch.Tensor, later: torch.Tensor, target: torch.Tensor, *, adds: bool) -> None:
+    """Put the sum of two bfloat16 gradients into `target`, or with `adds` add one after the other; all [n].
+
+    With `team_loops` alone.
+    """
+    team = team_loops()
+    if team is not None:
+        team.add_both(_bits(earlier), _bits(later), _bits(target), adds=adds)
+
+
+def may_pair(flat: torch.Tensor) -> bool:
+    """Whether this gradient, [n], can be added together with another one."""
+    return _is_narrow(flat) and flat.is_contiguous() and team_loops() is not None
+
+
+@functools.cache
+def team_loops() -> ModuleType | None:
+    """`team.py`, or None where it has no use. Compiles at the first call: two seconds, once."""
+    try:
+        loops, team = compiled_loops(), importlib.import_module("tiermem.zero3.team")
+        usable = loops is not None and _add_together(team, loops)
+    except Exception:  # noqa: BLE001  no such OpenMP, or a compiler that fails: torch can do without it
+        return None
+    release_library("libllvmlite")
+    return team if usable else None
+
+
+def _add_together(team: ModuleType, loops: ModuleType) -> bool:
+    """Whether pairs have the sums that torch has, and the squares of these."""
+    bits = np.random.default_rng(11).integers(-0x8000, 0x8000, (3, 5 * loops.BLOCK + 7)).astype(np.int16)
+    bits &= np.int16(-0x4001)
+    one, other, place = (torch.from_numpy(row).view(torch.bfloat16) for row in bits)
+    for adds in (False, True):
+        found, expected = place.clone(), place.add(one).add_(other) if adds else one.add(other)
+        total = team.add_both(bits[0], bits[1], _bits(found), adds=adds, total=0.0)
+        if not torch.equal(found, expected) or total != loops.sum_of_squares(_bits(expected)):
+            return False
+    return True
 
 
 @functools.cache

@@ -19,8 +19,9 @@ from torch import nn
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
-from tiermem.zero3.norms import gradient_norm, measuring_copy
+from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
 from tiermem.zero3.sources import Lease, Pager, PendingLease
+from tiermem.zero3.waiting import Waiting
 
 _NOT_YET = torch.tensor(float("nan"))  # a norm that is taken from the pages, if anybody asks
 
@@ -70,6 +71,12 @@ class StepGradients:
         if unfinished:
             self._pager.start_discard(unfinished)
 
+    def catch_up(self, unit: int) -> None:
+        """Nothing is left to be said later, where there are no other ranks."""
+
+    def line_up(self) -> None:
+        """Wait for other ranks: there are none."""
+
     def _end(self) -> None:
         """Have nothing open or under way."""
         raise NotImplementedError
@@ -81,7 +88,8 @@ class GradientStore(StepGradients):
     `hold_tiles`: lease all tiles of a unit at its first gradient and keep them until `release` or until another
     unit's gradient comes (one visit to the pager per unit). Otherwise each tile is leased while it is written, which
     needs the memory of a single tile. `apart`: units for which it is always so, beside the tiles that are held: parts
-    of other units' roots, whose gradients come in between.
+    of other units' roots, whose gradients come in between. `pairing_nbytes`: of bfloat16 gradients that may wait for
+    those of the next micro-batch, beside the pages, where several go through a unit together.
     """
 
     def __init__(
@@ -92,6 +100,7 @@ class GradientStore(StepGradients):
         *,
         hold_tiles: bool = True,
         apart: Container[int] = (),
+        pairing_nbytes: int = 0,
     ) -> None:
         super().__init__(pager, layouts, parameters)
         self.apart = apart
@@ -102,6 +111,12 @@ class GradientStore(StepGradients):
         }
         self._held: tuple[int, Lease] | None = None
         self._asked: tuple[int, PendingLease] | None = None
+        self._waiting = Waiting(pairing_nbytes)
+
+    def prepare_together(self) -> None:
+        """Have the loops compiled that add two gradients in one pass, if there is any use for them."""
+        if self._waiting.capacity and any(slot.dtype == torch.bfloat16 for _, slot in self._places.values()):
+            team_loops()
 
     def expect(self, unit: int | None) -> None:
         """The unit's gradients come next: room for them is made from now on. Does not wait. None: none come next.
@@ -117,29 +132,47 @@ class GradientStore(StepGradients):
             keys, intent = self._wanted(layout, range(layout.tiles))
             self._asked = (unit, self._pager.start_lease(keys, intent))
 
-    def accumulate(self, parameter: int, *, more: bool = False) -> None:
+    def accumulate(self, parameter: int, *, more: bool = False, together: bool = False) -> None:
         """Move `p.grad` of this parameter into its pages, adding to what it had in this step; waits for the pages.
 
-        `more`: further gradients are expected, so that the norm is taken only if somebody asks for it. Sparse gradients
-        are made dense. Raises what the pager raises.
+        `more`: further gradients are expected, so that the norm is taken only if somebody asks for it. `together`: and
+        come soon, so that this one may wait for the next. Sparse gradients are made dense. Raises what the pager
+        raises.
         """
         owner = self._parameters[parameter]
         gradient, owner.grad = owner.grad, None
         if gradient is None:
             return
+        flat = memory_order(plain(gradient), self._places[parameter][1])
+        earlier = self._waiting.pop(parameter)
+        if earlier is None and more and together and self._waiting.accepts(parameter, flat):
+            return
+        if earlier is None or may_pair(flat):
+            self._take(parameter, flat, earlier, more=more)
+        else:
+            self._take(parameter, earlier, more=True)
+            self._take(parameter, flat, more=more)
+
+    def _take_waiting(self) -> None:
+        """Add what waits for a gradient that did not come, or does not come soon."""
+        for parameter, flat in self._waiting.pop_all():
+            self._take(parameter, flat, more=True)
+
+    def _take(self, parameter: int, flat: torch.Tensor, earlier: torch.Tensor | None = None, *, more: bool) -> None:
+        """Add a gradient, and the one `earlier` before it."""
         unit, slot = self._places[parameter]
         layout = self._layouts[unit]
-        flat = memory_order(plain(gradient), slot)
         apart = unit in self.apart
         if not apart and self._held is not None and self._held[0] != unit:
-            self.release()
+            self._let_go(None)
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
         add = parameter in self._norms
-        squares = self._store(layout, slot, flat, add=add, measure=not more)
+        squares = self._store(layout, slot, flat, earlier, add=add, measure=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
-        overflown = add and squares is not None and not math.isfinite(squares)  # and the sums are in the pages alone
+        summed = add or earlier is not None
+        overflown = summed and squares is not None and not math.isfinite(squares)  # and the sums are in pages alone
         self._norms[parameter] = _NOT_YET if more or overflown else gradient_norm(flat, squares)
 
     def norm(self, parameter: int) -> torch.Tensor:
@@ -154,6 +187,7 @@ class GradientStore(StepGradients):
 
         With `unit`: only its tiles, if they are held.
         """
+        self._take_waiting()
         self._let_go(unit)
         if unit is not None:
             return
@@ -173,14 +207,9 @@ class GradientStore(StepGradients):
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """The unit's gradients are all here: let go of its tiles and say so."""
+        self._take_waiting()
         self._let_go(unit)
         then(unit)
-
-    def catch_up(self, unit: int) -> None:
-        """Nothing is left to be said later."""
-
-    def line_up(self) -> None:
-        """Wait for other ranks: there are none."""
 
     def read(self, parameter: int) -> torch.Tensor | None:
         """Return a copy of this step's gradient in the parameter's shape, or None if it has none; waits."""
@@ -248,8 +277,17 @@ class GradientStore(StepGradients):
             raise InvariantError(f"some gradient tiles of unit {layout.name} are written in this step and some are not")
         return keys, Intent.FRESH if all(fresh) else Intent.WRITE
 
-    def _store(self, layout: UnitLayout, slot: Slot, flat: torch.Tensor, *, add: bool, measure: bool) -> float | None:
-        """Write `flat` to the pages, or with `add` add it to what they hold.
+    def _store(
+        self,
+        layout: UnitLayout,
+        slot: Slot,
+        flat: torch.Tensor,
+        earlier: torch.Tensor | None,
+        *,
+        add: bool,
+        measure: bool,
+    ) -> float | None:
+        """Write `flat` to the pages, or with `add` add it to what they hold; `earlier` before it.
 
         `measure`: its norm is taken now, so `flat` is the sum afterwards, too, unless the squares are returned: then
         they were added up on the way.
@@ -261,8 +299,13 @@ class GradientStore(StepGradients):
             try:
                 page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
-                fresh = flat[piece.begin : piece.begin + piece.length]
-                if measuring is not None:
+                cut = slice(piece.begin, piece.begin + piece.length)
+                fresh = flat[cut]
+                if earlier is not None and measuring is not None:
+                    measuring.add_pair(earlier, piece.begin, kept, adds=add)
+                elif earlier is not None:
+                    add_pair(earlier[cut], fresh, kept, adds=add)
+                elif measuring is not None:
                     (measuring.add if add else measuring.copy)(piece.begin, kept)
                 elif add and not measure:
                     kept.add_(fresh)

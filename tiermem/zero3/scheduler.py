@@ -298,7 +298,8 @@ class GatherScheduler:
             self._listener.unit_needed(unit)
             self._touched[unit] = False
         self.order.gradient(unit, parameter)
-        self.gradients.accumulate(parameter, more=self.order.more_after(parameter))
+        more, together = self.order.more_after(parameter), self.lockstep is not None
+        self.gradients.accumulate(parameter, more=more, together=together)
         self.order.contribution(parameter)
         if self.order.all_arrived(self.gradients.trainable(unit)):
             self.announce(unit)

@@ -57,14 +57,36 @@ def _copy(source: Halves, target: Halves) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def add_rounded(one: Any, other: Any) -> Any:
+    """The bits of the sum of two bfloat16 numbers with these bits."""
+    number = np.float32(
+        _float_of(np.int32(np.int32(one) << _SIXTEEN)) + _float_of(np.int32(np.int32(other) << _SIXTEEN))
+    )
+    bits = _bits_of(number)
+    # To the nearest, of two to the even one.
+    rounded = np.int32(bits + _ALMOST_HALF + ((bits >> _SIXTEEN) & np.int32(1)))
+    return np.int16(rounded >> _SIXTEEN) if number == number else _NAN
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _add(source: Halves, target: Halves) -> None:
     for i in range(source.size):
-        one = _float_of(np.int32(np.int32(source[i]) << _SIXTEEN))
-        number = np.float32(one + _float_of(np.int32(np.int32(target[i]) << _SIXTEEN)))
-        bits = _bits_of(number)
-        # To the nearest, of two to the even one.
-        rounded = np.int32(bits + _ALMOST_HALF + ((bits >> _SIXTEEN) & np.int32(1)))
-        target[i] = np.int16(rounded >> _SIXTEEN) if number == number else _NAN
+        target[i] = add_rounded(source[i], target[i])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def put(source: Halves, target: Halves, adds: bool) -> None:
+    """Copy to `target`, or add to it."""
+    if adds:
+        _add(source, target)
+    else:
+        _copy(source, target)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def put_squares(halves: Halves, squares: Any, place: int) -> None:
+    """Write the sum of squares of a block to its place among those of others."""
+    squares[place] = _squares(halves)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
