@@ -126,7 +126,8 @@ from tiermem.zero3.norms import measuring_copy, team_loops
 one, other, place = torch.randn(3, 100_003, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 if team_loops() is not None:
     adding = measuring_copy(one)
-    adding.add_pair(other, 5, place[5:], adds=True)
+    for cut in (slice(0, 5), slice(5, 100_003)):
+        adding.add_pair(other, cut.start, place[cut], adds=True)
     print(torch.get_num_threads(), adding.squares.hex(), place.view(torch.int16).long().cumsum(0).sum().item())
 """
 
