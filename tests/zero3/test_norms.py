@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tiermem.errors import InvariantError
 from tiermem.zero3 import norms
 from tiermem.zero3.norms import add_pair, gradient_norm, measuring_copy, team_loops
 
@@ -163,6 +164,14 @@ def test_pairs_that_are_added_wrongly_are_not_used():
     assert norms._add_together(team, loops)
     assert not norms._add_together(OneLeftOut, loops)
     assert not norms._add_together(WrongTotal, loops)
+
+
+def test_a_pair_is_never_left_out_for_want_of_loops(monkeypatch):
+    monkeypatch.setattr(norms, "team_loops", lambda: None)
+    gradient = _narrow(10)
+    assert not norms.may_pair(gradient)
+    with pytest.raises(InvariantError, match="cannot be had"):
+        add_pair(gradient, gradient, gradient.clone(), adds=True)
 
 
 def test_every_pair_of_kinds_of_numbers_is_added_as_torch_adds_it():

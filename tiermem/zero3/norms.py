@@ -77,9 +77,7 @@ class MeasuringCopy:
 
         Blocks that a stretch cuts are added up as `add` does it.
         """
-        team, block = team_loops(), self.loops.BLOCK
-        if team is None:
-            raise InvariantError("two gradients are to be added by loops that cannot be had; this is a bug in tiermem")
+        team, block = _team(), self.loops.BLOCK
         others, place, end = _bits(earlier), _bits(target), begin + target.numel()
         first = min(end, -(-begin // block) * block)
         last = end if end == self.bits.size else max(first, end // block * block)
@@ -108,9 +106,7 @@ def add_pair(earlier: torch.Tensor, later: torch.Tensor, target: torch.Tensor, *
 
     With `team_loops` alone.
     """
-    team = team_loops()
-    if team is not None:
-        team.add_both(_bits(earlier), _bits(later), _bits(target), adds=adds)
+    _team().add_both(_bits(earlier), _bits(later), _bits(target), adds=adds)
 
 
 def may_pair(flat: torch.Tensor) -> bool:
@@ -128,6 +124,13 @@ def team_loops() -> ModuleType | None:
         return None
     release_library("libllvmlite")
     return team if usable else None
+
+
+def _team() -> ModuleType:
+    team = team_loops()
+    if team is None:
+        raise InvariantError("two gradients are to be added by loops that cannot be had; this is a bug in tiermem")
+    return team
 
 
 def _add_together(team: ModuleType, loops: ModuleType) -> bool:

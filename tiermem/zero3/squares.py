@@ -6,7 +6,8 @@ on the numbers and their order only, neither on who else computes nor on where c
 processor, whose vectors are of another length, has the same last bit.
 
 `norms.py` imports this where numba is installed, and compares it with numpy first. In several functions, because the
-compiler makes vectors of each by itself, and of none of them written into one.
+compiler makes vectors of each by itself, and of none of them written into one. `team.py` compiles some of them into its
+own loop, and numba keeps that by the date of that file: whoever changes something here touches it.
 """
 
 from __future__ import annotations
