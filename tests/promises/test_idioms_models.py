@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -13,6 +14,7 @@ import torch
 from doubles_models import Stack, mlp
 from doubles_training import config_for
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -252,6 +254,85 @@ def test_to_empty_is_noticed_and_undone(tmp_path):
         with pytest.raises(tiermem.TiermemError, match="given other values"):
             model(x)
         assert torch.equal(model(x), expected)
+
+
+# Weights computed from others, after offload: what is computed at once needs values.
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def old_spectral_norm(layer: nn.Linear) -> None:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        nn.utils.spectral_norm(layer)
+
+
+def old_weight_norm(layer: nn.Linear) -> None:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        nn.utils.weight_norm(layer)
+
+
+def pruned(layer: nn.Linear) -> None:
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+def parametrized(layer: nn.Linear) -> None:
+    parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pruned,
+        old_weight_norm,
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+    ],
+)
+def test_what_was_computed_from_paged_out_weights_is_an_error_at_every_call(change, tmp_path):
+    model = mlp()
+    with offload(model, tmp_path):
+        change(model[0])
+        for _ in range(2):
+            with pytest.raises(
+                tiermem.TiermemError, match=r"is NaN: it was computed after offload from parameter 0\.weight"
+            ):
+                model(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "gathered"),
+    [
+        (pruned, True),
+        (old_spectral_norm, False),
+        (old_spectral_norm, True),
+        (parametrizations.spectral_norm, True),
+        (parametrizations.orthogonal, True),
+        (parametrized, False),
+        (parametrized, True),
+    ],
+)
+def test_weights_computed_from_others_since_offload_train_as_in_plain_torch(change, gathered, tmp_path):
+    plain = mlp()
+    model = copy.deepcopy(plain)
+    inputs = [torch.randn(4, 6) for _ in range(3)]
+    with offload(model, tmp_path) as runtime:
+        for trained in (plain, model):
+            torch.manual_seed(1)  # what is drawn for the change
+            with runtime.gathered(model[0], write=True) if gathered else contextlib.nullcontext():
+                change(trained[0])
+        optimizers = (torch.optim.AdamW(plain.parameters(), fused=True), tiermem.AdamW(model.parameters()))
+        for x in inputs:
+            losses = [trained(x).square().sum() for trained in (plain, model)]
+            assert torch.equal(*losses)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert torch.equal(runtime.parameter(model[2].weight), plain[2].weight)
 
 
 def test_what_converts_nothing_is_harmless(tmp_path):
