@@ -140,7 +140,7 @@ def test_meta_buffer_is_initialised_or_named():
         Sharded(model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "modernbert"])
 def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
     make = {
         "llama": lambda: transformers.LlamaForCausalLM(
@@ -153,6 +153,16 @@ def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
         ),
         "t5": lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+        ),
+        "modernbert": lambda: transformers.ModernBertForMaskedLM(  # initialises the head, which is then tied, otherwise
+            transformers.ModernBertConfig(
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+            )
         ),
     }[kind]
     torch.manual_seed(0)

@@ -6,11 +6,15 @@ beyond their root module. Guarantees that memory nobody initialised never become
 Why parents are called too: many models initialise a layer's parts from the class above (a residual projection scaled
 by depth, an embedding from the whole model), children first. While one unit is being initialised every other parameter
 is on the meta device, where writing does nothing, so calling the parents of each unit repeats exactly that order.
+
+Models of transformers tie weights behind their initialisation: what it writes through the name that is tied, say of the
+head, is dropped there. So those names, too, are on the meta device meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -31,6 +35,7 @@ class Initialiser:
         self._parents: dict[int, list[nn.Module]] = {}
         # Parents of modules that are present would write into them again: only a wholly absent model is walked upwards.
         self._deferred = all(parameter.is_meta for parameter in model.parameters())
+        self._tied_behind = list(_tied_behind(model))
         self._note(model, None, [])
 
     def run(self, root: nn.Module, owners: set[int]) -> None:
@@ -41,7 +46,9 @@ class Initialiser:
         below = list(_children_first(root))
         buffers = [(module, marked) for module in below if id(module) in owners and (marked := _real_buffers(module))]
         above = self._parents.get(id(root), []) if self._deferred else []
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
+            for module, attribute in self._tied_behind if self._init is None else ():
+                stack.callback(_untie(module, attribute))
             self._call(below, above, owners, set())
             # As in a constructor, where `reset_parameters` comes first: what the model's own leaves out is from there.
             left = {id(module) for module in below if id(module) in owners and _has_marks(module)}
@@ -89,6 +96,26 @@ class Initialiser:
                     "it without values: build the model under tiermem.deferred_init(), where buffers stay real, or "
                     "pass init="
                 )
+
+
+def _tied_behind(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The places that models of transformers tie to others once they are initialised (`all_tied_weights_keys`)."""
+    for module in model.modules():
+        for name in getattr(module, "all_tied_weights_keys", None) or ():
+            path, _, attribute = name.rpartition(".")
+            try:
+                yield module.get_submodule(path), attribute
+            except AttributeError:  # a part that this model was built without
+                continue
+
+
+def _untie(module: nn.Module, attribute: str) -> Callable[[], None]:
+    """Put something without storage in a parameter's place; returns what puts the parameter back."""
+    tied = module._parameters.get(attribute)  # noqa: SLF001 - getattr would compute what is parametrized
+    if tied is None or tied.is_meta:
+        return lambda: None
+    setattr(module, attribute, nn.Parameter(torch.empty_like(tied, device="meta"), requires_grad=tied.requires_grad))
+    return lambda: setattr(module, attribute, tied)
 
 
 def mark(values: torch.Tensor) -> torch.Tensor:
