@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from doubles_rank_scenarios import CLIP, Odd, committing, config_for, loss_of, p
 import swap
 import tiermem
 from swap.syscalls import SystemCalls
+from tiermem.runtime import commits
 
 EIO = errno.EIO
 STEPS, STRUCK = 4, 2  # the steps, each with a commit, and the commit in which the drive fails
@@ -140,6 +142,30 @@ def five_steps(directory: Path, rank: int, size: int) -> Any:
     return committing(directory, rank, size, until=STEPS + 1)
 
 
+def unexpected(directory: Path, rank: int, size: int) -> Any:
+    """Six steps and then the first commit, from a budget that does not hold them; bytes that it had to read again."""
+    read_again: list[int] = []
+    take = swap.take_checksums
+
+    def note(space: swap.SwapSpace, copies: Any) -> int:
+        read_again.append(take(space, copies))
+        return read_again[-1]
+
+    torch.manual_seed(1)
+    model = Odd()
+    with unittest.mock.patch.object(commits, "take_checksums", note):
+        with tiermem.offload(model, config_for(directory, host_memory="68KiB")) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+            for step in range(6):
+                loss_of(model, part(tokens(step), rank, size)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            written = runtime.statistics().total.bytes_written
+            runtime.commit().wait()
+    return {"read_again": read_again, "written": written}
+
+
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
-    made.__name__: made for made in (five_steps, *(make(place) for make in (doubtful, settled) for place in PLACES))
+    made.__name__: made
+    for made in (five_steps, unexpected, *(make(place) for make in (doubtful, settled) for place in PLACES))
 }

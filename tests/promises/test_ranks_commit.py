@@ -20,8 +20,13 @@ WHEN = ("prepared", "published", "agreed")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     killed = [(2, [f"{what}_{when}"]) for when in WHEN for what in ("killed", "resumed")]
     doubts = [f"{what}_{place}" for place in PLACES for what in ("doubtful", "settled")]
-    jobs = [(2, ["undisturbed", "one_cannot_commit"]), *killed, (3, ["other_sizes"]), (1, ["other_sizes"])]
-    jobs.append((2, ["five_steps", *doubts]))
+    jobs = [
+        (2, ["undisturbed", "one_cannot_commit"]),
+        *killed,
+        (3, ["other_sizes"]),
+        (1, ["other_sizes", "unexpected"]),
+    ]
+    jobs.append((2, ["five_steps", "unexpected", *doubts]))
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
@@ -59,6 +64,15 @@ def test_a_commit_of_another_number_of_ranks_is_not_overlooked(reports, size):
         assert report.error is not None
         assert report.error[0] == "ResumeError"
         assert "2 ranks" in report.error[1]
+
+
+def test_ranks_read_nothing_again_for_a_commit_that_nobody_expected(reports):
+    """They wait for each other in it; one process alone, whose commit may take as long as it takes, does read."""
+    (alone,) = values(reports[1, "unexpected"])
+    assert sum(alone["read_again"]) > 0
+    for each in values(reports[2, "unexpected"]):
+        assert each["read_again"] == [0]
+        assert each["written"] > 0
 
 
 def both(reports: Reports, place: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -140,7 +140,7 @@ def test_meta_buffer_is_initialised_or_named():
         Sharded(model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "modernbert"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "modernbert", "camembert"])
 def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
     make = {
         "llama": lambda: transformers.LlamaForCausalLM(
@@ -153,6 +153,13 @@ def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
         ),
         "t5": lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+        ),
+        "camembert": lambda: (
+            transformers.CamembertForCausalLM(  # has the head, which is tied, before what it is tied to
+                transformers.CamembertConfig(
+                    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+                )
+            )
         ),
         "modernbert": lambda: transformers.ModernBertForMaskedLM(  # initialises the head, which is then tied, otherwise
             transformers.ModernBertConfig(

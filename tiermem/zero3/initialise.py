@@ -13,7 +13,7 @@ head, is dropped there. So those names, too, are on the meta device meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.assigned import initializer_of
+from tiermem.zero3.units import Place
 
 Initializer = Callable[[nn.Module], object]
 
@@ -38,17 +39,20 @@ class Initialiser:
         self._tied_behind = list(_tied_behind(model))
         self._note(model, None, [])
 
-    def run(self, root: nn.Module, owners: set[int]) -> None:
-        """Initialise what lies at and below `root`; `owners`: ids of the modules whose own parameters are fresh.
+    def run(self, root: nn.Module, fresh: Sequence[Place]) -> None:
+        """Initialise what lies at and below `root`; `fresh`: the owners' places that have just received storage.
 
         Raises ConfigError naming a meta buffer that is left without values.
         """
+        owners = {id(place.module) for place in fresh}
+        owned = {(id(place.module), place.attribute) for place in fresh}
         below = list(_children_first(root))
         buffers = [(module, marked) for module in below if id(module) in owners and (marked := _real_buffers(module))]
         above = self._parents.get(id(root), []) if self._deferred else []
         with torch.no_grad(), ExitStack() as stack:
             for module, attribute in self._tied_behind if self._init is None else ():
-                stack.callback(_untie(module, attribute))
+                if (id(module), attribute) not in owned:  # else what is tied comes first in the model: it is this one
+                    stack.callback(_untie(module, attribute))
             self._call(below, above, owners, set())
             # As in a constructor, where `reset_parameters` comes first: what the model's own leaves out is from there.
             left = {id(module) for module in below if id(module) in owners and _has_marks(module)}

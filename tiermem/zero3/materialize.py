@@ -168,7 +168,7 @@ class Materializer:
             parameters[member.number] = _replace(member, old, values)
         missing = [member for member in members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):
-            initialiser.run(root, {id(member.places[0].module) for member in fresh})
+            initialiser.run(root, [member.places[0] for member in fresh])
             for member in fresh if self.init is None else ():
                 for place in member.places:
                     repeat_writes(place.module, place.attribute, parameters[member.number].data, name=place.name)
