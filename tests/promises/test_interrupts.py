@@ -118,6 +118,48 @@ def test_updates_that_were_queued_and_not_begun_are_carried_out(update, tmp_path
             assert torch.equal(runtime.parameter(parameter), values)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("update", ["forward", "step", "auto"])
+@pytest.mark.parametrize("budget", ["tight", "generous"])
+def test_an_update_that_was_queued_when_the_interrupt_came_is_done_once(budget, update, number, tmp_path, monkeypatch):
+    """It was kept, to be queued again by whoever needs it next, and computed twice."""
+    model, plain, runtime = begin(tmp_path, update, budget)
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        model(batch()).square().mean().backward()
+        plain(batch()).square().mean().backward()
+        pager = runtime._house.storage.pager
+        left = number
+        real = pager.start_task
+
+        def interrupted(coroutine):
+            nonlocal left
+            task = real(coroutine)
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return task
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pager, "start_task", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):  # with a budget for everything one task does all of them
+                optimizer.step()
+                model(batch())
+        if left <= 0:
+            optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values)
+        other.zero_grad()
+        for each, its in ((model, optimizer), (plain, other)):
+            each(batch()).square().mean().backward()
+            its.step()
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values)
+
+
 class Interrupting:
     """Raises KeyboardInterrupt where the function of this number begins, of those of the packages on this thread."""
 

@@ -64,6 +64,7 @@ class Updater:
         self._queue: OrderedDict[_Entry, None] = OrderedDict()
         self._unfinished: dict[int, list[_Entry]] = {}
         self._failed: dict[int, BaseException] = {}
+        self._latest: UnitUpdate | None = None
         self._running = False
         self._walking = False  # whether the queue is being carried out; `_running`: or is about to be
         self._loop_thread: int | None = None
@@ -77,7 +78,8 @@ class Updater:
     def start(self, update: UnitUpdate) -> None:
         """Queue an update; it fails, when its turn comes, if an earlier one of the same unit has.
 
-        Raises `TiermemError` after `close`.
+        Does nothing if it is the one that was queued last: whoever is interrupted here cannot know whether it was, and
+        says it again. Raises `TiermemError` after `close`.
         """
         if update.unit not in self._stream.units:
             raise InvariantError(f"unit {update.unit} has no optimizer state")
@@ -85,8 +87,13 @@ class Updater:
         with self._lock:
             if self._closed:
                 raise TiermemError("the updater is closed; a closed runtime cannot be used again")
+            if update is self._latest:
+                return
+            # All of it or nothing: an interrupt comes where something is called, so nothing is called in between.
+            unfinished = [*self._unfinished.get(update.unit, ()), entry]
+            self._unfinished[update.unit] = unfinished
             self._queue[entry] = None
-            self._unfinished.setdefault(update.unit, []).append(entry)
+            self._latest = update
             must_run = not self._running
             self._running = True
         if must_run:
