@@ -23,6 +23,7 @@ FLOORS = {
     "tiermem.timeline": 1,
     "tiermem.overlap": 1,
     "tiermem.process": 1,
+    "tiermem.interrupts": 1,
     "tiermem.registry": 1,
     "tiermem.wear": 1,
     # Words of the memory room without state or torch; the hall speaks them too.

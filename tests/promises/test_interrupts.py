@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import sys
+import threading
 
 import pytest
 import torch
@@ -15,10 +16,15 @@ from doubles_training import budget_for, config_for
 from torch import nn
 
 import tiermem
-from tiermem.pager.lease import Lease
+from tiermem.pager.lease import Lease, PendingLease
+from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Kind
 from tiermem.zero3 import gather
+from tiermem.zero3.gather import Gatherer
+from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.placeholder import Placeholders
+from tiermem.zero3.reduce import GradientStore
+from tiermem.zero3.sources import Leased
 
 
 class Once:
@@ -210,6 +216,73 @@ def test_interrupts_anywhere_in_a_step_leave_a_model_that_trains(update, tmp_pat
         other = plain(batch()).square().mean()
         assert torch.equal(step(), other)
         assert not leased_pages(runtime)
+
+
+def compute(runtime, model, together: bool) -> torch.Tensor:
+    """Forward and backward, of one batch or of three together; the sum of the losses."""
+    if together:
+        return sum(runtime.forward_backward([batch()] * 3, lambda each: model(each).square().mean()))
+    loss = model(batch()).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+PLACES = {
+    "taking the frame": (Leased, "__init__"),
+    "before the wait": (PendingLease, "wait"),
+    "giving back": (Lease, "release"),
+    "on the way back": (Lease, "_close"),
+    "saying so": (LoopThread, "leave"),
+    "asking": (LoopThread, "wake"),
+    "showing parameters": (gather, "slot_view"),
+    "hiding them": (Gatherer, "put_placeholders"),
+    "saving": (SavedTensorHooks, "recognise"),
+    "restoring": (SavedTensorHooks, "restore"),
+    "putting a gradient away": (GradientStore, "_store"),
+}
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one", "together"])
+@pytest.mark.parametrize("budget", ["tight", "generous"])
+@pytest.mark.parametrize("where", list(PLACES))
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, together, tmp_path, monkeypatch):
+    """As the interactive interpreter keeps the last one: with its frames, and leases that these had."""
+    model, plain, runtime = begin(tmp_path, "forward" if budget == "tight" else "step", budget)
+    owner, name = PLACES[where]
+    real = getattr(owner, name)
+    main = threading.current_thread()
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        compute(runtime, model, together)
+        optimizer.step()
+        for number in (1, 2, 5, 11):
+            left = number
+
+            def interrupted(*arguments, **named):
+                nonlocal left
+                if threading.current_thread() is main:
+                    left -= 1
+                    if left == 0:
+                        raise KeyboardInterrupt
+                return real(*arguments, **named)
+
+            kept = None
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                try:
+                    compute(runtime, model, together)
+                except KeyboardInterrupt as error:
+                    kept = error
+            optimizer.zero_grad()
+            for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+                values.data.copy_(runtime.parameter(parameter))
+            expected = plain(batch()).square().mean()
+            assert torch.equal(compute(runtime, model, together), sum([expected] * 3) if together else expected)
+            optimizer.step()
+            optimizer.zero_grad()
+            runtime.settle()
+            assert not leased_pages(runtime), (number, kept)
 
 
 def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_path, monkeypatch):

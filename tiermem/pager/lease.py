@@ -37,7 +37,7 @@ Release = Callable[["Lease", Parting, BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("__weakref__", "_closing", "_fence", "_fences", "_frames", "_pages", "_release", "handed_over")
+    __slots__ = ("__weakref__", "_closed", "_fence", "_fences", "_frames", "_pages", "_release", "handed_over")
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Lease:
         self._pages = pages
         self._frames: dict[PageKey, Frame] | None = frames
         self._release = release
-        self._closing = threading.Lock()
+        self._closed = False
 
     @property
     def pages(self) -> Sequence[Page]:
@@ -111,9 +111,10 @@ class Lease:
         self._close(Parting.KEPT, error)
 
     def _close(self, parting: Parting, error: BaseException | None) -> None:
-        if self._closing.acquire(blocking=False):  # never given back: a flag that only one thread can set
+        if not self._closed:
             self._frames = None
-            self._release(self, parting, error)
+            self._release(self, parting, error)  # said twice, by two threads or behind an interrupt, it counts once
+            self._closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -79,13 +79,22 @@ class Pager:
             lambda started, ended: self._note_stall(started, ended, keys), fresh=intent is Intent.FRESH
         )
         tier = self.chain.top if lane is Lane.COMPUTE else Tier.HOST
-        if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending, tier=tier)):
-            pending.settle(None, closed())
+        try:
+            if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending, tier=tier)):
+                pending.settle(None, closed())
+        except BaseException:  # an interrupt: it may have been asked for, and nobody will know of it
+            pending.give_up()
+            raise
         return pending
 
     def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
         """Wait for a lease on pages; errors as `PendingLease.wait`."""
-        return self.start_lease(keys, intent, lane=lane).wait()
+        pending = self.start_lease(keys, intent, lane=lane)
+        try:
+            return pending.wait()
+        except BaseException:  # also an interrupt before the wait has begun: whoever keeps the error keeps what is here
+            pending.give_up()
+            raise
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the contents of pages, at once or as soon as nobody holds or moves them."""

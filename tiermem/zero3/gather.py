@@ -166,6 +166,7 @@ class Gatherer:
                 state.holds = state.lent
                 if not state.holds:
                     self.reshard(unit)
+        self.recheck()
 
     def take_in(self, unit: int) -> None:
         """Have values that were assigned to the unit's parameters while it is lent for writing in its frame."""
@@ -213,7 +214,7 @@ class Gatherer:
             state.presence = Presence.LINGERING
             self._lingering.add(unit)
             state.between = False
-        free = state.presence is Presence.SHARDED or self._try_release(state)
+        free = state.held is None or self._try_release(state)
         if written is not None:
             raise TiermemError(
                 f"parameter {written} was written in place while it was gathered for reading; the write may be lost. "
@@ -267,6 +268,8 @@ class Gatherer:
         return GatherStatistics(self._gathers, self._leaks, len(self._lingering))
 
     def _take(self, state: _UnitState, *, writable: bool) -> torch.Tensor:
+        if state.held is not None:
+            self._try_release(state)
         held = self.source.take(state.layout.unit, writable=writable)
         base = held.base
         if base.storage_offset() != 0:
@@ -278,16 +281,17 @@ class Gatherer:
         return base
 
     def _try_release(self, state: _UnitState) -> bool:
-        if state.base is None or state.held is None:
+        if state.held is None:
             raise InvariantError(f"unit {state.layout.unit} lingers without a lease")
-        if viewers(state.base) > state.viewers:
-            return False
-        self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # an interrupt may have come behind it
-        held = state.held
-        state.base = state.held = None
-        state.presence = Presence.SHARDED
+        if state.base is not None:  # else an interrupt came while it was given back
+            if viewers(state.base) > state.viewers:
+                return False
+            self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # one may have come behind it
+            state.base = None
+            state.presence = Presence.SHARDED
+        state.held.release()
+        state.held = None
         self._lingering.discard(state.layout.unit)
-        held.release()
         return True
 
     def _check_converted(self, state: _UnitState) -> None:

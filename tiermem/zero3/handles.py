@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
+from tiermem.interrupts import empty_frames
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
 from tiermem.zero3.layout import view_bytes
 
@@ -116,13 +117,22 @@ class _Scope:
         return self.pair
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        handle = self.hooks.recognise(tensor)
+        try:
+            handle = self.hooks.recognise(tensor)
+        except BaseException as error:
+            empty_frames(error)
+            del tensor  # this frame is not among them yet
+            raise
         if handle is not None:
             return handle
         return leave_to(self.outer, tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        return self.hooks.unpack(packed)
+        try:
+            return self.hooks.unpack(packed)
+        except BaseException as error:
+            empty_frames(error)
+            raise
 
 
 class _Stack(threading.local):

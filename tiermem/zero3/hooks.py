@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
+from tiermem.interrupts import empty_frames
 from tiermem.zero3.cuts import Arguments
 
 
@@ -26,7 +27,11 @@ class BoundHook:
 
     def __call__(self, *arguments: Any) -> Any:
         """What a module calls. Dynamo (torch.compile) does not look inside: it breaks its graph here and goes on."""
-        return self._pass_on(*arguments)
+        try:
+            return self._pass_on(*arguments)
+        except BaseException as error:
+            empty_frames(error)
+            raise
 
     def _pass_on(self, *arguments: Any) -> Any:
         # Importing dynamo costs seconds and memory; whoever compiles has done so.
@@ -141,8 +146,12 @@ class OutputHook(BoundHook):
                 tensor.register_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def _arrived(self, _: torch.Tensor) -> None:
-        for unit in self._units:
-            self._demand(unit)
+        try:
+            for unit in self._units:
+                self._demand(unit)
+        except BaseException as error:
+            empty_frames(error)
+            raise
 
 
 def gradient_hook(
@@ -151,8 +160,12 @@ def gradient_hook(
     """A hook for after the gradient of parameter `number` has been accumulated, but for what is `kept_back`."""
 
     def arrived(parameter: torch.Tensor) -> None:
-        if not kept_back(parameter):
-            call(unit, number)
+        try:
+            if not kept_back(parameter):
+                call(unit, number)
+        except BaseException as error:
+            empty_frames(error)
+            raise
 
     return arrived
 

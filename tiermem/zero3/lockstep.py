@@ -185,8 +185,12 @@ class Lockstep:
         self._running = walker
         walker.begun = True
         walker.fiber.go()
-        if walker.error is not None:
-            raise walker.error
+        error, walker.error = walker.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it keeps this frame: a circle, and with it all that the computation's frames hold
 
     def _go_back(self, computations: Sequence[Computation]) -> None:
         """Take all back through what they have left, unit by unit."""

@@ -192,9 +192,8 @@ class GradientStore(StepGradients):
         if unit is not None:
             return
         if self._asked is not None:
-            pending = self._asked[1]
+            self._asked[1].give_up()
             self._asked = None
-            pending.give_up()
 
     def backward_ended(self, *, together: bool) -> None:
         """Let go of everything, unless the tiles that are held are about to be wanted again: see `Gradients`."""
@@ -252,9 +251,8 @@ class GradientStore(StepGradients):
 
     def _let_go(self, unit: int | None) -> None:
         if self._held is not None and unit in (None, self._held[0]):
-            lease = self._held[1]
+            self._held[1].release()  # first: an interrupt may come before it has begun, and then it is done again
             self._held = None
-            lease.release()
 
     def _expected(self, unit: int) -> PendingLease | None:
         """What was asked for the unit ahead of time; what was asked for another one is given up."""
@@ -311,13 +309,13 @@ class GradientStore(StepGradients):
                     kept.add_(fresh)
                 else:
                     kept.copy_(fresh.add_(kept) if add else fresh)
+                if held is None:
+                    lease.release()
             except BaseException as error:
                 if held is not None:
                     self._held = None
                 lease.fail(error)
                 raise
-            if held is None:
-                lease.release()
         return None if measuring is None else measuring.squares
 
 

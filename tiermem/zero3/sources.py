@@ -133,7 +133,12 @@ class LocalUnits:
         """Lease the unit's page."""
         self._before(unit)  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
         key = self._keys[unit]
-        return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
+        lease = self._pager.lease([key], Intent.WRITE if writable else Intent.READ)
+        try:
+            return Leased(lease, key)
+        except BaseException:
+            lease.release()
+            raise
 
     def start(self, unit: int) -> None:
         """Nothing to do."""

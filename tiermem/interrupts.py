@@ -1,0 +1,22 @@
+"""What an interrupt (Ctrl-C) takes along.
+
+Owns one look at a traceback. Does not know who was interrupted. Guarantees that frames which an interrupt has ended
+hold nothing any more, whoever keeps the error.
+
+Why: the interactive interpreter and notebooks keep the last error (`sys.last_value`) until the next one, so its
+traceback, so the frames in it and whatever these had: a lease of the pager's that had not been stored yet, or a view of
+gathered parameters. Nobody could give that back, and the next update would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+
+def empty_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames below the caller's, if `error` is an interrupt.
+
+    To be called where frames of ours begin. An error proper keeps them, for whoever looks for its cause.
+    """
+    if not isinstance(error, Exception):
+        traceback.clear_frames(error.__traceback__)
