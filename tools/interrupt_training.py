@@ -11,7 +11,6 @@ weights; and says where the interrupt came.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import subprocess
 import sys
@@ -168,7 +167,10 @@ def interrupt(interrupting: Interrupting, step: Callable[[], Any]) -> bool:
 
 
 def network() -> Any:
-    """A few units, one of them used twice."""
+    """A few units in a row, so that their graph can be cut between any two (`tiermem/zero3/cuts.py`).
+
+    Then micro-batches together take turns on the caller's thread, which is the one that is interrupted.
+    """
     from torch import nn
 
     class Net(nn.Module):
@@ -180,13 +182,12 @@ def network() -> Any:
 
         def forward(self, x: Any) -> Any:
             x = self.inner(x)
-            for layer in (*self.layers, self.layers[0]):
-                x = x + layer(x)
+            for layer in self.layers:
+                x = layer(x)
             return self.outer(x)
 
     return Net()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+    sys.exit(main())

@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from doubles_models import Stack
+from doubles_python import ROOT, WarmPython
 from doubles_together import leased_pages
 from doubles_training import budget_for, config_for
 from torch import nn
@@ -310,6 +311,15 @@ def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_
             its.step()
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("together", ["False", "True"])
+def test_the_tool_that_interrupts_everywhere(together, warm_python: WarmPython, tmp_path):
+    program = str(ROOT / "tools" / "interrupt_training.py")
+    done = warm_python.run(program, str(tmp_path), "--stride", "1500", "--case", "forward", "44KiB", together)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("at ") >= 3
 
 
 def test_gradients_dropped_inside_a_forward_end_no_call(tmp_path):
