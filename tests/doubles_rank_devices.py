@@ -16,7 +16,9 @@ from torch import nn
 
 import tiermem
 from tiermem.pager.lease import Lease
+from tiermem.planner.device import plan_tiers
 from tiermem.runtime import house
+from tiermem.runtime.blueprint import draw
 from tiermem.zero3 import buckets
 
 SLOW = "simulated:bandwidth=20MB/s,latency=200us"
@@ -30,6 +32,19 @@ def least(make: Callable[[], nn.Module], directory: Path, **settings: Any) -> in
     return int(re.search(r"at least (\d+) bytes", str(caught.value)).group(1))
 
 
+def room_for_some(make: Callable[[], nn.Module], directory: Path, **settings: Any) -> int:
+    """Device memory with which some units, not all of them, are updated on the device."""
+    blueprint = draw(make(), scenarios.config_for(directory, device_memory="64MiB", **settings), None)
+    trained = sum(size.trainable_numel > 0 for size in blueprint.sizes)
+    for nbytes in range(64 << 10, 8 << 20, 16 << 10):
+        with contextlib.suppress(tiermem.BudgetError):
+            tiles = blueprint.footprint.tile_numel
+            _, device = plan_tiers(blueprint.sizes, blueprint.host_nbytes, nbytes, 1, tile=tiles, settle=True)
+            if 1 < len(device.settled) < trained:  # of the first, parameters of two elements, a rank may have none
+                return nbytes
+    raise AssertionError("there should be a budget between none and all")
+
+
 def on(device: dict[str, Any], make: Callable[[], nn.Module], **how: Any) -> Scenario:
     """Train on processors, or on a device; memory of "least" is the least that works."""
 
@@ -38,6 +53,8 @@ def on(device: dict[str, Any], make: Callable[[], nn.Module], **how: Any) -> Sce
         settings = {key: given[key] for key in ("device", "stage", "param_dtype") if key in given}
         if given.get("device_memory") == "least":
             given["device_memory"] = least(make, directory, device_memory=4096, **settings)
+        if given.get("device_memory") == "for some":
+            given["device_memory"] = room_for_some(make, directory, **settings)
         if given.get("host_memory") == "least":
             room = {"device_memory": given["device_memory"]} if "device_memory" in given else {}
             given["host_memory"] = least(make, directory, host_memory=4096, **settings, **room)
@@ -49,6 +66,8 @@ def on(device: dict[str, Any], make: Callable[[], nn.Module], **how: Any) -> Sce
 DEVICES: dict[str, dict[str, Any]] = {
     "processors": {},
     "roomy": {"device": "simulated", "device_memory": "8MiB"},
+    "settled": {"device": "simulated", "device_memory": "8MiB", "update_on": "auto"},
+    "partly_settled": {"device": SLOW, "device_memory": "for some", "update_on": "auto"},
     "tight": {"device": SLOW, "device_memory": "least"},
     "tightest": {"device": SLOW, "device_memory": "least", "host_memory": "least"},
 }
@@ -176,7 +195,7 @@ SCENARIOS: dict[str, Scenario] = {
         f"early_{run}_{update}_{device}": on(DEVICES[device], make, **how, update=update)
         for run, (make, how) in EARLY.items()
         for update in ("step", "backward")
-        for device in ("processors", "tightest")
+        for device in ("processors", "tightest", "partly_settled")
     },
     "streams": streams(),
     "streams_not_handed_over": streams(hand_over=False),

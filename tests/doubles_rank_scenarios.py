@@ -155,7 +155,9 @@ def trained(
         statistics = runtime.statistics()
         crossed = crossings(runtime)
         events = runtime._house.storage.timeline.events()
+        updated = runtime._house.updater.statistics().done
     return {
+        "updated": (updated.device_tiles, updated.tiles),
         "crossed": crossed,
         "cut": cut,
         "gradients_crossed": sum(" grad tile " in event.name and "swap" in event.lane for event in events),

@@ -13,7 +13,14 @@ from tiermem.errors import BudgetError
 from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
-from tiermem.planner.device import _beside, _needed_by_ranks, device_least, device_most, plan_tiers, settled_nbytes
+from tiermem.planner.device import (
+    _beside,
+    _needed_by_ranks,
+    device_least,
+    device_most,
+    plan_tiers,
+    settled_nbytes,
+)
 from tiermem.planner.footprint import UnitSize, received_nbytes, rounded, state_tile_nbytes
 from tiermem.planner.tilesizes import SMALLEST_TILE
 
@@ -165,6 +172,33 @@ def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
         assert arena.reserved <= needed
 
 
+@given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), updated=st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_place_of_what_ranks_and_their_update_hold_leaves_the_rest_without_one(
+    data: st.DataObject, ranks: int, pages: int, updated: int
+) -> None:
+    """All that can be held on a device whose unit is updated there, in whatever order it is asked for."""
+    computed, other = (
+        UnitSize("unit", nbytes, nbytes // 4, 4, 8, 0, 0, ranks, nbytes * ranks)
+        for nbytes in (pages * PAGE, updated * PAGE)
+    )
+    needed = _beside([computed, other], SMALLEST_TILE, [other])
+    arena = SlabArena(TensorSlab(torch.empty(needed, dtype=torch.uint8)), Tier.DEVICE)
+    tile = [rounded(min(SMALLEST_TILE, each.trainable_numel) * 4) for each in (computed, other)]
+    update = [other.param_nbytes, tile[1], state_tile_nbytes(other, SMALLEST_TILE)]
+    held = [computed.computed_nbytes, other.computed_nbytes, computed.param_nbytes, computed.bucket_nbytes]
+    holds = [*held, received_nbytes(computed, SMALLEST_TILE), tile[0], *update]
+    filler: list[Frame] = []
+    victims = data.draw(RANDOM)
+    victims.shuffle(holds)
+    for nbytes in holds:
+        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
+        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
+        while arena.allocate(nbytes) is None:
+            assert filler, f"no place for {nbytes} bytes"
+            arena.free(filler.pop(victims.randrange(len(filler))))
+
+
 def test_ranks_gather_beside_the_computation_where_there_is_room() -> None:
     units = [UnitSize("unit", MIB, MIB // 4, 4, 8, 0, 0, 2, 2 * MIB)]
     least = device_least(units)
@@ -209,13 +243,15 @@ def test_what_is_settled_fits_beside_what_is_leased(units: list[UnitSize], extra
         assert taken + sum(rounded(each.param_nbytes) for each in others) <= budget
 
 
-def test_with_the_most_all_units_are_settled_and_over_ranks_none() -> None:
+def test_with_the_most_all_units_are_settled() -> None:
     units = [unit(MIB), unit(3 * MIB), unit(20_000)]
     most = device_most(units, settle=True)
     assert plan_tiers(units, PLENTY, most, 8 << 20, settle=True)[1].settled == (0, 1, 2)
     assert len(plan_tiers(units, PLENTY, most // 2, 8 << 20, settle=True)[1].settled) < 3
-    ranks = [UnitSize("unit", MIB, MIB // 4, 4, 8, 0, 0, 2, 2 * MIB)]
-    assert plan_tiers(ranks, PLENTY, 1 << 30, 8 << 20, settle=True)[1].settled == ()
+    ranks = [UnitSize("unit", MIB, MIB // 4, 4, 8, 0, 0, 2, 2 * MIB)] * 4
+    most = device_most(ranks, settle=True)
+    assert plan_tiers(ranks, PLENTY, most, 8 << 20, settle=True)[1].settled == (0, 1, 2, 3)
+    assert plan_tiers(ranks, PLENTY, device_least(ranks), 8 << 20, settle=True)[1].settled == ()
 
 
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 9), updated=st.integers(1, 9))

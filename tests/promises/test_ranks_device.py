@@ -18,13 +18,16 @@ pytestmark = pytest.mark.long
 TWO = [f"{device}_{run}" for run in RUNS for device in ("processors", "roomy", "tight")]
 THREE = [f"{device}_{run}" for run in ("odd", "experts") for device in ("processors", "tightest")]
 OTHERS = ["tightest_odd", "device_verbs", "device_committing_stage_2", "device_another_order", "device_one_fails"]
+SETTLED = [f"{device}_{run}" for run in RUNS for device in ("settled", "partly_settled")]
 STREAMS = ["streams", "streams_not_handed_over"]
 
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    return run_jobs(warm_python, directory, [(2, [*TWO, "verbs", *OTHERS, *STREAMS]), (3, [*THREE, "device_one_dies"])])
+    return run_jobs(
+        warm_python, directory, [(2, [*TWO, *SETTLED, "verbs", *OTHERS, *STREAMS]), (3, [*THREE, "device_one_dies"])]
+    )
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -52,6 +55,18 @@ def test_the_same_bits_as_on_processors(reports, run, device):
     found = values(reports[2, f"{device}_{run}"])
     same(found, values(reports[2, f"processors_{run}"]))
     check(found)
+
+
+@pytest.mark.parametrize("device", ["settled", "partly_settled"])
+@pytest.mark.parametrize("run", RUNS)
+def test_the_same_bits_where_units_are_updated_on_the_device(reports, run, device):
+    """With room for all of them there, and with room for some."""
+    found = values(reports[2, f"{device}_{run}"])
+    same(found, values(reports[2, f"processors_{run}"]))
+    check(found)
+    for each in found:
+        above, tiles = each["updated"]
+        assert 0 < above < tiles if device == "partly_settled" else above == tiles > 0
 
 
 @pytest.mark.parametrize(("size", "run"), [(2, "odd"), (3, "odd"), (3, "experts")])

@@ -16,7 +16,9 @@ TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_dev
 GOOD = ["early_for_good_step", "early_for_good_backward", "early_whole_for_good"]
 WHOLE = ["early_whole", "early_whole_auto", "early_whole_one_full", "early_whole_device"]
 RUNS = [
-    f"early_{run}_{how}" for run in EARLY for how in ("step_processors", "backward_processors", "backward_tightest")
+    f"early_{run}_{how}"
+    for run in EARLY
+    for how in ("step_processors", *(f"backward_{device}" for device in ("processors", "tightest", "partly_settled")))
 ]
 
 
@@ -79,7 +81,7 @@ def test_without_clipping_nothing_waits_for_the_others(reports, name):
         assert each["counts"] == (0, 0, 0)
 
 
-@pytest.mark.parametrize("how", ["processors", "tightest"])
+@pytest.mark.parametrize("how", ["processors", "tightest", "partly_settled"])
 @pytest.mark.parametrize("run", EARLY)
 def test_micro_batches_experts_and_tight_budgets(reports, run, how):
     found = values(reports[2, f"early_{run}_backward_{how}"])

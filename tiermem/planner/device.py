@@ -16,8 +16,8 @@ the other ranks' buckets. For each the same rule is asked for, with everything t
 Settling. A unit whose state stays on the device is updated there, and none of its bytes travels. Units are settled from
 the first one on: their gradients come last in backward, so that their update has nothing to hide behind. The first
 two are settled wherever they fit beside what computation and update lease, and a unit read ahead; more of them as long
-as the parameters of all other units could stay on the device as well, which are used twice a step. Not over several
-ranks, and not what is kept in host memory by choice: that is updated there.
+as the parameters of all other units could stay on the device as well, which are used twice a step. Over ranks each
+settles its part of the same units. Not what is kept in host memory by choice: that is updated there.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def plan_tiers(
     wished = _needed(units, footprint.tile_numel, roomy=True)
     # Where updates wait to be asked for, only the computation asks, and it comes too late for what is gathered ahead.
     roomy = wished <= device and (alone or not footprint.serial)
-    settled = _settled(units, device, footprint.tile_numel) if settle and roomy and alone else ()
+    settled = _settled(units, device, footprint.tile_numel) if settle and roomy else ()
     left = device - sum(settled_nbytes(units[number], footprint.tile_numel) for number in settled)
     spare = left - (wished if roomy else needed)
     return footprint, DeviceFootprint(
@@ -162,8 +162,11 @@ def _beside(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSi
 
     The update has three frames in hand: parameters, a gradient tile, a state tile. Whatever the computation asks for
     finds its place beside all of them; so the computation gets on until it waits for the update, and then holds no
-    gradient tiles: what the update asks for finds its place beside the rest.
+    gradient tiles: what the update asks for finds its place beside the rest. Over ranks, where others may announce
+    gradients at any time, it finds its place beside everything.
     """
+    if any(unit.ranks > 1 for unit in units):
+        return _updated_by_ranks(units, tile_numel, updated)
     most = max(-(-unit.trainable_numel // tile_numel) for unit in units)
     grad = max(_tile(unit, tile_numel) for unit in units)
     param = max(rounded(unit.param_nbytes) for unit in updated)
@@ -224,6 +227,23 @@ def _tile(unit: UnitSize, tile_numel: int) -> int:
     return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
 
 
+class _RankFrames:
+    """What the computation of one of several ranks may hold on its device at one time: the largest of each, bytes."""
+
+    def __init__(self, units: Sequence[UnitSize], tile_numel: int) -> None:
+        self.around = max(rounded(unit.nested_nbytes) for unit in units)
+        self.count = max(unit.nested_count for unit in units)
+        self.computed = max(unit.computed_nbytes for unit in units)
+        self.sent = max(rounded(unit.param_nbytes) if unit.gathered_nbytes else 0 for unit in units)
+        self.bucket = max(unit.bucket_nbytes for unit in units)
+        self.received = max(received_nbytes(unit, tile_numel) for unit in units)
+        self.tile = max(_tile(unit, tile_numel) for unit in units)
+
+    def room_for(self, frame: int, *others: int) -> int:
+        """Bytes with which `frame` finds its place beside `others` and what is gathered around, with gaps."""
+        return self.around + sum(others) + (self.count + len(others) + 1) * frame
+
+
 def _needed_by_ranks(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) -> int:
     """The same with several ranks: for each frame the least bytes with which it finds a place beside the others.
 
@@ -231,28 +251,27 @@ def _needed_by_ranks(units: Sequence[UnitSize], tile_numel: int, *, beside: bool
     bucket (the next one waits until it has been added up); and, as any rank may announce gradients at any time, what
     arrives of those and a tile of the sum. `beside`: and the unit that comes next, while the first is computed.
     """
-    around = max(rounded(unit.nested_nbytes) for unit in units)
-    computed = max(unit.computed_nbytes for unit in units)
-    sent = max(rounded(unit.param_nbytes) if unit.gathered_nbytes else 0 for unit in units)
-    bucket = max(unit.bucket_nbytes for unit in units)
-    received = max(received_nbytes(unit, tile_numel) for unit in units)
-    tile = max(_tile(unit, tile_numel) for unit in units)
-    count = max(unit.nested_count for unit in units)
-
-    def room_for(frame: int, *others: int) -> int:
-        return around + sum(others) + (count + len(others) + 1) * frame
-
+    of = _RankFrames(units, tile_numel)
     if beside:
         return max(
-            room_for(computed, computed, sent, bucket),
-            room_for(bucket, computed, computed, sent, received, tile),
-            room_for(received, computed, computed, sent, bucket),
-            room_for(tile, computed, computed, sent, bucket, received),
+            of.room_for(of.computed, of.computed, of.sent, of.bucket),
+            of.room_for(of.bucket, of.computed, of.computed, of.sent, of.received, of.tile),
+            of.room_for(of.received, of.computed, of.computed, of.sent, of.bucket),
+            of.room_for(of.tile, of.computed, of.computed, of.sent, of.bucket, of.received),
         )
     return max(
-        room_for(sent, bucket),
-        room_for(computed, sent, bucket),
-        room_for(bucket, computed),
-        room_for(received, computed, sent, bucket),
-        room_for(tile, computed, sent, bucket, received),
+        of.room_for(of.sent, of.bucket),
+        of.room_for(of.computed, of.sent, of.bucket),
+        of.room_for(of.bucket, of.computed),
+        of.room_for(of.received, of.computed, of.sent, of.bucket),
+        of.room_for(of.tile, of.computed, of.sent, of.bucket, of.received),
     )
+
+
+def _updated_by_ranks(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSize]) -> int:
+    """As `_beside`, with several ranks: every frame, the update's three too, finds its place beside all others."""
+    of = _RankFrames(units, tile_numel)
+    param = max(rounded(unit.param_nbytes) for unit in updated)
+    state = max(state_tile_nbytes(unit, tile_numel) for unit in updated)
+    frames = [of.computed, of.computed, of.sent, of.bucket, of.received, of.tile, param, of.tile, state]
+    return max(of.room_for(frame, *frames[:index], *frames[index + 1 :]) for index, frame in enumerate(frames))

@@ -37,7 +37,7 @@ def share_out(
         ResumeError: the tiles of the commit do not fit into the budgets.
     """
     ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes + beside)
-    settle = config.update_on == "auto" and all(size.ranks == 1 for size in sizes)
+    settle = config.update_on == "auto"
     device_nbytes = device_budget(config, lambda: device_most(sizes, settle=settle))
 
     agreed = least(device_nbytes or 0)
