@@ -81,27 +81,27 @@ def watch(case: Case, options: argparse.Namespace) -> tuple[int, bool]:
     """Run a case; return how many interrupts there were, and whether the training bore all of them."""
     command = [sys.executable, __file__, str(options.directory), "--stride", str(options.stride)]
     command += ["--first", str(options.first), "--case", case.update, case.budget, str(case.together)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: list[str] = []
     late = threading.Event()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
 
-    def give_up() -> None:
-        late.set()
-        child.kill()
+        def give_up() -> None:
+            late.set()
+            child.kill()
 
-    def begin_waiting() -> threading.Timer:
-        alarm = threading.Timer(PATIENCE, give_up)
-        alarm.daemon = True
-        alarm.start()
-        return alarm
+        def begin_waiting() -> threading.Timer:
+            alarm = threading.Timer(PATIENCE, give_up)
+            alarm.daemon = True
+            alarm.start()
+            return alarm
 
-    alarm = begin_waiting()
-    for line in child.stdout or ():
-        alarm.cancel()
-        lines.append(line.rstrip())
         alarm = begin_waiting()
-    code = child.wait()
-    alarm.cancel()
+        for line in child.stdout or ():
+            alarm.cancel()
+            lines.append(line.rstrip())
+            alarm = begin_waiting()
+        code = child.wait()
+        alarm.cancel()
     count = sum(line.startswith("at ") for line in lines)
     if code != 0:
         print(f"{case}: {'waits for ever' if late.is_set() else f'exit code {code}'}", *lines[-12:], sep="\n  ")

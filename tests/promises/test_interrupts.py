@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import itertools
@@ -26,6 +27,9 @@ from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.sources import Leased
+
+sys.path.insert(0, str(ROOT / "tools"))
+import interrupt_training
 
 
 class Once:
@@ -320,6 +324,21 @@ def test_the_tool_that_interrupts_everywhere(together, warm_python: WarmPython, 
     done = warm_python.run(program, str(tmp_path), "--stride", "1500", "--case", "forward", "44KiB", together)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("at ") >= 3
+
+
+@pytest.mark.parametrize(("end", "said"), [("exec sleep 60", "waits for ever"), ("exit 3", "exit code 3")])
+def test_the_tool_says_where_a_training_ended(end, said, tmp_path, monkeypatch, capsys):
+    """Of one that waits for ever it does not wait for the end."""
+    monkeypatch.setattr(interrupt_training, "PATIENCE", 0.5)
+    training = tmp_path / "training"
+    training.write_text(f"#!/bin/sh\necho at forward:1\n{end}\n")
+    training.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(training))
+    options = argparse.Namespace(directory=tmp_path, stride=1, first=1)
+    assert interrupt_training.watch(interrupt_training.Case("step", "4MiB", False), options) == (1, False)
+    text = capsys.readouterr().out
+    assert said in text
+    assert "at forward:1" in text
 
 
 def test_gradients_dropped_inside_a_forward_end_no_call(tmp_path):
