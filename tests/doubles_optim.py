@@ -224,6 +224,9 @@ class FakeBook:
         for parameter in parameters:
             del self.gradients[parameter]
 
+    def not_finite(self) -> None:
+        pass
+
 
 class FakeProtection:
     """Remembers what protected pages held."""

@@ -106,6 +106,64 @@ def test_the_watch_ends_where_nothing_is_borrowed(
     assert len(watched) == (3 if borrows else 1) * borrow._LOOKS
 
 
+class Late(nn.Module):
+    """Borrows where its `late` or its mode says so, not from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.late = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return functional.linear(x, self.embed.weight) if self.late or not self.training else self.head(x)
+
+
+def test_what_is_first_borrowed_late_costs_one_step(tmp_path: Path) -> None:
+    """Its gradients are not finite, so that the step is skipped, and from then on it is seen."""
+    late = borrow._LOOKS + 2
+
+    def train(model: Late, optimizer: torch.optim.Optimizer, *, skipped: int | None) -> list[torch.Tensor]:
+        losses = []
+        for number in range(late + 3):
+            torch.manual_seed(number)
+            model.late = number >= late
+            loss = model(torch.randint(0, WORDS, (2, 6))).square().mean()
+            loss.backward()
+            if number != skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    torch.manual_seed(0)
+    model, other = Late(), Late()
+    other.load_state_dict(model.state_dict())
+    expected = train(other, torch.optim.AdamW(other.parameters(), fused=True), skipped=late)
+    with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, "tight"), "auto")) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        with pytest.warns(UserWarning, match="not finite"):
+            found = train(model, optimizer, skipped=None)
+        assert optimizer.skipped == 1
+        assert found[late].isnan()
+        del found[late], expected[late]
+        assert found == expected
+        for name, parameter in model.named_parameters():
+            assert torch.equal(runtime.parameter(parameter), other.get_parameter(name)), name
+
+
+def test_what_a_mode_borrows_is_seen_whatever_came_before(tmp_path: Path) -> None:
+    model = Late()
+    tokens = torch.randint(0, WORDS, (2, 6))
+    expected = model.eval()(tokens)
+    model.train()
+    with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, "tight"), "auto")):
+        for _ in range(borrow._LOOKS + 2):
+            model(tokens)
+        assert torch.equal(model.eval()(tokens), expected)
+
+
 class Refusing(Borrower):
     """Fails in the middle of its forward, having borrowed."""
 

@@ -5,22 +5,25 @@ which units an operation reads. Guarantees that while it watches no operation re
 writes into it, which is left to fail as it does without.
 
 Why. `F.linear(x, self.embedding.weight)` for a tied output, `self.table.weight[i]`: no hook of the embedding runs, and
-what is read is NaN. Looking at every operation costs microseconds each, so that is done in the model's first calls;
-where nothing was found in them it ends, and where something was it goes on for good.
+what is read is NaN. Looking at every operation costs microseconds each, so that is done in the model's first calls in
+each mode (training or not, with gradients or without), and again in some calls behind gradients that were not finite,
+which may come from there; where nothing was found it ends, and where something was it goes on for good.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tiermem.zero3.gather import Gatherer, Presence
 
-# Calls of the model, or of parts of it by themselves, in which nothing may be found before the watch ends.
+# Calls of the model in one mode, or of parts of it by themselves, in which nothing may be found before the watch ends.
 _LOOKS = 8
 # Attributes of a tensor that show its elements; all others are answered by a placeholder.
 _SHOWING = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -55,15 +58,21 @@ class Borrowing:
         self._gatherer = gatherer
         self._before = before
         self._after = after
-        self._looks = _LOOKS
+        self._looks: dict[tuple[bool, bool], int] = defaultdict(lambda: _LOOKS)  # by mode
         self._found = False
 
     def watch(self) -> TorchFunctionMode | None:
         """What to enter around an outermost call; None: the watch has ended, or the model is compiled."""
-        if not (self._found or self._looks) or _is_compiled(self._model):
+        mode = self._model.training, torch.is_grad_enabled()
+        looks = self._looks[mode]
+        if not (self._found or looks) or _is_compiled(self._model):
             return None
-        self._looks = max(0, self._looks - 1)
+        self._looks[mode] = max(0, looks - 1)
         return _Watch(self)
+
+    def look_again(self) -> None:
+        """Something is NaN that need not be: watch the next calls as if they were the first."""
+        self._looks.clear()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry out an operation, with what it reads gathered."""

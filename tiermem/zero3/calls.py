@@ -10,12 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Protocol
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
+
+
+class Watcher(Protocol):
+    """Who looks at operations inside calls; `borrow.Borrowing`."""
+
+    def watch(self) -> TorchFunctionMode | None:
+        """What to enter around an outermost call, or None."""
+
+    def look_again(self) -> None:
+        """Something is NaN that need not be: watch the next calls as if they were the first."""
 
 
 class Turn:
@@ -57,12 +68,12 @@ class Call:
 class CallStack(threading.local):
     """The calls in progress on this thread."""
 
-    def __init__(self, home: HomeProcess, turn: Turn, watch: Callable[[], TorchFunctionMode | None]) -> None:
-        """`home`: the process whose threads these are. `watch()`: what to enter around an outermost call, or None."""
+    def __init__(self, home: HomeProcess, turn: Turn, watcher: Watcher) -> None:
+        """`home`: the process whose threads these are."""
         self.home = home
+        self.watcher = watcher
         self._turn = turn
         self.calls: list[Call] = []
-        self._watch = watch
         self._watching = ExitStack()
 
     def begin(self, module: nn.Module | None, *, shared: bool) -> Call:
@@ -71,7 +82,7 @@ class CallStack(threading.local):
         if not self.calls:
             if not shared:
                 self._turn.take()
-            watching = self._watch()
+            watching = self.watcher.watch()
             if watching is not None:
                 self._watching.enter_context(watching)
         self.calls.append(call)

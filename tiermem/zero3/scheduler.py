@@ -77,7 +77,7 @@ class GatherScheduler:
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
         owners = {id(parameters[member.number]): unit for unit, member in divided.members()}
         borrowing = Borrowing(divided.model, owners, gatherer, self._before_call, self._after_call)
-        self.stack = CallStack(HomeProcess(), Turn(), borrowing.watch)
+        self.stack = CallStack(HomeProcess(), Turn(), borrowing)
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         self._held = _Held(divided, gatherer)
