@@ -49,7 +49,9 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
-    settings = {"param_dtype": "bfloat16", **job.settings}
+    settings: dict[str, Any] = {"param_dtype": "bfloat16", **job.settings}
+    if "queue_depth" in settings:
+        settings["queue_depth"] = int(settings["queue_depth"])
     count, vertical = int(settings.pop("accumulate", 1)), settings.pop("vertical", "no") == "yes"
     commit, trace = settings.pop("commit", False), settings.pop("trace", None)
     config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
