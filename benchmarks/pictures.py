@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, RESULTS
+from goals import PARTS, PEER
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
-from train_step import DRIVE
+from train_step import DRIVE, IDEAL
 
 from tiermem.cli.bench_plot import draw
 from tiermem.cli.live import WIDTH, render
@@ -32,6 +33,8 @@ from tiermem.planner.predict import Prediction
 from tiermem.stats import EdgeStatistics, TierStatistics
 
 PICTURES = HERE.parent / "docs" / "pictures"
+COMPARED = PARTS[:3]  # the parts of a record of goals in which contenders are beside each other
+OTHERS = (IDEAL, PEER)  # contenders that are not tiermem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,14 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn += 1
         draw(json.loads(result.read_text(encoding="utf-8")), options.pictures / "bench.png")
         print(f"bench.png from {result.name}")
-    beside = sorted(options.results.glob("train_step_side_by_side_*.json"))
-    if beside and importlib.util.find_spec("matplotlib") is None:
+    beside = latest_record(options.results)
+    if beside is not None and importlib.util.find_spec("matplotlib") is None:
         print("side_by_side.png: skipped, matplotlib is not installed (the extra `plots`)")
-    elif beside:
+    elif beside is not None:
         drawn += 1
-        runs = [run for result in beside for run in json.loads(result.read_text(encoding="utf-8"))["runs"]]
+        record = json.loads(beside.read_text(encoding="utf-8"))
+        runs = [run for part in COMPARED for run in record[part]]
         side_by_side(runs, options.pictures / "side_by_side.png")
-        print(f"side_by_side.png from {', '.join(result.name for result in beside)}")
+        print(f"side_by_side.png from {beside.name}")
     looks = sorted(options.results.glob("step_timeline_*.json"))[-1:]  # the latest
     for result in looks if importlib.util.find_spec("matplotlib") is not None else ():
         drawn += 1
@@ -72,6 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
         print("plan.png from the profile rtx4090")
     return 0 if drawn else 1
+
+
+def latest_record(results: Path) -> Path | None:
+    """The latest result of `goals.py` that compares contenders in all of its parts."""
+    complete = [
+        result
+        for result in results.glob("goals_*.json")
+        if all(part in json.loads(result.read_text(encoding="utf-8")) for part in COMPARED)
+    ]
+    return max(complete, key=lambda result: result.stem.rpartition("_")[2], default=None)  # by the date in the name
 
 
 def plan_of(parameters: str, machine: str) -> Prediction:
@@ -91,7 +105,7 @@ def plan_of(parameters: str, machine: str) -> Prediction:
 
 
 def side_by_side(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG of what `train_step.py` measured: for each workload, seconds of a step and memory above imports."""
+    """Write a PNG of runs that `train_step.py` made: for each workload, seconds of a step and memory above imports."""
     plt = import_pyplot()
     good = [run for run in runs if run["error"] is None and run["contender"] != DRIVE]
     workloads = list(dict.fromkeys(run["workload"] for run in good))
@@ -102,7 +116,7 @@ def side_by_side(runs: Sequence[dict[str, Any]], path: Path) -> None:
             theirs = [run for run in own if run["contender"] == name]
             seconds = [second for run in theirs for second in run["seconds"]]
             middle = statistics.median(seconds)
-            colour = "#3b6ea8" if name.startswith("tiermem") else "#9a9a9a"
+            colour = "#9a9a9a" if name.startswith(OTHERS) else "#3b6ea8"
             spread = [[middle - min(seconds)], [max(seconds) - middle]]
             time.barh(name, middle, xerr=spread, color=colour, ecolor="#444444")
             time.text(max(seconds), name, f" {middle:.3g}", va="center", fontsize=8)

@@ -28,15 +28,18 @@ def drawn(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> 
     Importing matplotlib takes longer than drawing.
     """
     results = tmp_path_factory.mktemp("results")
-    for pattern in ("live_view_*.json", "bench_*.json", "train_step_side_by_side_*.json"):
+    for pattern in ("live_view_*.json", "bench_*.json", "goals_*.json"):
         for result in RESULTS.glob(pattern):
             (results / result.name).symlink_to(result)
     sweep = {"directories": ["/d"], **{pattern: {"all": [SWEPT]} for pattern in ("read", "write", "mixed")}}
     (results / "bench_made_up.json").write_text(json.dumps(sweep))
     one = {"workload": "io-bound", "error": None, "baseline_rss_bytes": 1 << 20, "peak_rss_bytes": 9 << 20}
-    runs = [{**one, "contender": name, "seconds": [1.0, 2.0, 4.0]} for name in ("plain", "tiermem x=1", "fio")]
+    runs = [{**one, "contender": name, "seconds": [1.0, 2.0, 4.0]} for name in ("plain", "auto", "fio")]
     runs.append({"workload": "io-bound", "contender": "deepspeed nvme", "error": "it died"})
-    (results / "train_step_side_by_side_made_up.json").write_text(json.dumps({"runs": runs}))
+    (results / "goals_made_up_2999-01-01.json").write_text(
+        json.dumps(dict.fromkeys(("compute", "drive", "batches"), runs))
+    )
+    (results / "goals_unfinished_2999-01-02.json").write_text(json.dumps({"drive": runs}))
     program = str(ROOT / "benchmarks" / "pictures.py")
     done = warm_python.run(program, "--results", str(results), "--pictures", str(results / "pictures"))
     assert done.returncode == 0, done.stderr
@@ -48,6 +51,7 @@ def drawn(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> 
             pytest.skip("needs the extra `plots`")
         assert "skipped" not in done.stdout
         assert f"{name} from " in done.stdout
+        assert name != "side_by_side.png" or f"{name} from goals_made_up_2999-01-01.json" in done.stdout
         return results / "pictures" / name
 
     return picture
