@@ -125,14 +125,14 @@ def early(update: str, *, for_good: bool = False, full: int | None = None, **set
     return scenario
 
 
-def with_device(scenario: Scenario) -> Scenario:
-    """The same with a device for every rank."""
+def with_device(scenario: Scenario, **more: Any) -> Scenario:
+    """The same with a device for every rank; `more` settings."""
 
     def on_device(directory: Path, rank: int, size: int) -> Any:
         plain = scenarios.config_for
 
         def config_for(directory: Path, **settings: Any) -> tiermem.Config:
-            return plain(directory, **({"device": "simulated", "device_memory": "8MiB"} | settings))
+            return plain(directory, **({"device": "simulated", "device_memory": "8MiB"} | more | settings))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scenarios, "config_for", config_for)
@@ -202,6 +202,10 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"{device}_{run}": on(DEVICES[device], make, **how) for device in DEVICES for run, (make, how) in RUNS.items()},
     **{
         f"device_{name}": with_device(scenarios.SCENARIOS[name])
-        for name in ("verbs", "one_fails", "one_dies", "another_order", "committing_stage_2")
+        for name in ("verbs", "one_fails", "one_dies", "another_order", "committing_stage_2", "committing_stage_3")
+    },
+    **{
+        f"settled_{name}": with_device(scenarios.SCENARIOS[name], update_on="auto")
+        for name in ("verbs", "committing_stage_2", "committing_stage_3")
     },
 }

@@ -138,6 +138,7 @@ SCENARIOS: dict[str, Scenario] = {
         run("routed", Experts, batch=routed_tokens),
         run("stage_1", Odd, stage=1, accumulate=2),
         run("device", Odd, device="simulated", device_memory="8MiB"),
+        run("settled", Odd, device="simulated", device_memory="8MiB", update_on="auto"),
         hybrid_committing,
         hybrid_copied,
         hybrid_kept,

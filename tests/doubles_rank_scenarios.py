@@ -357,10 +357,15 @@ def committing(
     return {"begun": begun, "losses": losses, "weights": weights}
 
 
-def committing_stage_2(directory: Path, rank: int, size: int) -> Any:
+def committing_in_two(stage: int) -> Callable[[Path, int, int], Any]:
     """Two steps, closed, two more from the commit."""
-    first = committing(directory, rank, size, until=2, stage=2)
-    return {"first": first, "second": committing(directory, rank, size, stage=2)}
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        first = committing(directory, rank, size, until=2, stage=stage)
+        return {"first": first, "second": committing(directory, rank, size, stage=stage)}
+
+    scenario.__name__ = f"committing_stage_{stage}"
+    return scenario
 
 
 def undisturbed(directory: Path, rank: int, size: int) -> Any:
@@ -472,7 +477,8 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         stage_1,
         stage_2,
         stage_1_tight,
-        committing_stage_2,
+        committing_in_two(2),
+        committing_in_two(3),
         plain_llama,
         llama_together,
         odd_together,

@@ -15,9 +15,11 @@ from doubles_ranks import Reports, run_jobs, values
 
 pytestmark = pytest.mark.long
 
+COMMITTING = ["committing_stage_2", "committing_stage_3"]
 TWO = [f"{device}_{run}" for run in RUNS for device in ("processors", "roomy", "tight")]
 THREE = [f"{device}_{run}" for run in ("odd", "experts") for device in ("processors", "tightest")]
-OTHERS = ["tightest_odd", "device_verbs", "device_committing_stage_2", "device_another_order", "device_one_fails"]
+OTHERS = ["tightest_odd", "device_another_order", "device_one_fails"]
+VERBS = [f"{device}_{run}" for device in ("device", "settled") for run in ("verbs", *COMMITTING)]
 SETTLED = [f"{device}_{run}" for run in RUNS for device in ("settled", "partly_settled")]
 STREAMS = ["streams", "streams_not_handed_over"]
 
@@ -25,9 +27,8 @@ STREAMS = ["streams", "streams_not_handed_over"]
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    return run_jobs(
-        warm_python, directory, [(2, [*TWO, *SETTLED, "verbs", *OTHERS, *STREAMS]), (3, [*THREE, "device_one_dies"])]
-    )
+    two = [*TWO, *SETTLED, "verbs", *VERBS, *COMMITTING, *OTHERS, *STREAMS]
+    return run_jobs(warm_python, directory, [(2, two), (3, [*THREE, "device_one_dies"])])
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -77,8 +78,9 @@ def test_the_least_memory_everywhere_and_slow_copies(reports, size, run):
     assert all(each["tiers"]["SWAP"][2] > 0 for each in found), "host memory does not hold everything"
 
 
-def test_verbs_are_those_of_processors(reports):
-    for one, other in zip(values(reports[2, "device_verbs"]), values(reports[2, "verbs"]), strict=True):
+@pytest.mark.parametrize("device", ["device", "settled"])
+def test_verbs_are_those_of_processors(reports, device):
+    for one, other in zip(values(reports[2, f"{device}_verbs"]), values(reports[2, "verbs"]), strict=True):
         assert one["skipped"] == other["skipped"] == (1, True)
         for name, gradient in one["gradients"].items():
             expected = other["gradients"][name]
@@ -88,8 +90,16 @@ def test_verbs_are_those_of_processors(reports):
             assert torch.equal(one[verb], other[verb]), verb
 
 
-def test_a_stage_with_whole_parameters_resumes(reports):
-    assert [each["second"]["begun"] for each in values(reports[2, "device_committing_stage_2"])] == [2, 2]
+@pytest.mark.parametrize("device", ["device", "settled"])
+@pytest.mark.parametrize("run", COMMITTING)
+def test_what_was_committed_is_continued(reports, run, device):
+    found, expected = values(reports[2, f"{device}_{run}"]), values(reports[2, run])
+    assert [each["second"]["begun"] for each in found] == [2, 2]
+    for one, other in zip(found, expected, strict=True):
+        for part in ("first", "second"):
+            assert one[part]["losses"] == other[part]["losses"]
+            for name, weights in one[part]["weights"].items():
+                assert torch.equal(weights, other[part]["weights"][name]), name
 
 
 def test_whoever_uses_a_frame_waits_for_the_work_of_others_on_it(reports):

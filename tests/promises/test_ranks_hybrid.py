@@ -17,7 +17,7 @@ from doubles_ranks import Reports, run_jobs, values
 
 pytestmark = pytest.mark.long
 
-RUNS = ["odd", "bfloat16", "routed", "stage_1", "device"]
+RUNS = ["odd", "bfloat16", "routed", "stage_1", "device", "settled"]
 VERBS = ["hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]
 PLAIN: dict[str, dict[str, Any]] = {
     "stage_1": {"accumulate": 2},
@@ -57,8 +57,10 @@ def test_the_numbers_of_four_parts_of_one_copy(reports):
 
 
 def test_a_run_repeats_bit_by_bit_also_on_devices_and_begins_with_the_values_of_rank_0(reports):
-    for one, other in zip(values(reports[4, "hybrid_odd"]), values(reports[4, "hybrid_device"]), strict=True):
-        same(one, other)
+    for device in ("hybrid_device", "hybrid_settled"):
+        for one, other in zip(values(reports[4, "hybrid_odd"]), values(reports[4, device]), strict=True):
+            same(one, other)
+    assert all(found["updated"][0] > 0 for found in values(reports[4, "hybrid_settled"]))
 
 
 def test_experts_that_only_one_copy_has_tokens_for(reports):
