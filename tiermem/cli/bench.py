@@ -41,7 +41,7 @@ SteadySeconds = Annotated[
 ]
 SteadyBytes = Annotated[str, typer.Option("--steady-bytes", help="Stop overwriting after so many bytes.")]
 SmallPages = Annotated[
-    bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, as training does.")
+    bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, unlike training.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Plot = Annotated[Path | None, path_option("--plot", help="Draw the sweep into this .png or .svg (needs matplotlib).")]
