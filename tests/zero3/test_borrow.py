@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +164,30 @@ def test_what_a_mode_borrows_is_seen_whatever_came_before(tmp_path: Path) -> Non
         for _ in range(borrow._LOOKS + 2):
             model(tokens)
         assert torch.equal(model.eval()(tokens), expected)
+
+
+def test_steps_that_are_skipped_for_good_are_said_to_be(tmp_path: Path) -> None:
+    """`module.forward` outside any call passes by everything: there are no gradients to learn from."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    budget = budget_for(model, tmp_path, "tight")
+    with tiermem.offload(model, config_for(tmp_path, budget, "auto"), units=list(model), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+
+        def step(steps: int, around: contextlib.AbstractContextManager[Any] | None = None) -> None:
+            for _ in range(steps):
+                with around or contextlib.nullcontext():
+                    model[1].forward(model[0](torch.ones(2, 8))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with pytest.warns(UserWarning, match="a step was skipped"):
+            step(1)
+        step(3)
+        with pytest.warns(UserWarning, match=r"5 steps in a row were skipped .* `with runtime.gathered"):
+            step(1)
+        step(2)
+        step(1, runtime.gathered(model[1]))
+        assert optimizer.skipped == 7
 
 
 class Refusing(Borrower):

@@ -22,6 +22,8 @@ from tiermem.registry import registry
 
 _WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
 _UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
+# Steps skipped in a row before it is said that nothing is learned: one or two may be a bad batch.
+_HOPELESS = 5
 
 
 class AdamW(torch.optim.Optimizer):
@@ -54,6 +56,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(f"max_grad_norm must be positive or None, found {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
+        self._in_a_row = 0  # of the latest steps, how many were skipped
         self._service: UpdateService | None = None
         self._index_of: dict[torch.Tensor, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
@@ -117,14 +120,27 @@ class AdamW(torch.optim.Optimizer):
                 "commit. To have such steps skipped as a whole pass max_grad_norm to the optimizer, or choose "
                 "update='auto', 'forward' or 'step'"
             )
+        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if result.skipped:
             self.skipped += 1
-            if self.skipped == 1 and grad_scaler is None:
-                warnings.warn(
-                    "a step was skipped because its gradient norm is not finite; optimizer.skipped counts such steps",
-                    stacklevel=3,
-                )
+            if grad_scaler is None:
+                self._warn_of_skipped()
         return loss
+
+    def _warn_of_skipped(self) -> None:
+        if self.skipped == 1:
+            warnings.warn(
+                "a step was skipped because its gradient norm is not finite; optimizer.skipped counts such steps",
+                stacklevel=4,
+            )
+        if self._in_a_row == _HOPELESS:
+            warnings.warn(
+                f"{_HOPELESS} steps in a row were skipped because their gradient norms are not finite: nothing is "
+                "learned. If the same model trains in plain PyTorch, parameters are used where they are paged out: by "
+                "module.forward(x) instead of module(x), in a torch.autograd.Function, or in a compiled part; put "
+                "forward and backward inside `with runtime.gathered(module):`",
+                stacklevel=4,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""
