@@ -160,7 +160,7 @@ _configs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_configs, st.sampled_from([".toml", ".json"]))
 def test_what_is_saved_loads_equal(tmp_path_factory: pytest.TempPathFactory, config: Config, suffix: str) -> None:
     assert Config.from_dict(config.to_dict()) == config

@@ -570,7 +570,7 @@ def infos_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(name, each.dtype, tuple(each.shape), 0) for name, each in tensors.items()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=merges(), lost=st.integers(0, 40))
 def test_pieces_cover_the_parameter_and_what_is_lost_is_named(case: Any, lost: int) -> None:
     origins, tensors, whole = case

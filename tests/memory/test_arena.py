@@ -150,7 +150,7 @@ def test_what_is_reserved_and_what_stays_warm() -> None:
     assert kept.asked == 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 40),
     st.integers(1, 3),

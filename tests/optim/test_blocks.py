@@ -109,7 +109,7 @@ def store_and_load(book: CodeBook, values: torch.Tensor, blocks: Blocks | None =
     unsigned=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_loaded_is_stored_with_the_same_bits(
     numel: int, exponents: tuple[int, int], unsigned: bool, seed: int
 ) -> None:

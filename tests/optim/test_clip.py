@@ -18,7 +18,7 @@ from tiermem.zero3.norms import gradient_norm
     st.floats(1e-3, 1e3),
     st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_same_bits_as_torch(sizes: list[int], dtype: torch.dtype, max_norm: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in sizes]
@@ -39,7 +39,7 @@ def test_same_bits_as_torch(sizes: list[int], dtype: torch.dtype, max_norm: floa
     st.floats(15, 38),
     st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_norm_too_large_for_squares_is_told_from_an_infinite_one(
     sizes: list[int], dtype: torch.dtype, exponent: float, seed: int
 ) -> None:

@@ -56,7 +56,7 @@ def tensors(planes: StatePlanes | BlockPlanes) -> list[torch.Tensor]:
 
 
 @given(units())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_two_views_share_a_byte_and_all_lie_in_the_tile(state: UnitState) -> None:
     for tile in range(state.tiles):
         nbytes = state.state_nbytes(tile)
@@ -114,7 +114,7 @@ def in_words(
     decay=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_update_is_adamw_between_reading_and_rounding_moments(
     dtype: torch.dtype, numel: int, slice_numel: int, decay: float, seed: int
 ) -> None:

@@ -59,7 +59,7 @@ def test_numba_is_used_where_it_is_installed() -> None:
     spread=st.integers(0, 30),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_both_forms_have_the_same_bits(
     dtype: torch.dtype,
     numel: int,

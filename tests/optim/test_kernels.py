@@ -42,7 +42,7 @@ def reference(master: torch.Tensor, lr: float, decay: float, gradients: list[tor
     decay=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_same_bits_for_any_slicing(
     dtype: torch.dtype, numel: int, slice_numel: int, lr: float, decay: float, seed: int
 ) -> None:

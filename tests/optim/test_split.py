@@ -79,7 +79,7 @@ def check_masked(master: torch.Tensor, moment: torch.Tensor) -> None:
 
 
 @given(st.lists(st.tuples(HIGH, LOW), min_size=1, max_size=70))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_any_bits_come_back(pairs: list[tuple[int, int]]) -> None:
     bits = np.array([(high << 16) | low for high, low in pairs], dtype=np.uint32)
     check_round_trip(from_bits(bits), torch.rand(len(pairs)))
@@ -94,7 +94,7 @@ def test_every_upper_half_comes_back(low: int) -> None:
 
 
 @given(st.integers(0, 0xFFFF))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_every_lower_half_comes_back(high: int) -> None:
     check_round_trip(from_bits(np.arange(1 << 16, dtype=np.uint32) | np.uint32(high << 16)), torch.zeros(1 << 16))
 

@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @given(st.sampled_from(DTYPES), st.integers(1, 5000))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_planes_are_aligned_and_apart(dtype: torch.dtype, numel: int) -> None:
     state = UnitState(0, dtype, (Segment(0, 0, numel),), numel, 8192)
     buffer = torch.zeros(state.state_nbytes(0), dtype=torch.uint8)

@@ -96,7 +96,7 @@ def test_every_float16_gets_the_same_code_and_every_code_the_same_number(name: s
 
 @pytest.mark.parametrize("name", BOOKS)
 @given(spread=st.integers(0, 40), exponent=st.integers(-38, 37), seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_of_any_magnitude_get_the_same_codes(name: str, spread: int, exponent: int, seed: int) -> None:
     loops, book = vector_loops(), BOOKS[name]()
     random = np.random.default_rng(seed)

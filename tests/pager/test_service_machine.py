@@ -287,4 +287,4 @@ class ServiceMachine(RuleBasedStateMachine):
 
 
 TestServiceMachine = ServiceMachine.TestCase
-TestServiceMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestServiceMachine.settings = settings(max_examples=200, stateful_step_count=40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ UNITS = st.lists(
 
 
 @given(units=UNITS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize]) -> None:
     least = device_least(units)
     footprint, device = plan_tiers(units, PLENTY, least, 16 * MIB)
@@ -57,7 +58,7 @@ def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize]) -> None:
 
 
 @given(units=UNITS, extra=st.integers(0, 200 * MIB))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_held_fits_in_bytes(units: list[UnitSize], extra: int) -> None:
     budget = device_least(units) + extra
     footprint, device = plan_tiers(units, PLENTY, budget, 16 * MIB)
@@ -68,8 +69,21 @@ def test_what_is_held_fits_in_bytes(units: list[UnitSize], extra: int) -> None:
             assert rounded(computed.param_nbytes) + computed.nested_nbytes + tiles[written] * tile <= budget
 
 
+def place_among_fillers(arena: SlabArena, holds: Sequence[int], data: st.DataObject) -> list[Frame]:
+    """Put frames of these bytes where others push them, which can be made to go; return those that are left."""
+    filler: list[Frame] = []
+    victims = data.draw(RANDOM)
+    for nbytes in holds:
+        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
+        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
+        while arena.allocate(nbytes) is None:
+            assert filler, f"no place for {nbytes} bytes"
+            arena.free(filler.pop(victims.randrange(len(filler))))
+    return filler
+
+
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_place_of_what_is_held_leaves_a_unit_without_one(data: st.DataObject, around: int, own: int) -> None:
     """The rule of gaps: frames are put anywhere, the rest is cleared, and the unit and its tiles find room."""
     nested = [data.draw(st.integers(1, 5)) for _ in range(around)]
@@ -114,7 +128,7 @@ def test_with_the_most_everything_stays() -> None:
 
 
 @given(data=st.data(), pages=st.integers(1, 9), frozen=st.integers(0, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
     data: st.DataObject, pages: int, frozen: int
 ) -> None:
@@ -130,20 +144,13 @@ def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
         rounded((min(SMALLEST_TILE, size.trainable_numel) + 64) * 8),
         rounded(min(SMALLEST_TILE * 4, pages * PAGE)),
     )
-    filler: list[Frame] = []
-    victims = data.draw(RANDOM)
-    for nbytes in (size.param_nbytes, grad):
-        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
-        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
-        while (frame := arena.allocate(nbytes)) is None:
-            arena.free(filler.pop(victims.randrange(len(filler))))
-    for frame in filler:
+    for frame in place_among_fillers(arena, [size.param_nbytes, grad], data):
         arena.free(frame)
     assert arena.allocate(state) is not None
 
 
 @given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), beside=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
     data: st.DataObject, ranks: int, pages: int, beside: bool
 ) -> None:
@@ -161,19 +168,12 @@ def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
         holds = (
             [size.param_nbytes, *gathered, received, tile, size.bucket_nbytes] if beside else [*gathered, *holds[:1]]
         )
-    filler: list[Frame] = []
-    victims = data.draw(RANDOM)
-    for nbytes in holds:
-        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
-        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
-        while arena.allocate(nbytes) is None:
-            assert filler, f"no place for {nbytes} bytes"
-            arena.free(filler.pop(victims.randrange(len(filler))))
-        assert arena.reserved <= needed
+    place_among_fillers(arena, holds, data)
+    assert arena.reserved <= needed
 
 
 @given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), updated=st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_place_of_what_ranks_and_their_update_hold_leaves_the_rest_without_one(
     data: st.DataObject, ranks: int, pages: int, updated: int
 ) -> None:
@@ -188,15 +188,7 @@ def test_no_place_of_what_ranks_and_their_update_hold_leaves_the_rest_without_on
     update = [other.param_nbytes, tile[1], state_tile_nbytes(other, SMALLEST_TILE)]
     held = [computed.computed_nbytes, other.computed_nbytes, computed.param_nbytes, computed.bucket_nbytes]
     holds = [*held, received_nbytes(computed, SMALLEST_TILE), tile[0], *update]
-    filler: list[Frame] = []
-    victims = data.draw(RANDOM)
-    victims.shuffle(holds)
-    for nbytes in holds:
-        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
-        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
-        while arena.allocate(nbytes) is None:
-            assert filler, f"no place for {nbytes} bytes"
-            arena.free(filler.pop(victims.randrange(len(filler))))
+    place_among_fillers(arena, data.draw(st.permutations(holds)), data)
 
 
 def test_ranks_gather_beside_the_computation_where_there_is_room() -> None:
@@ -212,7 +204,7 @@ def test_ranks_gather_beside_the_computation_where_there_is_room() -> None:
 
 
 @given(units=UNITS, extra=st.integers(0, 400 * MIB))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_settled_fits_beside_what_is_leased(units: list[UnitSize], extra: int) -> None:
     budget = device_least(units) + extra
     footprint, device = plan_tiers(units, PLENTY, budget, 16 * MIB, settle=True)
@@ -255,7 +247,7 @@ def test_with_the_most_all_units_are_settled() -> None:
 
 
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 9), updated=st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_one(
     data: st.DataObject, around: int, own: int, updated: int
 ) -> None:
@@ -270,11 +262,4 @@ def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_on
     compute = [*(pages * PAGE for pages in nested), computed.param_nbytes]
     # The computation gets on beside all that the update holds; the update beside what it holds without gradient tiles.
     holds = data.draw(st.sampled_from([[*update, *compute, tiles[0]], [*compute, *update]]))
-    filler: list[Frame] = []
-    victims = data.draw(RANDOM)
-    for nbytes in holds:
-        wanted = data.draw(st.integers(0, arena.capacity // PAGE))
-        filler += [frame for _ in range(wanted) if (frame := arena.allocate(PAGE)) is not None]
-        while arena.allocate(nbytes) is None:
-            assert filler, f"no place for {nbytes} bytes"
-            arena.free(filler.pop(victims.randrange(len(filler))))
+    place_among_fillers(arena, holds, data)

@@ -81,7 +81,7 @@ def test_small_blocks_one_at_a_time_pay_the_latency_each() -> None:
     sizes=st.lists(st.tuples(st.integers(4096, 50 * MB), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12),
     depth=st.integers(1, 16),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_more_bytes_flow_than_the_rates_say(sizes: list[tuple[int, bool, int]], depth: int) -> None:
     line, ended = drive(depth=depth), []
     for nbytes, write, priority in sizes:

@@ -32,7 +32,7 @@ def nbytes_of(unit: UnitSize) -> int:
 
 
 @given(units=MODELS, beyond=st.integers(0, 1 << 34), tile=TILES, elsewhere=st.sets(st.integers(0, 5)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_rests_takes_about_the_budget_the_first_that_find_room(
     units: list[UnitSize], beyond: int, tile: int, elsewhere: set[int]
 ) -> None:

@@ -43,7 +43,7 @@ def test_what_comes_again_is_found_whatever_stands_around_it() -> None:
     share=st.floats(0.05, 1.2),
     batches=st.sampled_from([1, 3]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_units_tiles_and_order_that_are_left_are_those_of_the_whole_step(
     runs: list[tuple[int, int]], most: int, share: float, batches: int
 ) -> None:

@@ -525,7 +525,7 @@ def life(events: Sequence[Event], clips: tuple[float | None, float | None]) -> S
     update=st.sampled_from(SPECULATING),
     budget=st.sampled_from(["beside", "least"]),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_life_of_two_optimizers(events, clips, update, budget):
     script = life(events, clips)
     with tempfile.TemporaryDirectory() as directory:

@@ -108,7 +108,7 @@ def decide(parts: list[Part], *, breaks: int = 99, reached: frozenset[int] = fro
 PART = st.builds(Part, st.sampled_from(["well", "not", "happened", "unknowable", "late"]), st.booleans())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(PART, min_size=2, max_size=4), st.integers(1, 4), st.frozensets(st.integers(0, 3)))
 def test_no_two_ranks_disagree_and_nothing_is_given_up_that_a_resume_may_need(parts, breaks, reached):
     believed = decide(parts, breaks=breaks, reached=reached)
@@ -122,7 +122,7 @@ def test_no_two_ranks_disagree_and_nothing_is_given_up_that_a_resume_may_need(pa
         assert not some_start_takes_the_new
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(PART, min_size=2, max_size=4))
 def test_as_long_as_the_ranks_can_talk_they_decide_if_one_can_be_sure(parts):
     believed = set(decide(parts))

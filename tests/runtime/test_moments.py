@@ -20,7 +20,7 @@ from tiermem.zero3.shards import Shard
 )
 # Short parameters take whole segments in the plane of their moments, which are wider here than the rest.
 @example(parameters=[(1, False), (1, True), (65, False), (65, False)], ranks=1)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_budget_never_takes_a_tile_for_smaller_than_it_is(
     dtype: torch.dtype, parameters: list[tuple[int, bool]], ranks: int
 ) -> None:

@@ -221,7 +221,7 @@ class GenerationsMachine(RuleBasedStateMachine):
 
 TestGenerationsMachine = GenerationsMachine.TestCase
 TestGenerationsMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -77,7 +77,7 @@ def store(shelf: Shelf) -> tuple[ActivationStore, list[PageKey]]:
     return ActivationStore(shelf, touched.append, piece_nbytes=PIECE), touched
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 3 * PIECE), st.booleans(), st.integers(0, 7)), max_size=25))
 def test_what_is_kept_comes_back_and_pages_are_as_many_as_most_were_alive(
     steps: list[tuple[int, bool, int]],

@@ -32,7 +32,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PARTS, st.integers(0, 4000))
 def test_groups_are_rows_of_one_kind_within_the_size(drawn, most):
     parts = [part(str(n), numels, trained=trained, kept=kept) for n, (numels, trained, kept, _) in enumerate(drawn)]

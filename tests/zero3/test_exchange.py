@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.zero3.average import average
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1000), ranks=st.integers(1, 5), numel=st.integers(1, 200))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_mean_is_rounded_once(dtype, seed, ranks, numel):

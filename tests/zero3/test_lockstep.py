@@ -131,7 +131,7 @@ WAYS = st.lists(st.integers(0, 3), max_size=8)
 
 
 @given(ways=st.lists(WAYS, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_everybody_goes_their_own_way_whatever_it_is(stacks: bool, ways: list[list[int]]) -> None:
     world = World(stacks)
     scripts = [Script(world, number, way) for number, way in enumerate(ways)]
@@ -145,7 +145,7 @@ def test_everybody_goes_their_own_way_whatever_it_is(stacks: bool, ways: list[li
 
 
 @given(way=WAYS, count=st.integers(1, 6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_units_are_brought_once_where_all_agree_and_passed_in_order(stacks: bool, way: list[int], count: int) -> None:
     world = World(stacks)
     world.lockstep.run([Script(world, number, way) for number in range(count)])
@@ -157,7 +157,7 @@ def test_units_are_brought_once_where_all_agree_and_passed_in_order(stacks: bool
 
 
 @given(backs=st.lists(WAYS, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_everybody_goes_back_through_what_was_left(stacks: bool, backs: list[list[int]]) -> None:
     world = World(stacks)
     world.lockstep.run([Script(world, number, [7], back) for number, back in enumerate(backs)])
@@ -170,7 +170,7 @@ def test_everybody_goes_back_through_what_was_left(stacks: bool, backs: list[lis
 
 
 @given(back=WAYS, count=st.integers(1, 6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_where_all_agree_units_are_brought_once_on_the_way_back(stacks: bool, back: list[int], count: int) -> None:
     world = World(stacks)
     world.lockstep.run([Script(world, number, [7], back) for number in range(count)])
@@ -179,7 +179,7 @@ def test_where_all_agree_units_are_brought_once_on_the_way_back(stacks: bool, ba
 
 
 @given(backs=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_error_on_the_way_back_leaves_nothing_held(
     stacks: bool, backs: list[list[int]], who: int, place: int
 ) -> None:
@@ -206,7 +206,7 @@ def test_those_who_took_different_ways_meet_again(stacks: bool) -> None:
 
 
 @given(ways=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_error_ends_everybody_where_they_are(stacks: bool, ways: list[list[int]], who: int, place: int) -> None:
     world = World(stacks)
     scripts = [Script(world, number, way) for number, way in enumerate(ways)]

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from doubles_sharded import Sharded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -104,7 +104,6 @@ def test_sums_have_the_bits_of_torch_and_their_squares_those_of_the_sums(numel, 
     scale=st.integers(-140, 127),
     adds=st.booleans(),
 )
-@settings(deadline=None)  # the loops are compiled in the first example
 def test_two_gradients_at_once_have_the_bits_of_one_after_the_other(numel, cuts, scale, adds):
     if team_loops() is None:
         pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")

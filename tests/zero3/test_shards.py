@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, plan_layout
@@ -25,7 +25,6 @@ def layouts(draw):
     return plan_layout(0, "u", infos, dtype=dtype, tile_numel=2048, ranks=draw(st.integers(1, 5)))
 
 
-@settings(deadline=None)
 @given(layout=layouts())
 def test_the_pieces_of_all_ranks_cover_every_parameter_once(layout):
     seen = {slot.parameter: [] for slot in layout.slots}
@@ -44,7 +43,6 @@ def test_the_pieces_of_all_ranks_cover_every_parameter_once(layout):
         assert at == slot.numel
 
 
-@settings(deadline=None)
 @given(layout=layouts(), whole=st.booleans())
 def test_shards_laid_side_by_side_are_the_unit(layout, whole):
     """What an all-gather of both sections gives is the unit's buffer: every piece where its slot says."""
@@ -66,7 +64,6 @@ def test_shards_laid_side_by_side_are_the_unit(layout, whole):
     assert sum(Shard(layout, rank).trainable_numel for rank in range(layout.ranks)) == layout.trainable_numel
 
 
-@settings(deadline=None)
 @given(layout=layouts())
 def test_what_a_bucket_sends_is_what_the_rank_owns(layout):
     """Filled with element numbers, the bucket's slice for a rank and tile holds that rank's elements in order."""

@@ -62,7 +62,7 @@ class Threads(SingleProcess):
                 received[rank * length : (rank + 1) * length] = theirs
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_copy_has_the_same_mean_rounded_once(dtype, data):
