@@ -150,7 +150,7 @@ def limited_training(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def larger_model(folder: Path) -> Path:
-    """Write the configuration of the I/O-bound model with 22 layers, 1.14 thousand million parameters."""
+    """Write the configuration of the I/O-bound model with 22 layers, 1.14 billion parameters."""
     from workloads import WORKLOADS
 
     replace(WORKLOADS["io-bound"], layers=22).config().save_pretrained(folder)

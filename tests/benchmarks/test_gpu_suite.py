@@ -275,5 +275,5 @@ def test_the_table(step: ModuleType) -> None:
     assert "| 1.00 |" in peer
     assert "5.00 GB" in peer
     assert "| 2.00 | 0.100 s | host->device 1.00 |" in ours
-    assert "| 64 | 0.38 |" in ours, "64 tokens, a thousand million parameters, six operations each"
+    assert "| 64 | 0.38 |" in ours, "64 tokens, a billion parameters, six operations each"
     assert "not run: the time was up" in late
