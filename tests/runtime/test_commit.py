@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles_commit import Training, check_equal, make_config, undisturbed
+import torch
+from doubles_commit import Net, Training, check_equal, make_config, undisturbed
+
+import tiermem
 
 UPDATES = ("step", "forward", "backward")
 
@@ -73,3 +76,51 @@ def test_a_run_in_a_relative_directory_outlives_a_change_of_directory(
     check_equal(resumed.state(), state)
     resumed.close()
     assert list((tmp_path / "a run, naïve ✓").glob("*.manifest"))
+
+
+@pytest.mark.parametrize("verb", ["commit", "snapshot"])
+def test_a_run_that_is_kept_again_before_it_has_an_optimizer_is_kept_whole(tmp_path: Path, verb: str) -> None:
+    losses, state = undisturbed(tmp_path / "plain", 4)
+    for name in ("run", "copy"):
+        (tmp_path / name).mkdir()
+    config = make_config(tmp_path / "run")
+    training = Training(config)
+    assert [training.step(), training.step()] == losses[:2]
+    training.commit().wait()
+    training.close()
+    with tiermem.offload(Net(), config, resume=True) as runtime:
+        if verb == "commit":
+            runtime.commit(runtime.committed).wait()
+        else:
+            runtime.snapshot(tmp_path / "snapshot", runtime.committed).wait()
+    if verb == "commit":
+        training = Training(config, resume=True)
+    else:
+        training = Training(make_config(tmp_path / "copy"), resume=tmp_path / "snapshot")
+    assert [training.step(), training.step()] == losses[2:]
+    check_equal(training.state(), state)
+    training.close()
+
+
+def test_parameters_added_steps_after_resuming_go_on_with_their_counts(tmp_path: Path) -> None:
+    training = Training(make_config(tmp_path))
+    for _ in range(2):
+        training.step()
+    training.commit().wait()
+    training.close()
+    model = Net()
+    with tiermem.offload(model, make_config(tmp_path), resume=True) as runtime:
+        tiermem.AdamW(model.inner.parameters())
+        runtime.commit().wait()
+    model = Net()
+    with tiermem.offload(model, make_config(tmp_path), resume=True) as runtime:
+        inner, outer = list(model.inner.parameters()), list(model.outer.parameters())
+        optimizer = tiermem.AdamW(inner)
+        model(torch.ones(5, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": outer})
+        assert [optimizer.steps_of(parameter) for parameter in (*inner, *outer)] == [3, 3, 2, 2]
+        runtime.commit().wait()
+        assert len(runtime.committed_optimizer_state()["param_groups"]) == 2
+        with pytest.raises(tiermem.ResumeError, match="holds 1 optimizers, asked for number 1"):
+            runtime.committed_optimizer_state(1)  # what waits for an optimizer is none

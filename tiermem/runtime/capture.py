@@ -55,7 +55,7 @@ def _record(house: House, extra: Any) -> dict[str, Any]:
     return {
         "step": house.steps.number,
         "param_dtype": str(house.config.param_dtype),
-        "optimizers": optimizer_records(house.coordinator.optimizers()),
+        "optimizers": [*optimizer_records(house.coordinator.optimizers()), *house.steps.waiting()],
         "pretrained": export_record(house.divided.model, house.other_names, house.config.dtype),
         "extra": extra,
     }

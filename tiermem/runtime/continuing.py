@@ -71,7 +71,7 @@ def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch) -> 
         counts = step_counts(record)
     except (KeyError, TypeError, ValueError) as error:
         raise ResumeError(f"the optimizers' step counts cannot be restored: {error!r}") from error
-    steps.resume(record["step"], counts)
+    steps.resume(record["step"], counts, record["optimizers"])
     buffers.restore(record["buffers"])
     if record["random"] is not None:
         randomness.restore(record["random"])

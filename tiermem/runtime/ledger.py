@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -171,7 +172,8 @@ class Steps:
         self._ledger = ledger
         self._queue = queue
         self._plans = plans
-        self._resumed: dict[int, int] = {}
+        self._resumed: dict[int, int] = {}  # of parameters that no optimizer has been made for since
+        self._records: list[dict[str, Any]] = []
         self._closed = False
         self._home = HomeProcess()
         self.number = 0  # steps done
@@ -181,10 +183,21 @@ class Steps:
         """The look-ahead in use."""
         return self._plans.look_ahead
 
-    def resume(self, number: int, counts: Mapping[int, int]) -> None:
-        """Go on after `number` steps; optimizers made before the next one take over these update counts."""
+    def resume(self, number: int, counts: Mapping[int, int], records: Sequence[dict[str, Any]] = ()) -> None:
+        """Go on after `number` steps; optimizers take over these update counts, those of `records`, when they are made.
+
+        However late: the moments that go with a count are in pages, and wait as well.
+        """
         self.number = number
         self._resumed = dict(counts)
+        self._records = list(records)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """Records of the optimizers resumed from: all of them until there is one, then counts that none has taken."""
+        if not self._coordinator.optimizers():
+            return self._records
+        rest = [[number, count] for number, count in self._resumed.items()]
+        return [{"param_groups": [], "state": [], "steps": rest}] if rest else []
 
     def close(self) -> None:
         """From now on every other verb raises TiermemError."""
@@ -197,7 +210,8 @@ class Steps:
         """
         self._check_open()
         before = self._coordinator.attach_optimizer(source, parameters)
-        return {number: self._resumed[number] for number in parameters if number in self._resumed} | dict(before)
+        resumed = {number: self._resumed.pop(number) for number in parameters if number in self._resumed}
+        return resumed | dict(before)
 
     def has_optimizer(self, parameter: int) -> bool:
         """Whether some optimizer has been made for a parameter."""
@@ -219,7 +233,6 @@ class Steps:
         order = self._ledger.scheduler.order.expected
         self._hurry_in_forward_order(order)
         self._plans.close_step(order)
-        self._resumed.clear()
         self.number += 1
 
     def _hurry_in_forward_order(self, order: StepOrder | None) -> None:

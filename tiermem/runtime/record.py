@@ -114,7 +114,7 @@ def step_counts(record: Mapping[str, Any]) -> dict[int, int]:
 
 def optimizer_state(record: Mapping[str, Any], index: int) -> dict[str, Any]:
     """What `load_state_dict` of the optimizer takes. Raises ResumeError if the record has fewer optimizers."""
-    optimizers = record["optimizers"]
+    optimizers = [each for each in record["optimizers"] if each["param_groups"]]  # without: counts that wait for one
     if not 0 <= index < len(optimizers):
         raise ResumeError(f"the commit holds {len(optimizers)} optimizers, asked for number {index}")
     groups = [
