@@ -50,11 +50,12 @@ class PatientSystemCalls(SystemCalls):
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         """Read at `offset` into `view`; return the bytes read."""
-        return self._answer(lambda: self._system.preadv(fd, view, offset))
+        return self._answer(functools.partial(self._system.preadv, fd, view, offset))
 
     def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
         """Write `view` at `offset`; return the bytes written."""
-        return self._answer(lambda: self._system.pwritev(fd, view, offset))
+        # Not a lambda: the frame of one keeps what it closes over, `view`, also when its local variables are cleared.
+        return self._answer(functools.partial(self._system.pwritev, fd, view, offset))
 
     def fdatasync(self, fd: int) -> None:
         """Make a file's completed writes durable."""

@@ -1,7 +1,7 @@
-"""What an interrupt (Ctrl-C) takes along.
+"""What an interrupt (Ctrl-C), or an error amid borrowed bytes, takes along.
 
-Owns one look at a traceback. Does not know who was interrupted. Guarantees that frames which an interrupt has ended
-hold nothing any more, whoever keeps the error.
+Owns the look at a traceback. Does not know who was interrupted, or what failed. Guarantees that frames which an
+interrupt has ended hold nothing any more, whoever keeps the error; those of an error only where its frames are told to.
 
 Why: the interactive interpreter and notebooks keep the last error (`sys.last_value`) until the next one, so its
 traceback, so the frames in it and whatever these had: a lease of the pager's that had not been stored yet, or a view of
@@ -20,3 +20,15 @@ def empty_frames(error: BaseException) -> None:
     """
     if not isinstance(error, Exception):
         traceback.clear_frames(error.__traceback__)
+
+
+def empty_all_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames below the caller's, of `error` and of its causes.
+
+    Where these frames are ours and what they hold is lent: after an error of the disk training goes on, also in a
+    notebook, which keeps the error.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2
 
 import swap
 import tiermem
+from swap.syscalls import SystemCalls
 from tiermem.checkpoint.weights import find_tensors
 
 TOKENS = torch.arange(24).reshape(2, 12) % 64
@@ -115,6 +118,33 @@ def test_saving_does_not_leave_frames_in_use(tmp_path: Path) -> None:
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
         optimizer.step()
         assert torch.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize("at", [1, 9])
+def test_an_error_that_is_kept_does_not_keep_frames_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    class Full(SystemCalls):
+        writes = 0
+
+        def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+            Full.writes += 1
+            if Full.writes > at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().pwritev(fd, view, offset)
+
+    model, runtime = offloaded(llama, tmp_path / "swap", poison=True)
+    with runtime:
+        with monkeypatch.context() as patch, pytest.raises(swap.SwapFullError) as caught:
+            patch.setattr("tiermem.checkpoint.draft.SystemCalls", Full)
+            runtime.save_pretrained(tmp_path / "saved")
+        model.train()
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(2):
+            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+        assert "no room for" in str(caught.value)
+        runtime.save_pretrained(tmp_path / "saved")
 
 
 def test_a_plain_model_with_buffers_and_odd_strides(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from tiermem.checkpoint.pretrained import MAX_SHARD, ModelSource, model_files, save_pretrained
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
+from tiermem.interrupts import empty_all_frames
 from tiermem.memory.sizes import parse_bytes
 from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.process import HomeProcess
@@ -161,15 +162,19 @@ class Runtime(Closing):
         )
         house.require_between_steps(Act.SAVE_PRETRAINED)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
-        save_pretrained(
-            folder,
-            source,
-            model_files(self.model, house.config.dtype),
-            max_shard_nbytes=max_shard_nbytes,
-            stall_seconds=house.config.stall_timeout,
-            writes=house.company.rank == 0,
-            together=house.company.together,
-        )
+        try:
+            save_pretrained(
+                folder,
+                source,
+                model_files(self.model, house.config.dtype),
+                max_shard_nbytes=max_shard_nbytes,
+                stall_seconds=house.config.stall_timeout,
+                writes=house.company.rank == 0,
+                together=house.company.together,
+            )
+        except BaseException as error:
+            empty_all_frames(error)  # they hold views of the unit that was being written
+            raise
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""

@@ -260,7 +260,7 @@ class Gatherer:
             return f"{state.holds} module call(s) or `runtime.gathered` are using it; go on after they have ended"
         return (
             "a tensor that views its parameters is still alive (a module returned its weight, or somebody keeps such "
-            "a tensor); clone() what is kept"
+            "a tensor, or an error in whose frames there is one); clone() what is kept"
         )
 
     def statistics(self) -> GatherStatistics:
