@@ -135,15 +135,18 @@ def test_an_error_that_is_kept_does_not_keep_frames_in_use(
 
     model, runtime = offloaded(llama, tmp_path / "swap", poison=True)
     with runtime:
-        with monkeypatch.context() as patch, pytest.raises(swap.SwapFullError) as caught:
+        with monkeypatch.context() as patch:
             patch.setattr("tiermem.checkpoint.draft.SystemCalls", Full)
-            runtime.save_pretrained(tmp_path / "saved")
+            with pytest.raises(swap.SwapFullError) as caught:
+                runtime.save_pretrained(tmp_path / "saved")
         model.train()
         optimizer = tiermem.AdamW(model.parameters())
         for _ in range(2):
             model(input_ids=TOKENS, labels=TOKENS).loss.backward()
             optimizer.step()
         assert "no room for" in str(caught.value)
+        with pytest.raises(tiermem.ConfigError, match="max_shard_size: expected a size like"):
+            runtime.save_pretrained(tmp_path / "saved", max_shard_size="x")
         runtime.save_pretrained(tmp_path / "saved")
 
 
