@@ -83,6 +83,7 @@ def test_home_is_expanded_in_paths_only() -> None:
         ("host_memory", 0, "at least 4KiB"),
         ("host_memory", "lots", "found 'lots'"),
         ("host_memory", None, "or 'auto'"),
+        ("host_memory", 1.5 * 2**30, "as a whole number"),
         ("device_memory", "-3GiB", "found '-3GiB'"),
         ("block_size", "auto", "found 'auto'"),
         ("block_size", 5000, "multiples of 4096"),
@@ -117,6 +118,8 @@ def test_a_misspelt_knob_is_an_error_that_suggests() -> None:
         Config.from_dict({"zzz": 1})
     with pytest.raises(ConfigError, match="unknown setting 'host_memroy': did you mean 'host_memory'"):
         Config(host_memroy="1GiB", swap_dirs=["run"])  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="unknown setting 'HOST_MEMORY': did you mean 'host_memory'"):
+        Config.from_dict({"HOST_MEMORY": "1GiB"})
 
 
 def test_a_config_can_be_copied_and_pickled() -> None:

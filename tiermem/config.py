@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, get_args
 
+import numpy as np
 import torch
 
 from tiermem.errors import ConfigError, UnknownSettingError
@@ -212,7 +213,7 @@ def resolve_device(config: Config) -> torch.device:
 def _refuse_unknown(settings: Mapping[str, object]) -> None:
     known = [field.name for field in dataclasses.fields(Config)]
     for key in (key for key in settings if key not in known):
-        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
         raise UnknownSettingError(f"unknown setting {key!r}: {advice}")
 
@@ -245,23 +246,21 @@ def _one_of(*choices: object) -> Callable[[str, object], object]:
 
 def _integer(lowest: int, highest: int) -> Callable[[str, object], object]:
     def check(name: str, value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not lowest <= value <= highest:
             _refuse(name, f"a whole number from {lowest} to {highest}", value, f"leave it out for {_default(name)!r}")
-        return value
+        return int(value)
 
     return check
 
 
 def _bytes(lowest: int, *, multiple: int = 1, auto: bool = False) -> Callable[[str, object], object]:
     def check(name: str, value: object) -> object:
-        if auto and value == "auto":
+        if auto and isinstance(value, str) and value == "auto":
             return value
         expected = f"at least {exact_bytes(lowest)}" + (f" in multiples of {multiple} bytes" if multiple > 1 else "")
         expected += ", as bytes or as text like '20GiB'" + (", or 'auto'" if auto else "")
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            _refuse(name, expected, value, "correct it or leave it out")
         try:
-            nbytes = parse_bytes(value)
+            nbytes = parse_bytes(value)  # type: ignore[arg-type]  # it says what it takes
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}; expected {expected}") from error
         if nbytes < lowest or nbytes % multiple:

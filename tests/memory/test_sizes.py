@@ -1,5 +1,6 @@
 """Sizes as text: what is understood, what is refused, what comes back."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +21,20 @@ from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
         ("0", 0),
         ("2TiB", 2 << 40),
         (12345, 12345),
+        (np.int64(12345), 12345),
         ("0.1KiB", 102),
     ],
 )
 def test_parses(text: int | str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
+    assert type(parse_bytes(text)) is int
+
+
+def test_a_float_is_refused_as_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^shard: expected a size in bytes, as a whole number, or as text .*found 1e\+30 \(float\)"
+    ):
+        parse_bytes(1e30, "shard: ")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

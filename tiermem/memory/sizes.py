@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+import numpy as np
+
 from tiermem.errors import ConfigError
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -20,26 +22,30 @@ _FACTORS = {
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, of: str = "") -> int:
     """Return a number of bytes from an int, or from text such as "20GiB", "512 MiB", "1.5GB" or "4096".
 
     Units are powers of 1024 with an "i" and powers of 1000 without; upper and lower case mean the same. A fraction of a
-    byte is dropped. Raises ConfigError for anything else, negative numbers and a bare "20G" included.
+    byte is dropped. An int of numpy's is one. Raises ConfigError for anything else, negative numbers, floats and a bare
+    "20G" included; `of` begins what it says.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise ConfigError(f"expected a size as bytes or as text like '20GiB', found {size!r} ({type(size).__name__})")
-    if isinstance(size, int):
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer, str)):
+        whole = ", as a whole number" if isinstance(size, float) else ""
+        raise ConfigError(
+            f"{of}expected a size in bytes{whole}, or as text like '20GiB', found {size!r} ({type(size).__name__})"
+        )
+    if not isinstance(size, str):
         if size < 0:
-            raise ConfigError(f"expected a size of zero bytes or more, found {size}")
-        return size
+            raise ConfigError(f"{of}expected a size of zero bytes or more, found {size}")
+        return int(size)
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise ConfigError(f"expected a size like '20GiB', '512 MiB', '1.5GB' or '4096', found {size!r}")
+        raise ConfigError(f"{of}expected a size like '20GiB', '512 MiB', '1.5GB' or '4096', found {size!r}")
     number, unit = match.groups()
     factor = _FACTORS.get(unit.lower()) if unit else 1
     if factor is None:
         units = ", ".join(dict.fromkeys(_BINARY + _DECIMAL))
-        raise ConfigError(f"expected one of the units {units} in {size!r}, found {unit!r}")
+        raise ConfigError(f"{of}expected one of the units {units} in {size!r}, found {unit!r}")
     return int(Fraction(number) * factor)
 
 

@@ -46,7 +46,7 @@ def make_store(house: House) -> ActivationStore:
 @contextmanager
 def paging(house: House, store: ActivationStore, threshold: int | str) -> Iterator[None]:
     """Keep what autograd saves in the body in pages of `store`, from `threshold` bytes a storage on."""
-    hooks = ActivationHooks(store, house.scheduler.saved, parse_bytes(threshold))
+    hooks = ActivationHooks(store, house.scheduler.saved, parse_bytes(threshold, "threshold: "))
     hooks.enter()
     try:
         yield

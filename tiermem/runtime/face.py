@@ -158,7 +158,7 @@ class Runtime(Closing):
         house, folder, max_shard_nbytes = (
             self._open(),
             require_path("save_pretrained", path),
-            parse_bytes(max_shard_size),
+            parse_bytes(max_shard_size, "max_shard_size: "),
         )
         house.require_between_steps(Act.SAVE_PRETRAINED)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
