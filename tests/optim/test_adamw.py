@@ -417,6 +417,14 @@ def test_moments_in_a_state_dict_are_refused(harness: Harness) -> None:
         ours.load_state_dict(torchs.state_dict())
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_that_are_refused_do_not_come_with_a_state_dict(harness: Harness, option: str) -> None:
+    ours, torchs = AdamW(harness.faces, lr=0.01), torch.optim.AdamW(harness.plain, lr=5.0, **{option: True})
+    with pytest.raises(ConfigError, match=f"does not support {option}=True"):
+        ours.load_state_dict(torchs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.01
+
+
 def test_schedulers_hooks_and_closures_work(harness: Harness) -> None:
     ours = AdamW(harness.faces, lr=torch.tensor(0.01))
     torch.optim.lr_scheduler.OneCycleLR(AdamW(harness.faces), 0.1, total_steps=10)

@@ -203,6 +203,8 @@ class AdamW(torch.optim.Optimizer):
                     f"this optimizer state carries {sorted(set(entry) - {'step'})}; moments of an offloaded model are "
                     "pages and come back with offload(..., resume=...), not with load_state_dict"
                 )
+        for group in state_dict["param_groups"]:
+            _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
         super().load_state_dict(state_dict)
         self._steps = {self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()}
         self.state.clear()
