@@ -87,6 +87,13 @@ def test_what_cannot_be_kept_is_refused_by_its_place(value: Any, says: str) -> N
         to_record(value)
 
 
+def test_what_holds_itself_is_refused() -> None:
+    itself: dict[str, Any] = {}
+    itself["again"] = [itself]
+    with pytest.raises(tiermem.ConfigError, match=r"^extra: expected .* may hold itself"):
+        to_record(itself)
+
+
 def test_states_of_everything_in_a_loop_survive_a_resume(tmp_path: Path) -> None:
     """As a loop would keep them: a sampler's generator, a scheduler with two groups, and the optimizer."""
     config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[tmp_path], param_dtype="float32")

@@ -31,16 +31,25 @@ _KEYS = (str, bool, int, float, type(None))
 
 def to_record(value: Any, what: str = "extra") -> Any:
     """A copy of `value` as JSON holds it. Raises ConfigError naming the place of what cannot be kept."""
+    try:
+        return _record(value, what)
+    except RecursionError:
+        raise ConfigError(
+            f"{what}: expected at most a few hundred values in one another; one may hold itself"
+        ) from None
+
+
+def _record(value: Any, what: str) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and MARK not in value:
-            return {str(key): to_record(item, f"{what}[{key!r}]") for key, item in value.items()}
+            return {str(key): _record(item, f"{what}[{key!r}]") for key, item in value.items()}
         for key in value:
             if not isinstance(key, _KEYS):
                 raise ConfigError(f"{what}: expected text or numbers for keys, found {key!r}")
-        items = [[plain(key, what), to_record(item, f"{what}[{key!r}]")] for key, item in value.items()]
+        items = [[plain(key, what), _record(item, f"{what}[{key!r}]")] for key, item in value.items()]
         return {MARK: "dict", "items": items}
     if isinstance(value, (list, tuple)):
-        return [to_record(item, f"{what}[{index}]") for index, item in enumerate(value)]
+        return [_record(item, f"{what}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, torch.Tensor):
         return _of_tensor(value, what)
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (float, str, bytes)):
