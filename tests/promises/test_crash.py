@@ -150,10 +150,17 @@ def test_another_budget_takes_the_committed_tiles(tmp_path: Path) -> None:
     training.close()
 
 
-def test_tiles_that_do_not_fit_any_more(tmp_path: Path) -> None:
+def test_tiles_that_do_not_fit_any_more_are_refused_with_the_least_that_works(tmp_path: Path) -> None:
+    losses, _ = undisturbed(tmp_path / "plain", 3)
     directory = committed(tmp_path / "run", host_memory="8MiB")
-    with pytest.raises(tiermem.ResumeError, match="tiles of 8192 elements, which do not fit into host_memory"):
+    with pytest.raises(tiermem.ResumeError, match="tiles of 8192 elements, which do not fit: host_memory is") as caught:
         Training(make_config(directory, host_memory="100KiB"), resume=True)
+    least = int(str(caught.value).split("expected at least ")[1].split(";")[0])
+    with pytest.raises(tiermem.ResumeError, match=f"expected at least {least}"):
+        Training(make_config(directory, host_memory=least - 1), resume=True)
+    training = Training(make_config(directory, host_memory=least), resume=True)
+    assert training.step() == losses[2]
+    training.close()
 
 
 def test_without_room_for_commits(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def plan_footprint(
         raise _too_little(units, budget, least, kept, larger)
     budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
-    sizes = tile_sizes(tile_nbytes, _state_itemsize(units))
+    sizes, wanted = tile_sizes(tile_nbytes, _state_itemsize(units)), 1 << 62
     for passing, (hold_tiles, depth, serial, beside), smallest in _tries(ways, sizes[0]):
         for tile_numel in [size for size in sizes if size >= smallest] if tile is None else [tile]:
             compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
@@ -169,7 +169,8 @@ def plan_footprint(
                 compute += max((_grad_tile(unit, tile_numel) for unit in staying), default=0)
             update = _update_bytes(units, tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
-            free = budget - (needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps))
+            held = needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps)
+            free, wanted = budget - held, min(wanted, max(needed, held + passing))
             if needed <= budget and free >= passing:
                 most = max(budget - needed, budget // 2)
                 return Footprint(
@@ -184,7 +185,7 @@ def plan_footprint(
                     least=least,
                     passing=free,
                 )
-    raise BudgetError(f"host_memory is {budget + kept} bytes; no tile size fits (least budget {least} bytes)")
+    raise BudgetError(f"host_memory is {budget + kept} bytes, expected at least {wanted + kept}")
 
 
 def _beside_kept(units: Sequence[UnitSize]) -> Sequence[UnitSize]:

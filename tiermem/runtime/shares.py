@@ -58,6 +58,6 @@ def share_out(
         return share(tile)
     except BudgetError as error:
         raise ResumeError(
-            f"the run was committed with tiles of {tile} elements, which do not fit into "
-            f"host_memory={host_nbytes}: resume with a larger budget ({error})"
+            f"the run was committed with tiles of {tile} elements, which do not fit: {error}; resume with a larger "
+            "budget, or with the one it had and go on from a snapshot (runtime.snapshot) with this one"
         ) from error
