@@ -31,6 +31,7 @@ from tiermem.zero3.made import ValueWatch, memory_of
 from tiermem.zero3.writes import Writes, begin_anew, copy_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
+_ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
 _RESETS = ("reset_parameters", "_reset_parameters")
 _INITIALIZER = "_init_weights"
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
@@ -114,7 +115,9 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._watch.wrote(target, name, (args, given), whole=name in _OVERWRITE)
                     continue
                 self._constants.pop(memory_of(target), None)
-                self.note(target, _Operation(func, args, given, name), sys._getframe(1))  # noqa: SLF001
+                frame = sys._getframe(1)  # noqa: SLF001
+                at_work = _orthogonal_at_work(frame)
+                self.note(target, at_work or _Operation(func, args, given, name), frame)
             return result
         if name == "aten::clone" and result.is_meta:
             self._note_copy(args[0], sys._getframe(1))  # noqa: SLF001
@@ -206,7 +209,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class InitialiserWatch(TorchFunctionMode):
     """Notes the functions of `torch.nn.init` that do nothing where there is no storage, and so write nothing.
 
-    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` ask for `tensor.is_meta` first: that is seen, and by whom.
+    In torch 2.13 `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` ask for `tensor.is_meta` first: that is seen,
+    and by whom.
     """
 
     def __init__(self, recorder: WriteRecorder) -> None:
@@ -220,11 +224,27 @@ class InitialiserWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is torch.Tensor.is_meta and result:
             frame = sys._getframe(1)  # noqa: SLF001
-            asking = getattr(init, frame.f_code.co_name, None)
-            if asking is not None and getattr(inspect.unwrap(asking), "__code__", None) is frame.f_code:
-                given = tuple(frame.f_locals[name] for name in inspect.getargs(frame.f_code).args)
-                self._recorder.note(args[0], _Operation(asking, given, {}, init.__name__), frame)
+            asking = _initialiser_at_work(frame)
+            if asking is not None:
+                self._recorder.note(args[0], asking, frame)
         return result
+
+
+def _initialiser_at_work(frame: FrameType) -> _Operation | None:
+    """The call of a function of `torch.nn.init` that `frame` is; None if it is something else."""
+    func = getattr(init, frame.f_code.co_name, None)
+    if func is None or getattr(inspect.unwrap(func), "__code__", None) is not frame.f_code:
+        return None
+    given = tuple(frame.f_locals[name] for name in inspect.getargs(frame.f_code).args)
+    return _Operation(func, given, {}, init.__name__)
+
+
+def _orthogonal_at_work(frame: FrameType) -> _Operation | None:
+    """The call of `orthogonal_` that writes. In torch 2.11 it does not ask: it computes without values, and copies."""
+    each: FrameType | None = frame
+    while each is not None and each.f_code is not _ORTHOGONAL:
+        each = each.f_back
+    return None if each is None else _initialiser_at_work(each)
 
 
 class _LostError(Exception):
