@@ -58,6 +58,25 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
         count_parameters(find_model(str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "32"}, "not a Hugging Face model configuration.*'hidden_size'.*found|expected int, got str"),
+        ({"hidden_size": 30}, r"hidden size \(30\) is not a multiple of the number of attention heads \(4\)"),
+        ({"hidden_size": -32}, "no llama can be built with this configuration"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}, "code of its own, which is not run"),
+    ],
+)
+def test_values_that_a_model_refuses_are_a_config_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 256} | changes))
+    with pytest.raises(ConfigError, match=message):
+        count_parameters(find_model(str(tmp_path)))
+    assert capfd.readouterr().out == "", "nobody is asked, and --json has stdout for itself"
+
+
 def test_layers_are_computed_again_in_backward() -> None:
     """By the name that the verb has, without a word about its being outdated."""
     model = build_model(find_model("llama-tiny")).train()

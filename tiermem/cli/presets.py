@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tiermem.errors import ConfigError
 
@@ -66,11 +66,12 @@ PRESETS = {
 }
 
 
-def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY) -> Any:
+def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str = "") -> Any:
     """Return the configuration of a preset, or of a config.json (or the folder that holds one).
 
     A preset's vocabulary grows to `vocabulary`, rounded up to 64, if it is smaller; a config.json is taken at its word.
-    Raises `ConfigError` if there is no such model, it cannot be read, or its vocabulary is too small.
+    Raises `ConfigError` if there is no such model, it cannot be read, or its vocabulary is too small. `otherwise`: what
+    else the caller would have taken, for the first of these.
     """
     if model in PRESETS:
         config = PRESETS[model].to_config()
@@ -78,12 +79,12 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY) -> Any:
             config.vocab_size = -(-vocabulary // 64) * 64
         return config
     if not model or not Path(model).exists():
-        raise ConfigError(f'no preset and no file "{model}"; presets: {", ".join(PRESETS)}')
+        raise ConfigError(f'no preset and no file "{model}"; presets: {", ".join(PRESETS)}{otherwise}')
     try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{model} is not a Hugging Face model configuration: {first_line}") from error
+        # Code that comes with a model is not run, and nobody is asked on stdout whether it shall be.
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # every architecture checks its values in its own way
+        raise ConfigError(f"{model} is not a Hugging Face model configuration: {_reason(error)}") from error
     known = getattr(config, "vocab_size", None)  # not every architecture says so at the top
     if known is not None and known < vocabulary:
         raise ConfigError(f"{model} has {known} tokens in its vocabulary, the text needs {vocabulary}")
@@ -97,15 +98,28 @@ def build_model(config: Any) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """Return the model without storage. Raises `ConfigError` if `config` describes no causal language model."""
+    """Return the model without storage. Raises `ConfigError` if `config` describes none that can be built."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"not a causal language model: transformers has none of the kind {config.model_type!r}")
     try:
         with torch.device("meta"):
             model = build_model(config)
-    except ValueError as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"not a causal language model: {first_line}") from error
+    except Exception as error:  # whatever a model does with sizes that do not fit together
+        raise ConfigError(
+            f"no {config.model_type} can be built with this configuration: {_reason(error)}; correct its sizes"
+        ) from error
     model.tie_weights()
     return model
+
+
+def _reason(error: Exception) -> str:
+    """What a library says of an error, in a line; of several lines those that say where and what."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which is not run; name an architecture that transformers has"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def count_parameters(config: Any) -> int:
