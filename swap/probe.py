@@ -7,12 +7,14 @@ probe tells a drive from another, not a drive's worst day: caches in the drive f
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swap.blocks import ALIGNMENT, align_down
 from swap.buffers import AlignedBuffer
 from swap.engine import Engine, make_backend
 from swap.files import DATA_OFFSET, SwapFile
@@ -69,9 +71,22 @@ def measure_weights(
     directories: Sequence[Path], *, name: str, settings: EngineSettings, system: SystemCalls | None = None
 ) -> tuple[float, ...]:
     """A weight for each directory, bytes per second. Directories on one device share what it gives."""
-    found = [measure(directory, name=name, settings=settings, system=system) for directory in directories]
+    system = system or SystemCalls()
+    found = [
+        measure(directory, name=name, settings=settings, system=system, nbytes=_probe_bytes(directory, system))
+        for directory in directories
+    ]
     sharing = Counter(bandwidth.device for bandwidth in found)
     return tuple(bandwidth.both / sharing[bandwidth.device] for bandwidth in found)
+
+
+def _probe_bytes(directory: Path, system: SystemCalls) -> int:
+    """Bytes to measure a directory with: a file that leaves half of what is free there, for a drive that is small."""
+    try:
+        free = system.free_bytes(os.fspath(directory))
+    except OSError:  # opening will say what is wrong
+        return PROBE_BYTES
+    return max(ALIGNMENT, min(PROBE_BYTES, align_down(free // 2)))
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import swap
 from swap import ALIGNMENT, AlignedBuffer, EngineSettings, FormatError, SwapFullError, SwapSpace
-from swap.probe import measure
+from swap.probe import measure, measure_weights
 from swap.stripes import MINIMUM_STRIPE, divide, fill, proportional
 
 MIB = 1 << 20
@@ -170,6 +170,23 @@ def test_weights_can_be_measured_and_the_probe_leaves_nothing(tmp_path: Path) ->
         round_trip(space, 4 * MIB)
         space.close(remove=True)
     assert list(drives[0].iterdir()) == []
+
+
+def test_a_drive_with_less_room_than_a_probe_takes_is_measured_with_less(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    system.free_bytes = lambda _: 2 * MIB  # type: ignore[method-assign]
+    sizes: list[int] = []
+    reserve = system.fallocate
+
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        sizes.append(nbytes)
+        reserve(fd, offset, nbytes)
+
+    system.fallocate = fallocate  # type: ignore[method-assign]
+    assert all(
+        weight > 0 for weight in measure_weights(make(tmp_path, 2), name="r0", settings=EngineSettings(), system=system)
+    )
+    assert 0 < max(sizes) < 2 * MIB
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 2, 3], [1, 0], [1, -1], [1, math.inf], [1, math.nan]])
