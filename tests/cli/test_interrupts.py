@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: the first one ends a command, and what closes it is not cut short by those that follow."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends a command, and what closes it is not cut short by those that follow."""
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,7 @@ ENDING = """
 """
 
 
-@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("first", "second"), [*itertools.product(["SIGINT", "SIGTERM"], repeat=2), ("SIGHUP",) * 2])
 @pytest.mark.parametrize(
     ("body", "said", "code"),
     [(CLOSING, "closed\n", INTERRUPTED), (SWALLOWED, "swallowed\n" * 2, 0), (ENDING, "ended\n", INTERRUPTED)],
@@ -69,7 +69,16 @@ def test_signals_while_one_is_handled_change_nothing(
     assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_what_the_caller_ignores_stays_ignored(warm_python: WarmPython, name: str) -> None:
+    """A Ctrl-C in a job in the background, and the end of the terminal under nohup."""
+    ignoring = f"import signal\nsignal.signal(signal.{name}, signal.SIG_IGN)"
+    body = f"\n    send(signal.{name})\n    print('went on')\n    return 0\n"
+    done = warm_python.run("-c", ignoring + PROGRAM.format(body=body))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_what_is_ended_by_a_signal_after_the_last_word_is_ended(warm_python: WarmPython, name: str) -> None:
     body = ENDING.format(first=name, second=name).replace("130", "0")
     done = warm_python.run("-c", PROGRAM.format(body=body))

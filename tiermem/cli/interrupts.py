@@ -1,4 +1,4 @@
-"""How Ctrl-C and SIGTERM end a command.
+"""How Ctrl-C, SIGTERM and a terminal that goes away (SIGHUP) end a command.
 
 Owns the handlers of these signals. Does not know what a command has to close. Guarantees that the first signal raises
 KeyboardInterrupt in the command, and that those which come while it is being handled are ignored: whoever presses
@@ -17,18 +17,21 @@ AGAIN_SECONDS = 0.01
 
 
 def take_signals() -> None:
-    """Have signals interrupt from now on. A Ctrl-C that the caller ignores, as of a job in the background, stays so."""
-    numbers = [signal.SIGTERM, signal.SIGALRM]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
-    for number in numbers:
+    """Have signals interrupt from now on.
+
+    A Ctrl-C that the caller ignores, as of a job in the background, stays so, and what `nohup` ignores.
+    """
+    for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, interrupt)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     sys.unraisablehook = interrupt_again
 
 
 def leave_signals(code: int) -> None:
     """All is closed, and the interpreter about to end with `code`: what comes now has nothing to interrupt."""
-    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is interrupt:
             signal.signal(number, signal.SIG_IGN if code == INTERRUPTED else signal.SIG_DFL)
 
