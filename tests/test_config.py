@@ -188,6 +188,7 @@ def test_saved_files_are_for_people(tmp_path: Path) -> None:
         ("run.yaml", "", "ending in .toml or .json"),
         ("run.toml", "a = = 1", "cannot read settings"),
         ("run.json", "{", "cannot read settings"),
+        ("run.json", "[" * 100_000, "cannot read settings"),
         ("run.json", "[1]", "expected a table"),
         ("run.toml", "stag = 3", "did you mean 'stage'"),
         ("run.toml", "stage = 7\nswap_dirs = ['a']", r"run.toml: stage: expected"),
@@ -198,6 +199,12 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str, content: str, mes
     with pytest.raises(ConfigError, match=message) as caught:
         Config.load(tmp_path / name)
     assert name in str(caught.value)
+
+
+def test_a_mark_that_an_editor_has_put_before_the_settings_is_passed_over(tmp_path: Path) -> None:
+    for name, content in (("run.toml", 'swap_dirs = ["a"]'), ("run.json", '{"swap_dirs": ["a"]}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert Config.load(tmp_path / name) == Config(swap_dirs=["a"])
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

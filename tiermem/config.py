@@ -1,6 +1,6 @@
 """What a user decides about a run.
 
-Owns the knobs, their defaults, their checks, and how they are read from and written to files. Does not know who uses
+Owns the knobs, their defaults and their checks; `settings_file.py` reads and writes them. Does not know who uses
 them; the only question it asks the machine is in `resolve_device`. Guarantees that a Config that exists is valid,
 that every key given is understood, and that a saved Config loads equal.
 """
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ import torch
 from tiermem.errors import ConfigError, UnknownSettingError
 from tiermem.memory.links import parse_link
 from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
+from tiermem.settings_file import read_settings, write_settings
 
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Moments = Literal["float32", "int8"]
@@ -147,14 +146,7 @@ class Config:
     def load(cls, path: str | os.PathLike[str], *, swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> Self:
         """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own. Raises ConfigError."""
         file = Path(path).expanduser()
-        _format_of(file)
-        try:
-            text = file.read_text(encoding="utf-8")
-            settings = tomllib.loads(text) if _format_of(file) == "toml" else json.loads(text)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read settings from {file}: {error}") from error
-        if not isinstance(settings, dict):
-            raise ConfigError(f"expected a table of settings in {file}, found {type(settings).__name__}")
+        settings = read_settings(file)
         try:
             return cls.from_dict(settings | {"swap_dirs": swap_dirs} if swap_dirs else settings)
         except ConfigError as error:
@@ -170,14 +162,7 @@ class Config:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every knob to a `.toml` or `.json` file, which `load` reads back as an equal Config."""
-        file = Path(path).expanduser()
-        values = self.to_dict()
-        if _format_of(file) == "json":
-            file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            return
-        # JSON's numbers, booleans, lists and text are TOML's too, but for surrogate escapes and an unescaped DEL.
-        lines = (f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
-        file.write_text("".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
+        write_settings(Path(path).expanduser(), self.to_dict())
 
 
 def resolve_host_memory(config: Config, available: int) -> int:
@@ -220,13 +205,6 @@ def _refuse_unknown(settings: Mapping[str, object]) -> None:
 
 def _size(value: int | str) -> int | None:
     return None if value == "auto" else parse_bytes(value)
-
-
-def _format_of(file: Path) -> Literal["toml", "json"]:
-    suffix = file.suffix.lower()
-    if suffix in (".toml", ".json"):
-        return "toml" if suffix == ".toml" else "json"
-    raise ConfigError(f"expected a settings file ending in .toml or .json, found {file}")
 
 
 def _refuse(name: str, expected: str, found: object, advice: str) -> NoReturn:

@@ -18,6 +18,7 @@ FLOORS = {
     "swap": 0,
     "tiermem.errors": 1,
     "tiermem.config": 1,
+    "tiermem.settings_file": 1,
     "tiermem.ahead": 1,
     "tiermem.stats": 1,
     "tiermem.timeline": 1,

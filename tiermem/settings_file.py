@@ -1,0 +1,45 @@
+"""A table of settings as a `.toml` or `.json` file.
+
+Owns the two forms of the file. Does not know the settings. Guarantees that what was written is read back equal, and
+that a file which cannot be read is named in a ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tiermem.errors import ConfigError
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The table in a `.toml` or `.json` file, whatever is in it. Raises ConfigError."""
+    form = _form_of(file)
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark that says UTF-8
+        settings = tomllib.loads(text) if form == "toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read settings from {file}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"expected a table of settings in {file}, found {type(settings).__name__}")
+    return settings
+
+
+def write_settings(file: Path, settings: Mapping[str, str | int | float | bool | list[str]]) -> None:
+    """Write the table to a `.toml` or `.json` file. Raises ConfigError for another ending, and OSError."""
+    if _form_of(file) == "json":
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        return
+    # JSON's numbers, booleans, lists and text are TOML's too, but for surrogate escapes and an unescaped DEL.
+    lines = (f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items())
+    file.write_text("".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
+
+
+def _form_of(file: Path) -> Literal["toml", "json"]:
+    suffix = file.suffix.lower()
+    if suffix in (".toml", ".json"):
+        return "toml" if suffix == ".toml" else "json"
+    raise ConfigError(f"expected a settings file ending in .toml or .json, found {file}")
