@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tiermem.cli import machines, main
+from tiermem.cli import disk, machines, main, measure
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import model_workload, parse_count
 from tiermem.cli.presets import find_model
@@ -73,7 +74,9 @@ def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixtur
     assert main.run(["plan", *arguments, "512KiB"]) == 1
     captured = capsys.readouterr()
     assert "missing host_memory" in captured.out
-    assert captured.err == f"tiermem: llama-5m does not fit: it needs {enough - (1 << 19)} bytes more of host_memory\n"
+    lacks = f"({enough - (1 << 19)} bytes) more of host_memory; raise --host-memory"
+    assert captured.err.startswith("tiermem: llama-5m does not fit: it needs ")
+    assert captured.err.endswith(f"MiB {lacks}\n")
 
 
 def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +104,7 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
         (["llama-tiny", "--machine", "rtx409"], "no profile and no file 'rtx409'; profiles: dgx-h100, laptop, rtx4090"),
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
         (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "need a [link] in the profile"),
-        (["no-such-model", "--machine", "laptop"], "no preset and no file"),
+        (["no-such-model", "--machine", "laptop"], "or a number of parameters such as 70B"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +180,38 @@ def test_this_machine_is_measured_once_and_again_when_asked(
     assert len(calls) == 3
 
 
+def test_room_is_what_is_free_now_and_a_file_system_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = functools.partial(measure_machine, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
+    monkeypatch.setattr(machines, "measure_machine", quick)
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    measured = machines.this_machine(directories)
+    assert measured.drive.capacity <= disk.capacity_bytes(directories[:1])
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(measure, "available_host_memory", lambda: 8 << 30)
+    now = machines.this_machine(directories)
+    assert (now.drive.capacity, now.host.memory, now.drive.read) == (1 << 20, 6 << 30, measured.drive.read)
+    (tmp_path / "run.json").write_text("{}")  # a file that names no directories: the current one is meant
+    arguments = ["llama-tiny", "--config", str(tmp_path / "run.json"), "--host-memory", "8MiB"]
+    monkeypatch.chdir(directories[0])
+    assert answer(capsys, *arguments, "--machine", "laptop")["fits"] is True
+    found = answer(capsys, *arguments, "--swap-dir", str(directories[0]), "--swap-dir", str(directories[1]), code=1)
+    assert found["missing_bytes"]["swap"] == found["swap_bytes"] - (1 << 20)
+    assert main.run(["plan", *arguments, "--swap-dir", str(tmp_path / "run.json")]) == 1
+    assert "run.json is not a directory" in capsys.readouterr().err
+
+
+def test_a_vocabulary_smaller_than_bytes_have_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    assert answer(capsys, str(tmp_path), "--machine", "laptop", "--host-memory", "8MiB")["fits"] is True
+
+
 @pytest.mark.parametrize("home", ["locked", None])
 def test_a_home_that_cannot_be_used_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
@@ -209,7 +244,7 @@ def test_a_number_of_parameters_may_stand_where_the_model_does(
 ) -> None:
     rest = ("--machine", "laptop", "--host-memory", "8GiB")
     named = answer(capsys, "--parameters", "2B", *rest)
-    for count in ("2B", "2000000000"):
+    for count in ("2B", "2000000000", "2e9", "2_000_000_000"):
         found = answer(capsys, count, *rest)
         assert (found["parameters"], found["swap_bytes"]) == (named["parameters"], named["swap_bytes"])
     (tmp_path / "2B").mkdir()  # a folder of that name is meant, if there is one
@@ -219,8 +254,15 @@ def test_a_number_of_parameters_may_stand_where_the_model_does(
 
 def test_counts_of_parameters_as_people_write_them() -> None:
     assert [parse_count(text) for text in ("125M", "7.5b", "1T", "1000")] == [125 * 10**6, 75 * 10**8, 10**12, 1000]
-    with pytest.raises(ConfigError, match="expected a number of parameters"):
-        parse_count("-3")
+    assert [parse_count(text) for text in ("1.5e9", "7E+9", "70,000", "7_000_000")] == [
+        15 * 10**8,
+        7 * 10**9,
+        70000,
+        7 * 10**6,
+    ]
+    for text in ("-3", "1e400", "1e9B", "7,00", "1__000"):
+        with pytest.raises(ConfigError, match="expected a number of parameters"):
+            parse_count(text)
 
 
 def test_a_tied_model_is_called_as_it_is_used() -> None:

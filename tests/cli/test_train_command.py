@@ -113,6 +113,23 @@ def test_a_configuration_file_without_directories_takes_those_of_the_options(pla
     assert runtime.config.swap_dirs == (str(tmp_path),)
 
 
+def test_a_configuration_file_without_directories_has_the_default_one(
+    plain_core: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"host_memory": "64MiB"}))
+    assert main.run([*SHORT, "--config", "run.json"]) == 0
+    (directory,) = plain_core.runtimes[0].config.swap_dirs
+    assert Path(directory).parent == tmp_path
+    assert plain_core.runtimes[0].config.host_nbytes == 64 << 20
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    capsys.readouterr()
+    assert main.run([*SHORT, "--config", "run.json", "--resume"]) == 1
+    assert "run.json names no swap_dirs" in error_line(capsys)
+    (tmp_path / "run.json").write_text(json.dumps({"swap_dirs": []}))
+    assert main.run([*SHORT, "--config", "run.json"]) == 1
+    assert "expected one or more directories" in error_line(capsys)
+
+
 def test_the_default_swap_directory_is_removed_afterwards(plain_core: Any, tmp_path: Path) -> None:
     assert main.run(SHORT) == 0
     (directory,) = plain_core.runtimes[0].config.swap_dirs
@@ -211,7 +228,8 @@ def test_a_read_only_swap_directory_is_refused(tmp_path: Path, capsys: pytest.Ca
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(arguments) == 2
-    error_line(capsys)
+    command = "" if arguments == ["nonsense"] else " train"
+    assert f"(see tiermem{command} --help)" in error_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +299,16 @@ def test_weights_that_a_resumed_training_does_not_read_are_said(
         plain_core.committed = {"step": 1, "scheduler": SCHEDULER} if committed else None
         assert main.run([*SHORT, *weights, *more]) == 0
         assert " ".join(capsys.readouterr().err.split()).count(said) == expected
+
+
+@pytest.mark.parametrize(("rate", "times"), [("3e-4", 0), ("0.1", 1)])
+def test_a_rate_that_a_resumed_training_does_not_take_is_said(
+    plain_core: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, rate: str, times: int
+) -> None:
+    plain_core.committed = {"step": 1, "scheduler": SCHEDULER}
+    assert main.run([*SHORT, "--lr", rate, "--swap-dir", str(tmp_path), "--resume", "--json"]) == 0
+    said = "training goes on with its own learning rate of 0.0003: --lr 0.1 is for a new run"
+    assert " ".join(capsys.readouterr().err.split()).count(said) == times
 
 
 class Interrupting:

@@ -45,14 +45,27 @@ def test_json_has_the_choice_the_curve_and_the_times(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("where", [["--swap-dir", "swap"], []])
 def test_what_it_writes_is_what_train_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: list[str]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: list[str]
 ) -> None:
     (tmp_path / "swap").mkdir()
     arguments = ["--host-memory", "2MiB", "--steps", "0", "--output", "tuned.json", *where]
     assert main.run([*QUICK, *arguments]) == 0
     out = capsys.readouterr().out
     assert "by simulation" in " ".join(out.split())
-    train = ["train", "--config", "tuned.json", "--model", "llama-tiny", "--steps", "2", "--batch", "1", "--seq", "16"]
+    monkeypatch.chdir("/")  # from anywhere
+    train = [
+        "train",
+        "--config",
+        str(tmp_path / "tuned.json"),
+        "--model",
+        "llama-tiny",
+        "--steps",
+        "2",
+        "--batch",
+        "1",
+        "--seq",
+        "16",
+    ]
     assert main.run([*train, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_memory"] == 2 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["swap", "tuned.json"]

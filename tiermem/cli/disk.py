@@ -70,20 +70,19 @@ def check_output(option: str, file: Path) -> None:
 
 
 def check_space(directories: Sequence[Path], nbytes: int) -> None:
-    """Raise `ConfigError` unless the file systems of `directories` together have `nbytes` free.
-
-    Several directories on one file system count once.
-    """
-    free_of_device: dict[int, int] = {}
-    for directory in directories:
-        free_of_device[directory.stat().st_dev] = free_bytes(directory)
-    free = sum(free_of_device.values())
+    """Raise `ConfigError` unless the file systems of `directories` together have `nbytes` free."""
+    free = free_together(directories)
     if free < nbytes:
         names = ", ".join(str(directory) for directory in directories)
         raise ConfigError(
             f"swapping needs {format_bytes(nbytes)} ({nbytes} bytes) of disk, {names} has {format_bytes(free)} "
             f"({free} bytes) free; free some, add a --swap-dir on another disk, or choose a smaller model"
         )
+
+
+def free_together(directories: Sequence[Path]) -> int:
+    """Return the free bytes of the file systems of `directories`, each counted once."""
+    return sum({directory.stat().st_dev: free_bytes(directory) for directory in directories}.values())
 
 
 def free_bytes(directory: Path) -> int:

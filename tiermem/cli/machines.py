@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from tiermem.cli.measure import measure_machine
+from tiermem.cli.disk import check_directory
+from tiermem.cli.measure import measure_machine, with_room_now
 from tiermem.errors import ConfigError
 from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
 
@@ -53,14 +54,20 @@ def load_profile(profile: str) -> Machine:
 
 
 def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine:
-    """This machine with swap files in `directories`: the cached measurement, or with `again` a new one."""
+    """This machine with swap files in `directories`: the cached measurement, or with `again` a new one.
+
+    Its rates are kept; what is free of its memory and of the disks is looked up each time. Raises ConfigError for a
+    directory that cannot be used.
+    """
+    for directory in directories:
+        check_directory(directory)
     file = cache_file(directories)
     if file is None:
         return measure_machine(directories)
     if not again:
         # None yet, damaged, of an older version, or not ours to read: measured anew.
         with contextlib.suppress(OSError, ValueError):
-            return machine_from_dict(json.loads(file.read_text(encoding="utf-8")))
+            return with_room_now(machine_from_dict(json.loads(file.read_text(encoding="utf-8"))), directories)
     machine = measure_machine(directories)
     with contextlib.suppress(OSError):  # a home that cannot be written: the measurement is good all the same
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def train(
     )
     overrides = {"host_memory": host_memory, "device_memory": device_memory}
     overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
-    found = training.train_in(swap_dir or (), what, training.load_config(config, swap_dir or ()), overrides)
+    found = training.train_in(swap_dir or (), what, config, overrides)
     show_training(found, json=json, with_overlap=report)
 
 
@@ -165,7 +165,8 @@ def run(arguments: Sequence[str]) -> int:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        return fail(f"{format_message()} (see tiermem --help)", 2)
+        command = getattr(getattr(error, "ctx", None), "command_path", "tiermem")
+        return fail(f"{format_message()} (see {command} --help)", 2)
     if code == INTERRUPTED:  # typer's own way of ending on Ctrl-C says nothing
         return fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0

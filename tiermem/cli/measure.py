@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
-from tiermem.cli.disk import check_directory, free_bytes
+from tiermem.cli.disk import check_directory, free_together
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
@@ -68,13 +69,12 @@ def measure_machine(
     with _moving(directories[0]):
         slowed = [_time(work(torch.bfloat16), seconds) for work in (_product, _update)]
     alone = 2.0 * _ROWS * _WIDTH * _WIDTH / products["bfloat16"]
-    memory = resolve_host_memory(Config(swap_dirs=[str(directories[0])]), available_host_memory())
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(
         name=platform.node() or "this machine",
         source=f"measured {now}, torch {torch.__version__}, {torch.get_num_threads()} threads",
         host=Host(
-            memory=memory,
+            memory=_host_memory(directories),
             cores=os.cpu_count() or 1,
             flops=products | {"float16": products["bfloat16"]},
             update_rate=updates | {"float16": updates["bfloat16"]},
@@ -88,6 +88,19 @@ def measure_machine(
     )
 
 
+def with_room_now(machine: Machine, directories: Sequence[Path]) -> Machine:
+    """The machine as it was measured, with the memory and the disk that are free now. Raises as `measure_machine`."""
+    return replace(
+        machine,
+        host=replace(machine.host, memory=_host_memory(directories)),
+        drive=replace(machine.drive, capacity=free_together(directories)),
+    )
+
+
+def _host_memory(directories: Sequence[Path]) -> int:
+    return resolve_host_memory(Config(swap_dirs=[str(directories[0])]), available_host_memory())
+
+
 def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECONDS, nbytes: int = _PROBE_BYTES) -> Drive:
     """Bandwidths of all directories together, striped as training stripes, and the latency of one small read.
 
@@ -97,7 +110,7 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
     for directory in directories:
         check_directory(directory)
         remove_abandoned(directory)
-    free = sum(free_bytes(directory) for directory in directories)
+    free = free_together(directories)
     nbytes = min(nbytes, free // 4)
     if nbytes < _LEAST_FREE:
         raise ConfigError(f"measuring the drive needs {4 * _LEAST_FREE} bytes free, {directories[0]} has {free}")

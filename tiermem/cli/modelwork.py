@@ -26,7 +26,8 @@ from tiermem.zero3.coalesce import small_nbytes
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.units import ModelUnits
 
-_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
+# 70B, 1.5T, 125000000; and as programs and people write the last: 1.25e8, 125_000_000, 125,000,000.
+_COUNT = re.compile(r"\s*([0-9]+(?:[_,][0-9]{3})*(?:\.[0-9]+)?)(?:\s*([KMBT])|e\+?([0-9]{1,2}))?\s*", re.IGNORECASE)
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ANY_BUDGET = 1 << 60
 
@@ -37,11 +38,13 @@ def is_count(text: str) -> bool:
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters from text such as "70B", "1.5T" or "125000000". Raises ConfigError for anything else."""
+    """A number of parameters from text such as "70B", "1.5e9" or "125000000". Raises ConfigError for anything else."""
     match = _COUNT.fullmatch(text)
     if match is None:
         raise ConfigError(f"expected a number of parameters such as 125M, 70B or 1T, found {text!r}")
-    return round(float(match.group(1)) * _SCALES[match.group(2).upper()])
+    digits, scale, exponent = match.groups(default="")
+    number = float(re.sub("[_,]", "", digits))
+    return round(number * (10 ** int(exponent) if exponent else _SCALES[scale.upper()]))
 
 
 def model_workload(config: Any, name: str, *, batch: int, seq: int, batches: int, settings: Config) -> Workload:

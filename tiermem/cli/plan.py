@@ -31,6 +31,11 @@ from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.zero_table import ZeroRow, zero_table
 
 _SHOWN_ACTIONS = 40
+_HELP = {
+    "host_memory": "raise --host-memory",
+    "device_memory": "raise --device-memory",
+    "swap": "free some disk, add a --swap-dir on another one, or keep smaller --moments",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
 
     name = options.model or ""
     return model_workload(
-        find_model(name),
+        find_model(name, vocabulary=0, otherwise=", or a number of parameters such as 70B"),
         name,
         batch=options.batch,
         seq=options.seq,
@@ -212,8 +217,11 @@ def to_table(prediction: Prediction, zero: list[ZeroRow] | None = None) -> Rende
 
 
 def missing_sentence(prediction: Prediction) -> str:
-    """What lacks, in one line."""
-    lacks = ", ".join(f"{nbytes} bytes more of {tier}" for tier, nbytes in prediction.missing.items())
+    """What lacks and what would help, in one line."""
+    lacks = ", ".join(
+        f"{format_bytes(nbytes)} ({nbytes} bytes) more of {tier}; {_HELP[tier]}"
+        for tier, nbytes in prediction.missing.items()
+    )
     return f"{prediction.workload.name} does not fit: it needs {lacks}"
 
 

@@ -40,7 +40,7 @@ def plan(
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
     from tiermem.cli import main, plan_plot
     from tiermem.cli import plan as planning
-    from tiermem.cli.train import load_config, make_config
+    from tiermem.cli.train import load_config, make_config, named_directories
 
     if model is not None and config_json is not None:
         raise typer.BadParameter("expected MODEL or --config-json, one of the two")
@@ -57,11 +57,11 @@ def plan(
         ranks=ranks,
         commits=commits,
     )
-    base = load_config(config, swap_dir or ())
+    directories = named_directories(config, swap_dir or ()) or [Path.cwd()]
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
-    directories = swap_dir or (list(base.swap_paths) if base else [Path.cwd()])
-    found = planning.plan(what, make_config(base, directories, overrides), with_actions=actions)
+    settings = make_config(load_config(config, directories), directories, overrides)
+    found = planning.plan(what, settings, with_actions=actions)
     zero = planning.zero_rows(found) if zero_table else None
     if json:
         main.print_object(planning.to_json(found, zero))
@@ -98,7 +98,7 @@ def tune(
     from tiermem.cli import main, tune_steps
     from tiermem.cli.disk import check_output, swap_directories
     from tiermem.cli.subject import TrainOptions
-    from tiermem.cli.train import load_config, make_config
+    from tiermem.cli.train import load_config, make_config, named_directories
 
     what = TrainOptions(
         model=model,
@@ -111,14 +111,14 @@ def tune(
         tokenizer=tokenizer,
         gradient_checkpointing=gradient_checkpointing,
     )
-    base = load_config(config, swap_dir or ())
     # Its trials make directories of their own in these; and these last, so that the file can name them.
-    asked = swap_dir or (base.swap_paths if base else [Path.cwd()])
+    # From anywhere: with the names made absolute.
+    asked = [directory.absolute() for directory in named_directories(config, swap_dir or ()) or [Path.cwd()]]
     if output is not None:
         check_output("--output", output)
     overrides = {"host_memory": host_memory, "update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:
-        settings = make_config(base, directories, overrides)
+        settings = make_config(load_config(config, directories), directories, overrides)
         choice = tune_steps.Choice(machine=machine, again=measure, steps=steps, best=best, output=output)
         report = tune_steps.tune_training(what, settings, choice, Console(stderr=True))
     if json:

@@ -31,9 +31,11 @@ from tiermem.cli.scalars import add_step, check_scalars, open_scalars
 from tiermem.cli.subject import Subject, TrainOptions, find_subject
 from tiermem.cli.text import batch
 from tiermem.config import resolve_host_memory
+from tiermem.errors import ConfigError
 from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.tiers import Tier
+from tiermem.settings_file import read_settings
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
@@ -133,19 +135,19 @@ class Training:
 
 
 def train_in(
-    directories: Sequence[Path],
-    options: TrainOptions,
-    base: tiermem.Config | None,
-    overrides: dict[str, str | None],
+    directories: Sequence[Path], options: TrainOptions, file: Path | None, overrides: dict[str, str | None]
 ) -> TrainReport | None:
-    """Train as `train` does, in `directories`, those of `base`, or, without either, a new one removed afterwards.
+    """Train as `train` does, in `directories`, those that `file` names, or, without either, a new one removed after.
 
-    The configuration is `base` with what is not None of `overrides` (see `make_config`). Under torchrun as one of its
-    ranks, of which the first returns a report.
+    The configuration is that of `file`, if there is one, with what is not None of `overrides` (see `make_config`).
+    Under torchrun as one of its ranks, of which the first returns a report.
     """
-    asked = directories or (base.swap_paths if base else ())
+    asked = named_directories(file, directories)
+    if options.resume and not asked:
+        raise ConfigError(f"--resume needs the --swap-dir of the run to continue: {file} names no swap_dirs")
     with launched() as launch, swap_directories(asked, keep=options.commits) as chosen:
-        report = train(options, make_config(base, chosen, overrides), launch.progress(), launch)
+        settings = make_config(load_config(file, chosen), chosen, overrides)
+        report = train(options, settings, launch.progress(), launch)
     return report if launch.rank == 0 else None
 
 
@@ -219,8 +221,14 @@ def say_beginning(training: Training, config: tiermem.Config, console: Console) 
     options = training.options
     if options.resume and training.runtime.committed is None:
         console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
-    elif options.resume and options.weights is not None:
+        return
+    if not options.resume:
+        return
+    if options.weights is not None:
         console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
+    (rate, *_) = training.scheduler.base_lrs
+    if rate != options.lr:
+        console.print(f"training goes on with its own learning rate of {rate:g}: --lr {options.lr:g} is for a new run")
 
 
 def run_steps(training: Training, steps: list[StepReport], progress: TrainProgress) -> None:
@@ -258,6 +266,16 @@ def learning_rate_factor(step: int, steps: int) -> float:
         return (step + 1) / warm_up
     done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
     return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def named_directories(file: Path | None, directories: Sequence[Path]) -> Sequence[Path]:
+    """Return the swap directories that the options name, `directories`, or else the configuration `file`; maybe none.
+
+    Raises `ConfigError` for a file that cannot be read, or used where it is the one that names them.
+    """
+    if directories or file is None or "swap_dirs" not in read_settings(file.expanduser()):
+        return directories
+    return tiermem.Config.load(file).swap_paths
 
 
 def load_config(path: Path | None, directories: Sequence[Path] = ()) -> tiermem.Config | None:
