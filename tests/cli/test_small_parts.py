@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,17 @@ def test_what_is_written_to_a_closed_stream_goes_nowhere(tmp_path: Path, closed:
     result = subprocess.run(["sh", "-c", command, *arguments], check=False, capture_output=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_stdout_has_no_letters_for_are_written_all_the_same(tmp_path: Path, encoding: str) -> None:
+    names = [os.fsencode(tmp_path) + b"/" + name for name in (b"\xc3\xbc", b"\xff")]
+    for name in names:
+        os.mkdir(name)
+    code = "from tiermem.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "doctor", "--swap-dir", names[0], "--swap-dir", names[1]]
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "300"}
+    done = subprocess.run(command, check=False, capture_output=True, timeout=120, env=environment)
+    assert done.stderr == b""
+    assert (b"/\\xfc" if encoding == "ascii" else b"/\xc3\xbc") in done.stdout
+    assert b"/\\udcff" in done.stdout

@@ -7,6 +7,7 @@ a failure and 2 for wrong usage, and that with `--json` stdout holds one object 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -190,9 +191,16 @@ def replace_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
+def write_what_has_no_letters() -> None:
+    """Have stdout write what its encoding lacks, as a directory's name may hold, as `\\xfc`. stderr does by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
     replace_closed_streams()
+    write_what_has_no_letters()
     take_signals()
     code = run(sys.argv[1:])
     leave_signals(code)
