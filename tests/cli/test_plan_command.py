@@ -101,6 +101,8 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
         ([], "expected a model or --parameters"),
         (["llama-tiny", "--parameters", "1B"], "one of the two"),
         (["--parameters", "lots"], "expected a number of parameters"),
+        (["99999", "--machine", "laptop"], "expected a model of 100,000 to 1,000T parameters, found 99999"),
+        (["1e16", "--machine", "laptop"], "expected a model of 100,000 to 1,000T parameters"),
         (["llama-tiny", "--machine", "rtx409"], "no profile and no file 'rtx409'; profiles: dgx-h100, laptop, rtx4090"),
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
         (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "need a [link] in the profile"),

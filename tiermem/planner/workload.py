@@ -156,10 +156,11 @@ def transformer(
 ) -> Workload:
     """The step of a transformer of `parameters` parameters: 12 width^2 a layer, untied embeddings of 32,000 tokens.
 
-    Width is about 128 times depth, as in published models. Raises ConfigError for fewer than 100,000 parameters.
+    Width is about 128 times depth, as in published models. Raises ConfigError for fewer than 100,000 parameters,
+    and for more than 1,000T, whose layers alone would take long to write down.
     """
-    if parameters < 100_000:
-        raise ConfigError(f"expected a model of 100,000 parameters or more, found {parameters}")
+    if not 100_000 <= parameters <= 10**15:
+        raise ConfigError(f"expected a model of 100,000 to 1,000T parameters, found {parameters}")
     width = 64
     while 12 * (2 * width) ** 2 * max(2, 2 * width // 128) <= parameters:
         width *= 2
