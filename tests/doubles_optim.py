@@ -224,9 +224,6 @@ class FakeBook:
         for parameter in parameters:
             del self.gradients[parameter]
 
-    def not_finite(self) -> None:
-        pass
-
 
 class FakeProtection:
     """Remembers what protected pages held."""

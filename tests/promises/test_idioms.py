@@ -250,6 +250,21 @@ def compiled(of: str) -> Script:
     return script
 
 
+def compiled_step(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+
+    @torch.compile(backend="aot_eager")
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = trainee.model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(3):
+        trainee.note(step(tokens()))
+
+
 SCRIPTS: dict[str, Script] = {
     "groups change": groups_change,
     "two optimizers": two_optimizers,
@@ -350,6 +365,20 @@ def test_torch_compile(of, tmp_path):
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
         compare(Stack, compiled(of), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("of", ["a step", "a model before offload", "its layers before offload"])
+def test_torch_compile_ahead_of_time(of, tmp_path):
+    def make() -> nn.Module:
+        model = Stack()
+        for part in {"a model": [model], "its layers": model.layers}.get(of.removesuffix(" before offload"), ()):
+            part.compile(backend="aot_eager")
+        return model
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        compare(make, compiled_step if of == "a step" else evaluation_between, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")

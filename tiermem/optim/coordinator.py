@@ -114,7 +114,6 @@ class UpdateCoordinator:
             self._schedule.stepped(kept=finite and not clipped and not self._speculation.spoiled)
         self._speculation.end_step()
         if not finite:
-            self._gradients.not_finite()
             self.drop_gradients(source)
             return StepResult(norm, skipped=not spent, partial=spent)
         ready = set(self._present(source))

@@ -96,9 +96,6 @@ class GradientBook(Protocol):
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients, as if backward had not produced them."""
 
-    def not_finite(self) -> None:
-        """The gradients of a step were found not to be finite."""
-
 
 class UpdateQueue(Protocol):
     """Carries updates out; the `Updater`, or a fake in tests."""

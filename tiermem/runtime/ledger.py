@@ -98,10 +98,6 @@ class GradientLedger:
         elif not any(call.module is not None and _is_running(call.module) for call in calls):
             self.scheduler.settle()
 
-    def not_finite(self) -> None:
-        """They may come from a parameter that was used while it was paged out."""
-        self.scheduler.stack.watcher.look_again()
-
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients as if backward had not brought them. If others are claimed, end the step next."""
         if self._claimed:

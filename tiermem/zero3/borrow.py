@@ -1,30 +1,28 @@
-"""Parameters that are used outside the call of the module they belong to: seen by looking at every operation.
+"""Parameters that are used outside the call of the module they belong to: gathered for the operation.
 
-Owns the watch, a torch function mode, and the decision whether it is still worth its cost. Does not gather: it says
-which units an operation reads. Guarantees that while it watches no operation reads a placeholder, except one that
-writes into it, which is left to fail as it does without.
+Owns the decision whether an operation reads an absent parameter as part of the computation. Does not gather: it says
+which units an operation reads. Guarantees that no operation inside a call of the model, or in a backward, reads a
+placeholder, except one that writes into it, which is left to fail.
 
 Why. `F.linear(x, self.embedding.weight)` for a tied output, `self.table.weight[i]`: no hook of the embedding runs, and
-what is read is NaN. Looking at every operation costs microseconds each, so that is done in the model's first calls in
-each mode (training or not, with gradients or without), and again in some calls behind gradients that were not finite,
-which may come from there; where nothing was found it ends, and where something was it goes on for good.
+what is read is NaN. So it is in backward, where a checkpoint runs a function again that reads parameters and belongs
+to no module, and in a loss computed behind the model's call. What only looks at a model at rest (an average, a
+conversion) is left alone: there the user says what is to be in memory (`runtime.gathered`).
 """
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from tiermem.zero3.gather import Gatherer, Presence
+from tiermem.errors import TiermemError
+from tiermem.zero3.absent import Operation, absent_in, is_absent
+from tiermem.zero3.calls import CallStack
+from tiermem.zero3.engine import backward_number
+from tiermem.zero3.layout import Slot
 
-# Calls of the model in one mode, or of parts of it by themselves, in which nothing may be found before the watch ends.
-_LOOKS = 8
 # Attributes of a tensor that show its elements; all others are answered by a placeholder.
 _SHOWING = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 # Methods and functions that a placeholder answers as the tensor would.
@@ -39,85 +37,84 @@ _MAKING = (
 )
 _WRITING = ("__set__", "__delete__", "__setitem__")
 _LEFT_ALONE = frozenset((*_ASKING, *_MAKING, *_WRITING))
+_ASSIGNING = frozenset(
+    f"__i{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+)
+# In place by their names, though they write no elements.
+_WRITING_NOTHING = frozenset({"requires_grad_", "share_memory_"})
 
 
 class Borrowing:
-    """The watch over one model. `units`: by the identity of each parameter."""
+    """The borrowed parameters of one model. `slots`: each parameter's unit and place, by its identity."""
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Mapping[int, int],
-        gatherer: Gatherer,
+        slots: Mapping[int, tuple[int, Slot]],
+        stack: CallStack,
         before: Callable[[None, tuple[int, ...]], None],
         after: Callable[[None], None],
     ) -> None:
         """`before` and `after`: what surrounds the call of a module that reads these units; here it is an operation."""
-        self._model = model
-        self._units = units
-        self._gatherer = gatherer
+        self._slots = slots
+        self._stack = stack
         self._before = before
         self._after = after
-        self._looks: dict[tuple[bool, bool], int] = defaultdict(lambda: _LOOKS)  # by mode
-        self._found = False
 
-    def watch(self) -> TorchFunctionMode | None:
-        """What to enter around an outermost call; None: the watch has ended, or the model is compiled."""
-        mode = self._model.training, torch.is_grad_enabled()
-        looks = self._looks[mode]
-        if not (self._found or looks) or _is_compiled(self._model):
-            return None
-        self._looks[mode] = max(0, looks - 1)
-        return _Watch(self)
-
-    def look_again(self) -> None:
-        """Something is NaN that need not be: watch the next calls as if they were the first."""
-        self._looks.clear()
-
-    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Carry out an operation, with what it reads gathered."""
-        borrowed = dict.fromkeys(self._read(args, kwargs))
-        if not borrowed or not _reads(function) or "out" in kwargs:
-            return function(*args, **kwargs)
-        self._found = True
+    def answer(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operation: Operation
+    ) -> Any:
+        """Carry out an operation on absent parameters, with what it reads gathered."""
+        units = dict.fromkeys(self._own(_read(function, args, kwargs)))
+        if not units or not self._is_computing(args):
+            return operation()
         try:
-            self._before(None, tuple(borrowed))
-            return function(*args, **kwargs)
+            self._before(None, tuple(units))
+            return operation()
         finally:
             self._after(None)
 
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
-        for argument in (*args, *kwargs.values()):
-            for each in argument if isinstance(argument, (list, tuple)) else (argument,):
-                unit = self._units.get(id(each)) if isinstance(each, nn.Parameter) else None
-                if unit is not None and self._gatherer.presence(unit) is not Presence.GATHERED:
-                    yield unit
+    def _own(self, arguments: Sequence[Any]) -> Iterator[int]:
+        for parameter in absent_in(arguments):
+            if id(parameter) in self._slots:
+                yield self._slots[id(parameter)][0]
+
+    def _is_computing(self, args: Sequence[Any]) -> bool:
+        """Inside a call of the model, or a backward; else a loss is, where the graph goes through another argument."""
+        if self._stack.calls or backward_number() >= 0:
+            return True
+        return torch.is_grad_enabled() and any(
+            isinstance(each, torch.Tensor) and each.grad_fn is not None for each in args if not is_absent(each)
+        )
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, borrowing: Borrowing) -> None:
-        super().__init__()
-        self._borrowing = borrowing
-
-    def __torch_function__(
-        self, function: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._borrowing.run(function, args, kwargs or {})
-
-
-def _reads(function: Callable[..., Any]) -> bool:
-    """Whether an operation looks at elements of its arguments, and leaves them as they are."""
-    name = getattr(function, "__name__", "")
+def _read(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The arguments whose elements an operation looks at. Raises TiermemError if it is to write an absent parameter."""
+    name, everything = getattr(function, "__name__", ""), (*args, *kwargs.values())
     if name == "__get__":  # an attribute: the descriptor knows which
-        return getattr(getattr(function, "__self__", None), "__name__", "") in _SHOWING
-    return name not in _LEFT_ALONE and (not name.endswith("_") or name.endswith("__"))
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether a part of the model is compiled: dynamo would trace the watch, and compile again when it ends."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+        return everything if getattr(getattr(function, "__self__", None), "__name__", "") in _SHOWING else ()
+    if name in _LEFT_ALONE or "out" in kwargs:
+        return ()
+    if not ((name.endswith("_") and not name.endswith("__")) or name in _ASSIGNING):
+        return everything
+    written = next(absent_in(everything[:1]), None)  # it is in place
+    if written is not None and name not in _WRITING_NOTHING:
+        raise TiermemError(
+            f"a parameter of shape {tuple(written.shape)} was to be written by {name} while its values are paged out; "
+            "put `with runtime.gathered(module_or_parameters, write=True):` around it"
+        )
+    return everything[1:]

@@ -1,32 +1,18 @@
-"""The module calls in progress, on each thread, and what watches them.
+"""The module calls in progress, on each thread.
 
-Owns the stack of calls with the units each of them holds. Does not gather or let go of anything. Guarantees that the
-watch over operations (`borrow.py`) begins with the outermost call of a thread and ends with it, or when what an
-interrupt left behind is cleared away; and that a second thread that calls the model meanwhile is refused.
+Owns the stack of calls with the units each of them holds. Does not gather or let go of anything. Guarantees that a
+second thread that calls the model meanwhile is refused.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Protocol
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
-
-
-class Watcher(Protocol):
-    """Who looks at operations inside calls; `borrow.Borrowing`."""
-
-    def watch(self) -> TorchFunctionMode | None:
-        """What to enter around an outermost call, or None."""
-
-    def look_again(self) -> None:
-        """Something is NaN that need not be: watch the next calls as if they were the first."""
 
 
 class Turn:
@@ -68,33 +54,26 @@ class Call:
 class CallStack(threading.local):
     """The calls in progress on this thread."""
 
-    def __init__(self, home: HomeProcess, turn: Turn, watcher: Watcher) -> None:
+    def __init__(self, home: HomeProcess, turn: Turn) -> None:
         """`home`: the process whose threads these are."""
         self.home = home
-        self.watcher = watcher
         self._turn = turn
         self.calls: list[Call] = []
-        self._watching = ExitStack()
 
     def begin(self, module: nn.Module | None, *, shared: bool) -> Call:
         """A call begins. `shared`: others may be in progress on other threads, which take turns."""
         call = Call(module)
-        if not self.calls:
-            if not shared:
-                self._turn.take()
-            watching = self.watcher.watch()
-            if watching is not None:
-                self._watching.enter_context(watching)
+        if not self.calls and not shared:
+            self._turn.take()
         self.calls.append(call)
         return call
 
     def put_aside(self) -> Callable[[], None]:
         """Have no call in progress on this thread; returns what has these in progress again."""
-        before = self.calls, self._watching
-        self.calls, self._watching = [], ExitStack()
+        before, self.calls = self.calls, []
 
         def put_back() -> None:
-            self.calls, self._watching = before
+            self.calls = before
 
         return put_back
 
@@ -103,5 +82,4 @@ class CallStack(threading.local):
         call = self.calls.pop()
         if not self.calls:
             self._turn.leave()
-            self._watching.close()
         return call

@@ -6,6 +6,7 @@ torch which moved one of them is reported by name, as a TiermemError, at the fir
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,11 @@ def call_at_backward_end(function: Callable[[], None]) -> None:
         queue = engine.queue_callback
     except AttributeError as error:
         raise _moved("torch.autograd.Variable._execution_engine.queue_callback") from error
-    queue(function)
+
+    def end() -> None:
+        unseen(function)()
+
+    queue(end)
 
 
 def sequence_number() -> int:
@@ -95,6 +100,17 @@ def node_number(node: torch.autograd.graph.Node) -> int:
         return int(node._sequence_nr())  # noqa: SLF001 - torch documents it, under this name
     except AttributeError as error:
         raise _moved("torch.autograd.graph.Node._sequence_nr") from error
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, kept out of dynamo's sight: it looks into what backward calls, where a whole step is compiled."""
+    if "torch._dynamo" not in sys.modules:  # importing it costs seconds
+        return function
+    try:
+        watching = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+    except AttributeError as error:
+        raise _moved("torch._C._dynamo.eval_frame.get_eval_frame_callback") from error
+    return torch.compiler.disable(function) if watching else function  # type: ignore[no-untyped-call]
 
 
 def viewers(tensor: torch.Tensor) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.stats import Counters
+from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout, slot_view
@@ -125,7 +126,14 @@ class Gatherer:
         counters: Counters,
     ) -> None:
         self.source = source
+        self.absence = Absence()
         self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
+        # Where each parameter lies, by its identity: unit and slot.
+        self.slots = {
+            id(parameters[slot.parameter]): (layout.unit, slot) for layout in layouts for slot in layout.slots
+        }
+        for parameter in parameters:
+            self.absence.begin(parameter)
         self._placeholders = placeholders
         self._counters = counters
         self._lingering: set[int] = set()
@@ -189,6 +197,7 @@ class Gatherer:
         base = state.base if state.base is not None else self._take(state, writable=writable)
         state.between = True
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+            self.absence.end(parameter)
             parameter.data = slot_view(base, slot)
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         state.presence = Presence.GATHERED
@@ -216,10 +225,7 @@ class Gatherer:
             state.between = False
         free = state.held is None or self._try_release(state)
         if written is not None:
-            raise TiermemError(
-                f"parameter {written} was written in place while it was gathered for reading; the write may be lost. "
-                "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
-            )
+            raise _lost(written)
         return free
 
     def require_free(self, unit: int) -> None:
@@ -249,7 +255,9 @@ class Gatherer:
         """Set `param.data` of every parameter of the unit to a placeholder of its slot's dtype."""
         state = self._units[unit]
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+            self.absence.end(parameter)
             parameter.data = self._placeholders.of(slot.shape, slot.dtype, parameter.device)
+            self.absence.begin(parameter)
 
     def explain(self, unit: int) -> str:
         """Say, for an error message, why a unit is not released."""
@@ -317,3 +325,10 @@ class Gatherer:
                     f"parameter {slot.names[0]} was given other values (`.data =`) while its own were paged out; these "
                     "are lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
                 )
+
+
+def _lost(name: str) -> TiermemError:
+    return TiermemError(
+        f"parameter {name} was written in place while it was gathered for reading; the write may be lost. "
+        "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+    )

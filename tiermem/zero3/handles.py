@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.interrupts import empty_frames
-from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
-from tiermem.zero3.layout import view_bytes
+from tiermem.zero3.absent import is_absent
+from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, unseen, version
+from tiermem.zero3.layout import Slot, view_bytes
 
 # Notes of handles that are no more are thrown away when there are so many, and then whenever they have doubled.
 _TIDY_AT = 64
@@ -55,14 +56,16 @@ class Handle:
 
     __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "stride", "tally", "unit")
 
-    def __init__(self, unit: int, tensor: torch.Tensor, tally: Tally) -> None:
+    def __init__(
+        self, unit: int, tally: Tally, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+    ) -> None:
         self.tally = tally
         self.generation = tally.generation
         self.unit = unit
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = int(tensor.storage_offset())
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
+        self.offset = offset
         tally.add(self)
 
 
@@ -118,7 +121,7 @@ class _Scope:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
-            handle = self.hooks.recognise(tensor)
+            handle = unseen(self.hooks.recognise)(tensor)
         except BaseException as error:
             empty_frames(error)
             del tensor  # this frame is not among them yet
@@ -129,7 +132,7 @@ class _Scope:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         try:
-            return self.hooks.unpack(packed)
+            return unseen(self.hooks.unpack)(packed)  # type: ignore[no-any-return]
         except BaseException as error:
             empty_frames(error)
             raise
@@ -155,23 +158,33 @@ def refuse_changed(tensor: torch.Tensor, expected: int, shape: torch.Size) -> No
 class SavedTensorHooks:
     """The hooks of one model. `frames` maps the address of each gathered frame to its unit.
 
+    `slots`: each parameter's unit and place, by its identity; one that is absent may be saved, too.
     `demand(unit)` returns the unit's bytes as a 1-D uint8 tensor that begins its storage; it may wait.
     """
 
-    def __init__(self, units: int, frames: Mapping[int, int], demand: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        units: int,
+        frames: Mapping[int, int],
+        slots: Mapping[int, tuple[int, Slot]],
+        demand: Callable[[int], torch.Tensor],
+    ) -> None:
         self._frames = frames
+        self._slots = slots
         self._demand = demand
         self._tallies = tuple(Tally() for _ in range(units))
         self._stack = _Stack()
 
-    def enter(self) -> bool:
+    def enter(self, *, beside_others: bool = False) -> bool:
         """Put the hooks on top, unless they are there; returns whether it pushed (then `leave` must follow).
 
         The rule looks at the top alone, never at what lies below. So a checkpointed region pushes at the same places
         when it is recomputed, though nothing around it is there the second time, and saves the same tensors.
+        `beside_others`: not over the hooks of others either. An operation in a checkpointed region that reads a
+        parameter has it as an argument of the region the second time, perhaps, and is no longer seen.
         """
         outer = top_hooks()
-        if outer is not None and self.owns(outer[0]):
+        if outer is not None and (beside_others or self.owns(outer[0])):
             return False
         scope = _Scope(self, outer)
         push_hooks(*scope.active_pair)
@@ -210,17 +223,21 @@ class SavedTensorHooks:
         self._tallies[unit].generation += 1
 
     def recognise(self, tensor: torch.Tensor) -> Handle | None:
-        """Return a handle if `tensor` views the frame of a gathered unit."""
+        """Return a handle if `tensor` views the frame of a gathered unit, or is an absent parameter."""
+        if is_absent(tensor) and id(tensor) in self._slots:
+            unit, slot = self._slots[id(tensor)]
+            return Handle(unit, self._tallies[unit], slot.dtype, slot.shape, slot.stride, slot.start)
         kind = type(tensor)
         if (kind is not torch.Tensor and not issubclass(kind, nn.Parameter)) or tensor.layout is not torch.strided:
             return None
         try:
-            unit = self._frames.get(tensor.untyped_storage().data_ptr())
+            found = self._frames.get(tensor.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):
             return None  # a wrapper without storage
-        if unit is None or tensor.is_conj() or tensor.is_neg():
+        if found is None or tensor.is_conj() or tensor.is_neg():
             return None
-        return Handle(unit, tensor, self._tallies[unit])
+        offset = int(tensor.storage_offset())
+        return Handle(found, self._tallies[found], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """Return the view again, on whatever frame the unit has now; waits if it has none."""

@@ -17,6 +17,7 @@ from torch import nn
 from tiermem.errors import TiermemError
 from tiermem.interrupts import empty_frames
 from tiermem.zero3.cuts import Arguments
+from tiermem.zero3.engine import unseen
 
 
 class BoundHook:
@@ -143,9 +144,9 @@ class OutputHook(BoundHook):
         """The module has run: watch its outputs."""
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: unseen(self._arrived)())  # type: ignore[no-untyped-call]
 
-    def _arrived(self, _: torch.Tensor) -> None:
+    def _arrived(self) -> None:
         try:
             for unit in self._units:
                 self._demand(unit)
@@ -162,7 +163,7 @@ def gradient_hook(
     def arrived(parameter: torch.Tensor) -> None:
         try:
             if not kept_back(parameter):
-                call(unit, number)
+                unseen(call)(unit, number)
         except BaseException as error:
             empty_frames(error)
             raise

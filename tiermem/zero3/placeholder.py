@@ -33,7 +33,7 @@ class Placeholders:
         address = tensor.data_ptr()
         if tensor.numel() == 0 or any(scalar.data_ptr() == address for scalar in self._scalars.values()):
             return True
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - a watch over operations (borrow.py) is not to see this
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - absent.py is not to see this
             values = tensor.detach()
             marker = _marker(values.dtype, values.device)
             return bool(((values == marker) | ((values != values) & (marker != marker))).all())
@@ -61,8 +61,8 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     """
     if tensor.is_meta or tensor.numel() == 0 or tensor.dim() == 0 or any(tensor.stride()):
         return False
-    # No operation on the parameter itself: a watch that an interrupt has left in place (borrow.py) would bring its
-    # values, with several ranks from the others, who are elsewhere.
+    # No operation on the parameter itself: inside a call that would bring its values (borrow.py), with several ranks
+    # from the others, who are elsewhere.
     value = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return _is_marker(value.set_(tensor.untyped_storage(), tensor.storage_offset(), (), ()))
 

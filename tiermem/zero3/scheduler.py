@@ -74,10 +74,10 @@ class GatherScheduler:
         self._listener = listener
         self._early = early
         self.order = OrderRecorder(gradients.apart)
-        self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, self._demand)
-        owners = {id(parameters[member.number]): unit for unit, member in divided.members()}
-        borrowing = Borrowing(divided.model, owners, gatherer, self._before_call, self._after_call)
-        self.stack = CallStack(HomeProcess(), Turn(), borrowing)
+        self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, gatherer.slots, self._demand)
+        self.stack = CallStack(HomeProcess(), Turn())
+        borrowing = Borrowing(gatherer.slots, self.stack, self._before_call, self._after_call)
+        gatherer.absence.answer = borrowing.answer
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         self._held = _Held(divided, gatherer)
@@ -148,6 +148,7 @@ class GatherScheduler:
             hook.remove()
         self._hooks.clear()
         self.settle()
+        self._gatherer.absence.close()
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
         there = all_gathered(divided, self._gatherer)
@@ -197,7 +198,7 @@ class GatherScheduler:
             self._gatherer.hold(unit)
             call.units.append(unit)
         if torch.is_grad_enabled():
-            call.pushed = self.saved.enter()
+            call.pushed = self.saved.enter(beside_others=module is None)
 
     def _after_call(self, module: nn.Module | None) -> None:
         if not any(call.module is module for call in self.stack.calls):

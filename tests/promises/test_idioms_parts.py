@@ -1,0 +1,275 @@
+"""Parts of models as people write them: functions of weights, checkpoints of them, loops, heads that take turns."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_training import Script, Trainee, check, config_for, offloaded, plain
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import tiermem
+
+WORDS, WIDTH = 40, 16
+
+
+def loop(loss_of: Callable[[nn.Module, int], torch.Tensor], steps: int = 4) -> Script:
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for step in range(steps):
+            loss = loss_of(trainee.model, step)
+            loss.backward()
+            trainee.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+def compare(make: Callable[[], nn.Module], script: Script, directory: Path, budget: str = "tight") -> None:
+    expected = plain(make, script)
+    for update in ("backward", "auto", "step"):
+        check(offloaded(make, script, directory, update=update, budget=budget), expected)
+
+
+class Body(nn.Module):
+    """Hidden states, and a head that nobody calls: what becomes of its weight is said by the subclasses."""
+
+    reentrant = False
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.flatten(0, 1)
+
+
+class FusedLoss(torch.autograd.Function):
+    """The loss and its gradients at once, piece by piece, as Liger's kernels do."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        of_hidden, of_weight, total = torch.empty_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
+        for begin in range(0, len(hidden), 4):
+            piece = slice(begin, begin + 4)
+            with torch.enable_grad():
+                inputs = hidden[piece].detach().requires_grad_(), weight.detach().requires_grad_()
+                loss = functional.cross_entropy(inputs[0] @ inputs[1].T, targets[piece], reduction="sum")
+            of_hidden[piece], more = torch.autograd.grad(loss, inputs)
+            of_weight += more
+            total += loss.detach()
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, slope):
+        of_hidden, of_weight = ctx.saved_tensors
+        return slope * of_hidden, slope * of_weight, None
+
+
+class Product(torch.autograd.Function):
+    """A product whose backward is its own, and saves the weight."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx, slope):
+        hidden, weight = ctx.saved_tensors
+        return slope @ weight, slope.T @ hidden
+
+
+class Fused(Body):
+    def forward(self, tokens):
+        return FusedLoss.apply(self.hidden(tokens), self.head.weight, tokens.flatten())
+
+
+class SavingTheWeight(Body):
+    def forward(self, tokens):
+        return functional.cross_entropy(Product.apply(self.hidden(tokens), self.head.weight), tokens.flatten())
+
+
+class InPieces(Body):
+    """Logits piece by piece, each computed again in backward; the weight is an argument, or just used."""
+
+    as_argument = False
+
+    def forward(self, tokens):
+        hidden, targets, total = self.hidden(tokens), tokens.flatten(), 0
+
+        def loss(piece, answers, weight=None):
+            logits = functional.linear(piece, self.head.weight if weight is None else weight)
+            return functional.cross_entropy(logits, answers, reduction="sum")
+
+        for begin in range(0, len(hidden), 4):
+            arguments = hidden[begin : begin + 4], targets[begin : begin + 4]
+            more = (self.head.weight,) if self.as_argument else ()
+            total = total + checkpoint(loss, *arguments, *more, use_reentrant=self.reentrant)
+        return total
+
+
+class InPiecesReentrant(InPieces):
+    reentrant = True
+
+
+class WeightAsArgument(InPieces):
+    as_argument = True
+
+
+class WeightAsArgumentReentrant(WeightAsArgument):
+    reentrant = True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "kind", [Fused, SavingTheWeight, InPieces, InPiecesReentrant, WeightAsArgument, WeightAsArgumentReentrant]
+)
+def test_losses_made_of_the_weight_of_a_head_that_nobody_calls(kind, tied, tmp_path):
+    def tokens_loss(model: nn.Module, _: int) -> torch.Tensor:
+        return model(torch.randint(0, WORDS, (2, 7)))
+
+    compare(lambda: kind(tied=tied), loop(tokens_loss), tmp_path)
+
+
+def test_the_same_behind_the_call_of_the_model(tmp_path):
+    class Model(Body):
+        def forward(self, tokens):
+            return self.hidden(tokens)
+
+    def loss(model: nn.Module, _: int) -> torch.Tensor:
+        tokens = torch.randint(0, WORDS, (2, 7))
+        return functional.cross_entropy(functional.linear(model(tokens), model.head.weight), tokens.flatten())
+
+    compare(Model, loop(loss), tmp_path)
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+
+
+class Recomputing(nn.Module):
+    """Computes its own part again; what comes out is nothing that hooks would find tensors in, or is kept aside."""
+
+    def __init__(self, *, reentrant: bool, aside: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.reentrant, self.aside, self.extra = reentrant, aside, None
+
+    def forward(self, x):
+        y = checkpoint(lambda x: torch.tanh(x @ self.weight) * self.scale, x, use_reentrant=self.reentrant)
+        self.extra = y.square().mean() if self.aside else y.new_zeros(())
+        return Result(x if self.aside else y)
+
+
+class Chain(nn.Module):
+    def __init__(self, **how: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recomputing(**how) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).hidden
+        return x.square().mean() + sum(layer.extra for layer in self.layers)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_compute_again_and_return_objects_of_their_own(reentrant, aside, tmp_path):
+    def loss(model: nn.Module, _: int) -> torch.Tensor:
+        return model(torch.randn(3, WIDTH, requires_grad=True))
+
+    compare(lambda: Chain(reentrant=reentrant, aside=aside), loop(loss), tmp_path)
+
+
+class Selective(Body):
+    """Of each layer some operations are kept, the others done again."""
+
+    def forward(self, tokens):
+        def policy(_, operation, *__, **___):
+            kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return self.head(x).square().mean()
+
+
+def test_selective_checkpoints(tmp_path):
+    compare(Selective, loop(lambda model, _: model(torch.randint(0, WORDS, (2, 7)))), tmp_path)
+
+
+class Turns(nn.Module):
+    """Layers used again and again, or left out; heads of which one is used in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, 3) for name in "abc"})
+
+    def forward(self, x, name):
+        for _ in range(int(torch.randint(1, 4, ()))):
+            for layer in self.layers:
+                if torch.rand(()) < 0.7:
+                    x = x + layer(x)
+        return self.heads[name](x)
+
+
+def test_layers_in_loops_or_left_out_and_heads_that_take_turns(tmp_path):
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        return model(torch.randn(3, WIDTH), "abc"[step % 3]).square().mean()
+
+    compare(Turns, loop(loss, steps=9), tmp_path)
+
+
+# Writing into weights.
+
+
+def test_clipping_weights_between_steps_is_refused_with_the_way_to_do_it(tmp_path):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "auto")) as runtime:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                with pytest.raises(tiermem.TiermemError, match=r"written by clamp_ .* write=True"):
+                    parameter.clamp_(-0.1, 0.1)
+            with runtime.gathered(model, write=True):
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+        assert all(runtime.parameter(parameter).abs().max() <= 0.1 for parameter in model.parameters())
+
+
+def test_a_single_parameter_is_not_copied_or_pickled_without_its_values(tmp_path):
+
+    model = nn.Linear(WIDTH, WIDTH)
+    weight = model.weight
+    expected = weight.detach().clone()
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "auto")) as runtime:
+        for take in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(tiermem.TiermemError, match="paged out"):
+                take(weight)
+        with runtime.gathered(model):
+            assert torch.equal(copy.deepcopy(weight), expected)
+            assert torch.equal(pickle.loads(pickle.dumps(weight)), expected)
+        assert isinstance(weight, nn.Parameter)
+    assert type(weight) is nn.Parameter

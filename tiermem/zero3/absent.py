@@ -1,0 +1,129 @@
+"""What an absent parameter is: an object that has itself asked for, whatever operation comes to it.
+
+Owns the class of absent parameters. Does not know units, nor what can be done about it: it asks `answer`. Guarantees
+that a parameter that is present has the class it came with, so that torch and its compilers see nothing of this, and
+that an absent one is neither copied nor pickled as if it had values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import TiermemError
+from tiermem.zero3.engine import unseen
+
+# What torch is asked to do, with its arguments and what carries it out.
+Operation = Callable[[], Any]
+Answer = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Operation], Any]
+
+
+class Absence:
+    """The absent parameters of one model."""
+
+    def __init__(self) -> None:
+        # Carries out an operation that comes to absent parameters of the model; None: it is carried out as it is.
+        self.answer: Answer | None = None
+        self._kinds: dict[type, type[_Absent]] = {}
+        self._marked: dict[int, nn.Parameter] = {}
+        self._closed = False
+
+    def begin(self, parameter: nn.Parameter) -> None:
+        """The parameter has no values from now on. One of a class that has operations of its own stays what it is."""
+        kind = type(parameter)
+        if self._closed or kind.__torch_function__ is not nn.Parameter.__torch_function__:
+            return
+        self._marked[id(parameter)] = parameter
+        parameter.__class__ = self._kinds.get(kind) or self._make(kind)  # type: ignore[assignment]
+
+    def end(self, parameter: nn.Parameter) -> None:
+        """The parameter is to have its values again."""
+        kind = type(parameter)
+        if issubclass(kind, _Absent):
+            parameter.__class__ = kind.present
+
+    def close(self) -> None:
+        """Parameters without values are ordinary ones again, from now on."""
+        self._closed = True
+        for parameter in self._marked.values():
+            self.end(parameter)
+        self._marked.clear()
+
+    def _make(self, kind: type) -> type[_Absent]:
+        attributes = {"present": kind, "absence": self, "__module__": kind.__module__}
+        made = type(kind)(kind.__name__, (_Absent, kind), attributes)
+        self._kinds[kind] = made
+        return made
+
+
+class _Absent:
+    """Mixed into the class of a parameter, in front of it."""
+
+    present: type[nn.Parameter]
+    absence: Absence
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return unseen(_operate)(function, args, kwargs or {})
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Any:
+        raise _refusal("copied (copy.deepcopy, AveragedModel)")
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise _refusal("pickled (torch.save, sending it to another process)")
+
+
+def is_absent(tensor: Any) -> bool:
+    """Whether it is a parameter that has no values now."""
+    return issubclass(type(tensor), _Absent)
+
+
+def absent_in(arguments: Sequence[Any]) -> Iterator[nn.Parameter]:
+    """The absent parameters among arguments, also those in a list."""
+    for argument in arguments:
+        for each in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if is_absent(each):
+                yield each
+
+
+def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Carry out an operation, in the care of each model that has absent parameters among its arguments."""
+
+    def plainly() -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the public way to say so
+            return function(*args, **kwargs)
+
+    operation = plainly if getattr(function, "__name__", "") != "detach" else _detached(plainly, args)
+    for absence in {type(each).absence: None for each in absent_in((*args, *kwargs.values()))}:  # type: ignore[attr-defined]
+        if absence.answer is not None:
+            operation = _within(absence.answer, function, args, kwargs, operation)
+    return operation()
+
+
+def _detached(plainly: Operation, args: Sequence[Any]) -> Operation:
+    """What `detach` does: of what stays absent it makes an absent one, as `nn.Parameter` wants to be of one class."""
+
+    def operation() -> Any:
+        kind, made = type(args[0]), plainly()
+        return made.as_subclass(kind) if issubclass(kind, _Absent) else made
+
+    return operation
+
+
+def _within(
+    answer: Answer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inner: Operation
+) -> Operation:
+    return lambda: answer(function, args, kwargs, inner)
+
+
+def _refusal(what: str) -> TiermemError:
+    return TiermemError(
+        f"a parameter of an offloaded model was {what} while its values are paged out; put "
+        "`with runtime.gathered(model_or_parameters):` around it, if they fit into host_memory, or use "
+        "runtime.parameter(p), which is a copy"
+    )
