@@ -246,6 +246,35 @@ def test_layers_in_loops_or_left_out_and_heads_that_take_turns(tmp_path):
 # Writing into weights.
 
 
+class ThroughData(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class IntoASibling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.second.weight.data.clamp_(-0.1, 0.1)
+        return self.second(torch.tanh(self.first(x)))
+
+
+def chain_of_clipping_layers() -> nn.Module:
+    return nn.Sequential(*(ThroughData(WIDTH, WIDTH) for _ in range(3)))
+
+
+@pytest.mark.parametrize("budget", ["least", "generous"])
+@pytest.mark.parametrize("make", [chain_of_clipping_layers, IntoASibling])
+def test_weights_clipped_through_data_in_forward_are_an_error(make, budget, tmp_path):
+    """What is written into a frame that is lent for reading is lost, sooner or later: never in silence."""
+    script = loop(lambda model, _: model(torch.randn(3, WIDTH)).square().mean())
+    with pytest.raises(tiermem.TiermemError, match=r"weight was written in place while it was gathered for reading"):
+        offloaded(make, script, tmp_path, update="auto", budget=budget)
+
+
 def test_clipping_weights_between_steps_is_refused_with_the_way_to_do_it(tmp_path):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     with tiermem.offload(model, config_for(tmp_path, "1MiB", "auto")) as runtime:

@@ -24,6 +24,7 @@ from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout, slot_view
+from tiermem.zero3.looks import FirstLooks
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.sources import HeldUnit, UnitSource
 
@@ -127,6 +128,7 @@ class Gatherer:
     ) -> None:
         self.source = source
         self.absence = Absence()
+        self._looks = FirstLooks(layouts)
         self._units = tuple(_UnitState(layout, parameters) for layout in layouts)
         # Where each parameter lies, by its identity: unit and slot.
         self.slots = {
@@ -200,6 +202,8 @@ class Gatherer:
             self.absence.end(parameter)
             parameter.data = slot_view(base, slot)
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
+        if not state.writable:
+            self._looks.begin(unit, base)
         state.presence = Presence.GATHERED
         self._lingering.discard(unit)
         state.between = False
@@ -291,15 +295,19 @@ class Gatherer:
     def _try_release(self, state: _UnitState) -> bool:
         if state.held is None:
             raise InvariantError(f"unit {state.layout.unit} lingers without a lease")
+        written = None
         if state.base is not None:  # else an interrupt came while it was given back
             if viewers(state.base) > state.viewers:
                 return False
+            written = self._looks.changed(state.layout.unit, state.base)
             self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # one may have come behind it
             state.base = None
             state.presence = Presence.SHARDED
         state.held.release()
         state.held = None
         self._lingering.discard(state.layout.unit)
+        if written is not None:
+            raise _lost(written)
         return True
 
     def _check_converted(self, state: _UnitState) -> None:

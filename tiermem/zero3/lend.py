@@ -15,6 +15,7 @@ from torch import nn
 from tiermem.errors import TiermemError
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.layout import Slot, UnitLayout
+from tiermem.zero3.looks import sum_of_bits
 
 Written = Callable[[int, Slot, torch.Tensor], None]
 
@@ -55,7 +56,9 @@ def lend(
             if written is not None:
                 last.callback(look, unit, base.clone(), written)
             elif watched:
-                last.callback(_refuse_written, layouts[unit], base, [_sum(base, slot) for slot in layouts[unit].slots])
+                last.callback(
+                    _refuse_written, layouts[unit], base, [sum_of_bits(base, slot) for slot in layouts[unit].slots]
+                )
         yield
 
 
@@ -80,17 +83,11 @@ def restore(
 def _refuse_written(layout: UnitLayout, base: torch.Tensor, before: Sequence[int]) -> None:
     """Raise TiermemError if the bytes of a parameter that was lent for reading have changed."""
     for slot, expected in zip(layout.slots, before, strict=True):
-        if _sum(base, slot) != expected:
+        if sum_of_bits(base, slot) != expected:
             raise TiermemError(
                 f"parameter {slot.names[0]} was written through its .data while it was gathered for reading; the write "
                 "may be lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
             )
-
-
-def _sum(base: torch.Tensor, slot: Slot) -> int:
-    """Of the bits of a parameter, as integers: one pass over its memory, where a copy would need as much again."""
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(slot.dtype.itemsize, torch.uint8)
-    return int(base[slot.offset : slot.offset + slot.nbytes].view(integers).sum(dtype=torch.int64))
 
 
 def _report(layout: UnitLayout, now: torch.Tensor, before: torch.Tensor, written: Written) -> None:

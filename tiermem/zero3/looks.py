@@ -1,0 +1,55 @@
+"""Whether the bits of a parameter that was lent for reading are still the same.
+
+Owns the sums of a unit's bits between its first gathers and their ends. Does not know leases. Guarantees that a layer
+that writes into its weights through `.data` when it is first called is noticed.
+
+Why. Torch counts writes into a parameter, but not those through its `.data`, as layers do that clip or normalise their
+weights in forward; and what is written into a frame lent for reading is lost when the frame goes, or not, as it comes.
+Whoever does so does it from the beginning. So the bits are compared at the first gather of a unit with gradients, and
+at the first one without: two passes over its memory each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tiermem.zero3.layout import Slot, UnitLayout
+
+# Elements that are summed at a time.
+_PIECE = 1 << 14
+
+
+class FirstLooks:
+    """The units of one model."""
+
+    def __init__(self, layouts: Sequence[UnitLayout]) -> None:
+        self._layouts = {layout.unit: layout for layout in layouts}
+        self._done: set[tuple[int, bool]] = set()  # units, and whether with gradients
+        self._sums: dict[int, list[int]] = {}
+
+    def begin(self, unit: int, base: torch.Tensor) -> None:
+        """The unit was gathered for reading; `base` are its bytes."""
+        mode = unit, torch.is_grad_enabled()
+        if mode not in self._done:
+            self._done.add(mode)
+            self._sums[unit] = [sum_of_bits(base, slot) for slot in self._layouts[unit].slots]
+
+    def changed(self, unit: int, base: torch.Tensor) -> str | None:
+        """The name of a parameter that was written since; None: there is none, or this was not a first look."""
+        sums = self._sums.pop(unit, None)
+        if sums is None:
+            return None
+        for slot, before in zip(self._layouts[unit].slots, sums, strict=True):
+            if sum_of_bits(base, slot) != before:
+                return slot.names[0]
+        return None
+
+
+def sum_of_bits(base: torch.Tensor, slot: Slot) -> int:
+    """Of a parameter's bits, as integers: one pass over its memory, where a copy would need as much again."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(slot.dtype.itemsize, torch.uint8)
+    bits = base[slot.offset : slot.offset + slot.nbytes].view(integers)
+    # Piece by piece: torch converts all that it sums first.
+    return sum(int(piece.sum(dtype=torch.int64).item()) for piece in torch.split(bits, _PIECE))
