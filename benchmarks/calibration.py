@@ -26,11 +26,12 @@ from tiermem.cli.modelwork import workload_of
 from tiermem.memory.links import parse_link
 from tiermem.overlap import explain_stalls
 from tiermem.planner import workload as planned
-from tiermem.planner.design import Design, PlanSettings, make_design, unit_sizes
+from tiermem.planner.design import Design, PlanSettings, make_design
 from tiermem.planner.device import device_least
 from tiermem.planner.footprint import plan_footprint
 from tiermem.planner.machine import Device, Drive, Host, Machine
 from tiermem.planner.observed import Observed, observe
+from tiermem.planner.parts import unit_sizes
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.tilesizes import planned_tile
 from tiermem.stats import READ_EDGE, WRITE_EDGE

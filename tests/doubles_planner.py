@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from doubles_models import small_llama
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,6 +38,8 @@ MACHINE = Machine(
 )
 
 MIB = 1 << 20
+
+EDGES = ("host->device", "device->host", "swap->host", "host->swap")
 
 # As the inline backend: a transfer has ended when it was started.
 INSTANT = Machine(
@@ -120,3 +125,29 @@ def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     monkeypatch.setattr(Ahead, "make_plan", noted)
     return plans
+
+
+def tiny_llama(*, tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": 5, "heads": 4, "key_value_heads": 4}
+    return small_llama(words=512, **shape, tie_word_embeddings=tied, use_cache=False)
+
+
+def moved_at_rest(runtime: tiermem.Runtime) -> Counter[str]:
+    """Bytes moved over each edge so far, when no update is left and nothing moves.
+
+    A step is closed while its last gradients are on their way down and the next step's parameters on their way up, so
+    what is counted in one step is, by a unit or several, in one run this step's and in the next run the next one's.
+    """
+    runtime.settle()
+    pager = runtime._house.storage.pager
+    core, at_rest = pager._core, 0
+    for _ in range(10_000):
+        # Behind each call the pager may start moves; behind one that finds none it has nothing more to start.
+        busy = pager._loop.call(lambda: core.residency.moves + core._kernels + len(core.service.waiting))
+        at_rest = 0 if busy else at_rest + 1
+        if at_rest == 2:
+            total = runtime.statistics().total
+            return Counter({edge: total.edge(edge).nbytes for edge in EDGES})
+        time.sleep(0.001 * bool(busy))
+    raise AssertionError(f"{busy} moves, kernels and requests after ten seconds without a step")

@@ -28,11 +28,12 @@ from doubles_python import WarmPython
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 120.0  # seconds for all jobs of a call together
 STALL = 20.0  # seconds the ranks wait for each other
-# Scenarios of other people's models, and what they import.
+# Scenarios of other people's models, by what their names begin with, and what they import.
 IMPORTS = {
     "plain_llama": "transformers.models.llama.modeling_llama",
     "llama_together": "transformers.models.llama.modeling_llama",
     "lora": "peft",
+    "planned": "transformers.models.llama.modeling_llama",
     "mixture": "transformers.models.mixtral.modeling_mixtral",
     "streamed": "transformers.models.mixtral.modeling_mixtral",
 }
@@ -86,6 +87,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     import doubles_rank_hybrid as hybrid
     import doubles_rank_idioms as idioms
     import doubles_rank_kept as kept
+    import doubles_rank_plans as plans
     import doubles_rank_scenarios as scenarios
     import torch
     import torch.distributed as dist
@@ -95,7 +97,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     store = directory / f"{number}.store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
     known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS | commits.SCENARIOS
-    known |= kept.SCENARIOS | hybrid.SCENARIOS | deviations.SCENARIOS
+    known |= kept.SCENARIOS | hybrid.SCENARIOS | deviations.SCENARIOS | plans.SCENARIOS
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)
@@ -110,8 +112,8 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
 
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
     # Once for all ranks, and not within the time that they have for an answer: what the first step would import.
-    own = {IMPORTS[name] for _, names in jobs for name in names if name in IMPORTS}
-    for name in ("doubles_rank_devices", "doubles_rank_idioms", "torch._dynamo", "numba", *own):
+    own = {IMPORTS[key] for _, names in jobs for name in names for key in IMPORTS if name.startswith(key)}
+    for name in ("doubles_rank_devices", "doubles_rank_idioms", "doubles_rank_plans", "torch._dynamo", "numba", *own):
         with contextlib.suppress(ModuleNotFoundError):  # numba need not be there
             importlib.import_module(name)
     gc.freeze()  # no rank looks through all that, which would copy its memory

@@ -64,6 +64,30 @@ def test_many_ranks_of_a_model_given_by_its_size(capsys: pytest.CaptureFixture[s
     assert found["tokens_per_second"] == pytest.approx(16 * 256 / found["seconds_per_step"])
 
 
+def test_copies_of_a_model_are_divided_over_fewer_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["300M", "--machine", "dgx-h100", "--ranks", "16", "--host-memory", "2GiB", "--device-memory", "2GiB"]
+    one, two = (answer(capsys, *arguments, "--copies", str(copies)) for copies in (1, 2))
+    assert (one["ranks"], one["copies"], two["ranks"], two["copies"]) == (16, 1, 16, 2)
+    assert two["swap_bytes"] == pytest.approx(2 * one["swap_bytes"], rel=0.01)
+    assert two["stall_seconds"]["ranks"] < one["stall_seconds"]["ranks"], "units are gathered inside a node"
+    assert main.run(["plan", *arguments, "--copies", "2"]) == 0
+    assert "2 copies" in capsys.readouterr().out
+
+
+def test_units_updated_on_the_device_are_known_of_several_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "settings.toml").write_text('swap_dirs = ["."]\nupdate_on = "auto"\n')
+    arguments = ["300M", "--machine", "dgx-h100", "--ranks", "8", "--host-memory", "2GiB", "--device-memory", "4GiB"]
+    host, device = answer(capsys, *arguments), answer(capsys, *arguments, "--config", "settings.toml")
+    assert (host["units_updated_on_device"], device["units_updated_on_device"]) == (0, 13)
+    assert device["edges_bytes"].get("host->device", 0) == 0 < host["edges_bytes"]["host->device"]
+    assert device["device_bytes"] == 4 << 30
+    (tmp_path / "settings.toml").write_text('swap_dirs = ["."]\nstage = 2\n')
+    assert main.run(["plan", *arguments, "--config", "settings.toml"]) == 1
+    assert "stage: expected 3, found 2" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["llama-5m", "--machine", "laptop", "--host-memory"]
     found = answer(capsys, *arguments, "512KiB", code=1)
@@ -107,6 +131,8 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
         (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "need a [link] in the profile"),
         (["no-such-model", "--machine", "laptop"], "or a number of parameters such as 70B"),
+        (["llama-tiny", "--machine", "dgx-h100", "--ranks", "8", "--copies", "3"], "keep 3 copies of the model"),
+        (["llama-tiny", "--machine", "dgx-h100", "--copies", "2"], "keep 2 copies of the model"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

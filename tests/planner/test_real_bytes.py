@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from doubles_models import small_llama
-from doubles_planner import INSTANT, plans_made, trained
-from torch import nn
+from doubles_planner import EDGES, INSTANT, moved_at_rest, plans_made, tiny_llama, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
@@ -42,35 +37,9 @@ class Case:
     look_ahead: int | str
 
 
-def small_model(*, tied: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": 5, "heads": 4, "key_value_heads": 4}
-    return small_llama(words=512, **shape, tie_word_embeddings=tied, use_cache=False)
-
-
 def to_and_from_disk(steps: Iterator[StepStatistics]) -> list[tuple[int, int]]:
     """Bytes read and written in each of three steps, after three."""
     return [(step.bytes_read, step.bytes_written) for step in islice(steps, 3, 6)]
-
-
-def moved_at_rest(runtime: tiermem.Runtime) -> Counter[str]:
-    """Bytes moved over each edge so far, when no update is left and nothing moves.
-
-    A step is closed while its last gradients are on their way down and the next step's parameters on their way up, so
-    what is counted in one step is, by a unit or several, in one run this step's and in the next run the next one's.
-    """
-    runtime.settle()
-    pager = runtime._house.storage.pager
-    core, at_rest = pager._core, 0
-    for _ in range(10_000):
-        # Behind each call the pager may start moves; behind one that finds none it has nothing more to start.
-        busy = pager._loop.call(lambda: core.residency.moves + core._kernels + len(core.service.waiting))
-        at_rest = 0 if busy else at_rest + 1
-        if at_rest == 2:
-            total = runtime.statistics().total
-            return Counter({edge: total.edge(edge).nbytes for edge in EDGES})
-        time.sleep(0.001 * bool(busy))
-    raise AssertionError(f"{busy} moves, kernels and requests after ten seconds without a step")
 
 
 def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation]:
@@ -85,7 +54,7 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
         io_backend="inline",
         commits=case.update == "auto",  # for the room on disk to take updates back
     )
-    model = small_model(tied=case.tied)
+    model = tiny_llama(tied=case.tied)
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype=case.dtype)
     with tiermem.offload(model, config, coalesce=0) as runtime:
         moved = to_and_from_disk(trained(model, runtime))
@@ -149,7 +118,7 @@ def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_cou
     update: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = plans_made(monkeypatch)
-    model = small_model()
+    model = tiny_llama()
     numel = sum(parameter.numel() for parameter in model.parameters())
     config = tiermem.Config(
         device="simulated",
@@ -174,7 +143,6 @@ BESIDE = replace(
         memory=64 * MIB, flops={"bfloat16": 1e12, "float32": 1e12}, to_device=1e14, to_host=1e14, simulated=True
     ),
 )
-EDGES = ("host->device", "device->host", "swap->host", "host->swap")
 COUNTED = 3
 LAYER_NBYTES = 2 * (4 * 128 * 128 + 3 * 128 * 344 + 2 * 128)  # attention, feed-forward, two norms, in bfloat16
 
@@ -195,7 +163,7 @@ def both_beside_a_device(
         io_backend="inline",
         commits=False,
     )
-    model = small_model()
+    model = tiny_llama()
     work = workload_of(model, "small", batch=2, seq=16, batches=1, dtype="bfloat16")
     blueprint = draw(model, config, None)
     with tiermem.offload(model, config, coalesce=0) as runtime:

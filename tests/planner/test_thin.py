@@ -13,9 +13,10 @@ from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design, unit_sizes
+from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.device import device_least, settled_nbytes
 from tiermem.planner.machine import Device
+from tiermem.planner.parts import unit_sizes
 from tiermem.planner.predict import seconds_of_step, simulate_quickly
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, repetitions, thinned, with_batches

@@ -132,6 +132,9 @@ Machine = Annotated[
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure this machine again instead of what is cached.")]
 PlanRanks = Annotated[int, typer.Option("--ranks", min=1, help="Processes, one for each GPU, over whole nodes.")]
+PlanCopies = Annotated[
+    int, typer.Option("--copies", min=1, help="Copies of the model, each divided over ranks / copies (a mesh= of two).")
+]
 PlanCommits = Annotated[bool, typer.Option("--commits", help="Have room on disk for commits: two copies of state.")]
 Actions = Annotated[
     bool, typer.Option("--actions", help="Also say what is fetched, written and evicted when, and why.")

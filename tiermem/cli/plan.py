@@ -51,6 +51,7 @@ class PlanOptions:
     accumulate: int
     ranks: int
     commits: bool
+    copies: int = 1
 
 
 def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) -> Prediction:
@@ -60,7 +61,7 @@ def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) ->
     return predict(
         workload,
         machine,
-        plan_settings(config, machine, options.ranks, workload),
+        plan_settings(config, machine, options.ranks, workload, copies=options.copies),
         commits=options.commits,
         with_plan=with_actions,
     )
@@ -101,8 +102,16 @@ def find_machine(options: PlanOptions, config: Config) -> Machine:
     return this_machine(config.swap_paths or (Path.cwd(),), again=options.measure)
 
 
-def plan_settings(config: Config, machine: Machine, ranks: int, workload: Workload) -> PlanSettings:
-    """The settings of one rank: the configuration's, or what "auto" makes of the machine."""
+def plan_settings(config: Config, machine: Machine, ranks: int, workload: Workload, *, copies: int = 1) -> PlanSettings:
+    """The settings of one rank: the configuration's, or what "auto" makes of the machine.
+
+    Raises ConfigError for ranks that cannot keep so many copies, and for what is not planned over ranks.
+    """
+    if ranks > 1 and config.stage < 3:
+        raise ConfigError(
+            f"stage: expected 3, found {config.stage}: what {ranks} ranks do at stages 1 and 2, where each has all "
+            "parameters, is not simulated; plan with stage=3, or for one rank"
+        )
     per_node = min(ranks, machine.ranks_per_node)
     if config.host_nbytes is None and not machine.host.memory:
         raise ConfigError(f"{machine.name} does not say how much memory it has; give --host-memory")
@@ -111,7 +120,7 @@ def plan_settings(config: Config, machine: Machine, ranks: int, workload: Worklo
     measured = machine.source.startswith("measured")
     host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
     beside = beside_pages(host, compiled=are_wanted(config.dtype, config.moments))
-    if host - beside < least_host_memory(workload, ranks, device=machine.device is not None):
+    if host - beside < least_host_memory(workload, ranks, copies=copies, device=machine.device is not None):
         beside = 0
     return PlanSettings(
         host_memory=(host - beside) // 4096 * 4096,
@@ -124,6 +133,7 @@ def plan_settings(config: Config, machine: Machine, ranks: int, workload: Worklo
         block_size=config.block_nbytes,
         queue_depth=config.queue_depth,
         ranks=ranks,
+        copies=copies,
         update_on=config.update_on,
     )
 
@@ -147,6 +157,7 @@ def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict
         "model": prediction.workload.name,
         "parameters": prediction.workload.parameters,
         "ranks": settings.ranks,
+        "copies": settings.copies,
         "machine": {"name": prediction.machine.name, "source": prediction.machine.source},
         "coarse": prediction.coarse,
         "drive_life_days": prediction.drive_days,
@@ -241,7 +252,8 @@ def _summary(prediction: Prediction) -> Table:
     table.add_column()
     table.add_row("machine", machine.source)
     table.add_row("parameters", f"{workload.parameters:,} in {len(workload.units)} units, {workload.dtype}")
-    ranks = f", {settings.ranks} ranks; bytes below are one rank's" if settings.ranks > 1 else ""
+    copies = f" with {settings.copies} copies of the model" if settings.copies > 1 else ""
+    ranks = f", {settings.ranks} ranks{copies}; bytes below are one rank's" if settings.ranks > 1 else ""
     table.add_row("batch", f"{workload.tokens:,} tokens, {workload.batches} a step{ranks}")
     least = format_bytes(prediction.host_least)
     table.add_row("host memory", f"{format_bytes(settings.host_memory + settings.beside_pages)} (at least {least})")

@@ -24,6 +24,7 @@ def plan(
     seq: options.Seq = 256,
     accumulate: options.Accumulate = 1,
     ranks: options.PlanRanks = 1,
+    copies: options.PlanCopies = 1,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
     swap_dir: options.ExaminedSwapDir = None,
@@ -55,6 +56,7 @@ def plan(
         seq=seq,
         accumulate=accumulate,
         ranks=ranks,
+        copies=copies,
         commits=commits,
     )
     directories = named_directories(config, swap_dir or ()) or [Path.cwd()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.protection import Protection
@@ -78,11 +78,13 @@ class UpdateActor:
         if unit in self._kept:
             del self._kept[unit]
             self._start(unit)
-        signal, world = self._pending[unit], self._world
-        if not signal.fired:
-            world.waiting = "update"
-            yield signal
-            world.waiting = None
+        yield from self._world.wait_for(self._pending[unit], "update")
+
+    def running(self, unit: int) -> Iterator[Signal]:
+        """What somebody waits for who does not compute: the end of the unit's update, where it does not wait itself."""
+        if unit in self._pending and unit not in self._kept:
+            self.hurry(unit)
+            yield self._pending[unit]
 
     def wait_all(self) -> Steps:
         """Until no update is left."""
@@ -172,7 +174,7 @@ class UpdateActor:
 
 
 class ComputeActor:
-    """Forward, backward and step, over and over."""
+    """Forward, backward and step, over and over; of several ranks see `exchanges.RankComputeActor`."""
 
     def __init__(self, world: World, update: UpdateActor) -> None:
         self._world = world
@@ -195,50 +197,66 @@ class ComputeActor:
             last = batch == design.workload.batches - 1
             for position, access in enumerate(design.workload.order):
                 began = world.clock.now
-                gradient = self._has_gradient(position)
-                yield from self._access(access, last=last, gradient=gradient)
-                if access.phase is Phase.BACKWARD and not gradient:
-                    yield from self._compute(self._share(access.unit, 1 - _BEFORE_GRADIENT))
+                yield from self._access(position, access, last=last)
                 self._note("forward" if access.phase is Phase.FORWARD else "backward", began)
-            self._release_backward()
+            yield from self._batch_ended()
         began = world.clock.now
         yield from self._end()
         self._note("step", began)
 
-    def _has_gradient(self, position: int) -> bool:
-        """Whether the unit's gradient comes next in the order."""
+    def _next(self, position: int) -> Access | None:
+        """What comes behind an access of the batch."""
         order = self._world.design.workload.order
-        following = order[position + 1] if position + 1 < len(order) else None
-        return following is not None and following == Access(order[position].unit, Phase.GRADIENT)
+        return order[position + 1] if position + 1 < len(order) else None
 
-    def _access(self, access: Access, *, last: bool, gradient: bool) -> Steps:
+    def _access(self, position: int, access: Access, *, last: bool) -> Steps:
         world, unit = self._world, access.unit
-        times = world.design.times[unit]
-        param = [PageKey(unit, Kind.PARAM)]
         if access.phase is Phase.GRADIENT:
-            yield from self._gradient(unit, last=last)
+            yield from self._gradient(position, unit, last=last)
             return
         if access.phase is Phase.BACKWARD:
             self._release_backward()
-        yield from self._update.wait(unit)
-        yield from world.lease(param, Intent.READ, Lane.COMPUTE)
+        yield from self._need(unit)
+        yield from self._take(unit)
         yield from self._compute(world.design.lease_seconds)
+        yield from self._prepare(position, last=last)
         if access.phase is Phase.FORWARD:
-            yield from self._compute(max(times.forward, times.gather))
-            world.release(param, Lane.COMPUTE)
+            yield from self._compute(world.design.times[unit].forward)
+            self._let_go(unit)
             return
         self._backward = unit
-        if gradient and world.design.hold_tiles and world.design.tiles(unit):
-            # As `zero3.reduce.GradientStore.expect`.
-            self._asked = self._ask(self._tiles(unit))
-        yield from self._compute(self._share(unit, _BEFORE_GRADIENT))
+        gradient = self._next(position) == Access(unit, Phase.GRADIENT)
+        yield from self._compute(self._share(unit, _BEFORE_GRADIENT if gradient else 1.0))
 
-    def _gradient(self, unit: int, *, last: bool) -> Steps:
+    def _need(self, unit: int) -> Steps:
+        """Wait until the unit has the values it is used with."""
+        yield from self._update.wait(unit)
+
+    def _take(self, unit: int) -> Steps:
+        """Have the unit's parameters, until `_let_go`."""
+        yield from self._world.lease([PageKey(unit, Kind.PARAM)], Intent.READ, Lane.COMPUTE)
+
+    def _let_go(self, unit: int) -> None:
+        self._world.release([PageKey(unit, Kind.PARAM)], Lane.COMPUTE)
+
+    def _prepare(self, position: int, *, last: bool) -> Iterator[Signal]:  # noqa: ARG002 - of several ranks
+        """Ask for what comes next: as `zero3.reduce.GradientStore.expect`, room for the gradients of this unit."""
+        coming, design = self._next(position), self._world.design
+        unit = design.workload.order[position].unit
+        if coming == Access(unit, Phase.GRADIENT) and design.hold_tiles and design.tiles(unit):
+            self._asked = self._ask(self._tiles(unit))
+        return iter(())
+
+    def _batch_ended(self) -> Iterator[Signal]:
+        """Backward is through."""
+        self._release_backward()
+        return iter(())
+
+    def _gradient(self, position: int, unit: int, *, last: bool) -> Steps:  # noqa: ARG002 - of several ranks
         world, design = self._world, self._world.design
         self._received.add(unit)
-        yield from self._update.wait(unit)
-        whole = self._share(unit, 1) if self._backward == unit else 0.0
-        cost = whole * (1 - _BEFORE_GRADIENT - _AFTER_GRADIENT) + design.times[unit].gradient
+        yield from self._need(unit)
+        cost, after = self._gradient_seconds(unit)
         tiles = self._tiles(unit)
         leased = [tiles] if design.hold_tiles else [[tiles[tile]] for tile in design.arriving(unit)]
         for keys in leased if tiles else ():
@@ -251,7 +269,13 @@ class ComputeActor:
             if self._backward == unit:
                 self._release_backward()
             yield from self._request_early(unit)
-        yield from self._compute(whole * _AFTER_GRADIENT)
+        yield from self._compute(after)
+
+    def _gradient_seconds(self, unit: int) -> tuple[float, float]:
+        """Of backward while the unit's gradients arrive and are moved, and behind that."""
+        whole = self._share(unit, 1) if self._backward == unit else 0.0
+        moving = self._world.design.times[unit].gradient
+        return whole * (1 - _BEFORE_GRADIENT - _AFTER_GRADIENT) + moving, whole * _AFTER_GRADIENT
 
     def _tiles(self, unit: int) -> list[PageKey]:
         return [PageKey(unit, Kind.GRAD, tile) for tile in range(self._world.design.tiles(unit))]
@@ -289,15 +313,14 @@ class ComputeActor:
         world.begin_step()
 
     def _share(self, unit: int, share: float) -> float:
-        times = self._world.design.times[unit]
-        return share * max(times.backward, times.gather)
+        return share * self._world.design.times[unit].backward
 
     def _compute(self, seconds: float) -> Steps:
         yield from self._world.compute(seconds)
 
     def _release_backward(self) -> None:
         if self._backward is not None:
-            self._world.release([PageKey(self._backward, Kind.PARAM)], Lane.COMPUTE)
+            self._let_go(self._backward)
             self._backward = None
 
     def _note(self, phase: str, began: float) -> None:

@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiermem.errors import BudgetError, ConfigError
+from tiermem.errors import ConfigError
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.pager.tiling import tile_count, tiles_in_turn
+from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers
-from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, least_budget, plan_footprint, rounded
+from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
-from tiermem.planner.machine import Machine
+from tiermem.planner.machine import Link, Machine
+from tiermem.planner.parts import Division, division_of, shard_of, state_nbytes, unit_sizes
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import plan_step
 from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import BACKWARD_SHARE, Workload
+from tiermem.zero3.shards import Shard, copies_nbytes
 
-_PLANE_ALIGNMENT = 64
-_BLOCK_ELEMENTS = 256
+_FRAME = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class PlanSettings:
     """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
 
     `host_memory` and `device_memory` are one rank's, for pages. `update`, `update_on`: as `Config` takes them.
+    `copies`: how many copies of the model all `ranks` keep together.
     """
 
     host_memory: int
@@ -44,16 +46,25 @@ class PlanSettings:
     ranks: int = 1
     update_on: str = "host"
     beside_pages: int = 0  # what else is in the host budget
+    copies: int = 1
+
+    @property
+    def division(self) -> Division:
+        """How the ranks divide the model. Raises ConfigError where they cannot."""
+        return division_of(self.ranks, self.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Seconds of one unit: forward and backward of one batch, moving its gradients into pages, gathering it."""
+    """Seconds of one unit: forward and backward of one batch, moving its gradients into pages; between ranks: gathering
+    it, and adding its gradients up.
+    """
 
     forward: float
     backward: float
     gradient: float
     gather: float
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,7 @@ class Design:
     """Everything the simulation needs of one rank.
 
     Attributes:
-        workload: the rank's share.
+        workload: the step, its units whole.
         footprint: how its host budget is shared out.
         times: of each unit.
         update_seconds, tile_seconds: of one element, alone; of each tile besides.
@@ -70,7 +81,7 @@ class Design:
         slower: see `lines.Cores`.
         lease_seconds, step_seconds: of the compute thread, for each lease and each step.
         device_budget: bytes for pages there, None without a device.
-        device: how they are shared out; None without one, and over ranks.
+        device: how they are shared out; None without one.
         update_above_seconds: as `update_seconds`, where a unit is updated on the device.
         undone: whether updates under backward may have to be undone: the old bytes are in SWAP before, and gradients
             stay until that is known.
@@ -107,6 +118,16 @@ class Design:
         return (self.device or self.footprint).hold_tiles
 
     @property
+    def beside(self) -> bool:
+        """Whether ranks gather the next unit, and add gradients up, beside the computation."""
+        return (self.device or self.footprint).beside
+
+    @property
+    def several(self) -> bool:
+        """Whether a unit is gathered from several ranks."""
+        return self.settings.ranks > 1
+
+    @property
     def settled(self) -> frozenset[int]:
         """The units that are updated on the device."""
         return frozenset(self.device.settled if self.device else ())
@@ -120,8 +141,20 @@ class Design:
     def schedule(self) -> Schedule:
         """The accesses of a step, as the pager gets them; made anew whenever it is asked for."""
         tiles = {unit: self.tiles(unit) for unit in range(len(self.workload.units))}
-        arrivals = {} if self.hold_tiles else {unit: self.arriving(unit) for unit in tiles}
-        return plan_step(self.workload.step_order, tiles, self.update, arrivals=arrivals, resting=self.resting)
+        arrivals = {} if self.hold_tiles or self.several else {unit: self.arriving(unit) for unit in tiles}
+        return plan_step(
+            self.workload.step_order,
+            tiles,
+            self.update,
+            [self.shard(unit) for unit in tiles],
+            beside=self.beside,
+            arrivals=arrivals,
+            resting=self.resting,
+        )
+
+    def shard(self, unit: int) -> Shard:
+        """What this rank keeps of a unit."""
+        return shard_of(self.workload, unit, self.settings.division, self.footprint.tile_numel)
 
     def arriving(self, unit: int) -> Sequence[int]:
         """The tiles of a unit's gradient in the order in which they are leased one after the other."""
@@ -130,12 +163,11 @@ class Design:
 
     def tiles(self, unit: int) -> int:
         """How many tiles a unit's trainable elements make."""
-        return tile_count(self.workload.units[unit].trainable, self.footprint.tile_numel)
+        return self.shard(unit).tiles
 
     def tile_numel(self, unit: int, tile: int) -> int:
         """Elements of one tile."""
-        size = self.footprint.tile_numel
-        return min(size, self.workload.units[unit].trainable - tile * size)
+        return self.shard(unit).tile_length(tile)
 
     def pages(self) -> list[tuple[PageKey, int]]:
         """Every page with its size in bytes, as `runtime.house.Blueprint.pages` lists them."""
@@ -143,13 +175,14 @@ class Design:
 
     def pages_of(self, unit: int) -> list[tuple[PageKey, int]]:
         """The pages of one unit, each with its size in bytes."""
-        work, itemsize = self.workload.units[unit], self.workload.itemsize
-        found = [(PageKey(unit, Kind.PARAM), max(1, work.numel * itemsize))]
-        for tile in range(self.tiles(unit)):
-            numel = self.tile_numel(unit, tile)
-            found.append((PageKey(unit, Kind.GRAD, tile), numel * itemsize))
-            found.append((PageKey(unit, Kind.STATE, tile), state_nbytes(self.workload, numel)))
-        return found
+        shard, sizes = self.shard(unit), (0, 0)
+        states = []
+        for tile in range(shard.tiles):
+            numel = shard.tile_length(tile)
+            if sizes[0] != numel:  # all but the last have the same
+                sizes = numel, state_nbytes(self.workload, numel)
+            states.append((PageKey(unit, Kind.STATE, tile), sizes[1]))
+        return [*shard.pages(), *states, *shard.transit_pages()]
 
     def nbytes(self, *kinds: Kind) -> int:
         """Bytes that all pages of these kinds take."""
@@ -164,9 +197,9 @@ class Design:
 
     def lag_nbytes(self, unit: int) -> int:
         """Bytes a unit keeps in memory from its gradient to the end of its update."""
-        work = self.workload.units[unit]
-        page = 0 if work.kept else rounded(work.numel * self.workload.itemsize)
-        return page + work.trainable * self.workload.itemsize
+        shard = self.shard(unit)
+        page = 0 if shard.layout.kept else rounded(shard.nbytes)
+        return page + shard.trainable_numel * self.workload.itemsize
 
     @property
     def kept(self) -> frozenset[int]:
@@ -176,63 +209,28 @@ class Design:
     @property
     def kept_nbytes(self) -> int:
         """Bytes of host memory that those take."""
-        return kept_nbytes(unit_sizes(self.workload))
-
-
-def state_nbytes(workload: Workload, numel: int) -> int:
-    """Bytes of a STATE tile of `numel` elements: each plane begins at a multiple of 64 bytes."""
-    planes = {"bfloat16": [2 * numel], "float16": [4 * numel], "float32": []}[workload.dtype]
-    if workload.moments == "int8":  # as if all were in blocks: what is kept in float32 (embeddings) is not known here
-        scales = -(-numel // _BLOCK_ELEMENTS) * 4
-        planes += [numel, numel, scales, scales] + ([numel // 8] if workload.dtype == "bfloat16" else [])
-    else:
-        planes += [4 * numel, 4 * numel]
-    return sum(-(-nbytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT for nbytes in planes)
-
-
-def unit_sizes(workload: Workload, *, each: bool = False) -> list[UnitSize]:
-    """The units as the budget sees them; of several with the same sizes the first, since only the largest count.
-
-    But every one that is kept in memory by choice: of those the sum counts. `each`: and all others as well.
-    """
-    alike = {
-        (unit.numel, unit.trainable, unit.nested_nbytes, unit.nested_count, number if unit.kept or each else -1): unit
-        for number, unit in reversed(list(enumerate(workload.units)))
-    }
-    return [
-        UnitSize(
-            name=unit.name,
-            param_nbytes=max(1, unit.numel * workload.itemsize),
-            trainable_numel=unit.trainable,
-            grad_itemsize=workload.itemsize,
-            state_itemsize=workload.state_itemsize,
-            nested_nbytes=unit.nested_nbytes,
-            nested_count=unit.nested_count,
-            kept=unit.kept,
-        )
-        for unit in reversed(alike.values())
-    ]
+        return kept_nbytes(unit_sizes(self.workload, self.settings.division))
 
 
 def make_design(workload: Workload, machine: Machine, settings: PlanSettings) -> Design:
     """What one rank does and has.
 
-    Raises BudgetError where a tier cannot hold what it must at one time, ConfigError for ranks that do not fill nodes.
+    Raises BudgetError where a tier cannot hold what it must at one time, ConfigError for ranks that do not fill nodes,
+    or do not divide into copies.
     """
     _, per_node = divided(settings.ranks, machine)
-    share = workload.sharded(settings.ranks)
-    budget = _device_budget(workload, machine, settings)
-    footprint, device = _shared_out(share, settings, budget)
+    budget = device_memory(machine, settings) // _FRAME * _FRAME if machine.device is not None else None
+    footprint, device = _shared_out(workload, settings, budget)
     drive, rates = machine.drive, machine.host
     drives = drive.count / per_node
     contended = machine.device is None or machine.device.simulated
     update_seconds = per_node / machine.update_rate(workload.dtype)
     beside = (rates.compute_beside_update, rates.update_beside_compute, rates.compute_beside_io, rates.update_beside_io)
     design = Design(
-        workload=share,
+        workload=workload,
         settings=settings,
         footprint=footprint,
-        times=_times(workload, share, machine, settings),
+        times=_times(workload, machine, settings),
         update_seconds=update_seconds,
         drive=DriveSpeed(
             read=drive.read * drives,
@@ -257,22 +255,25 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
 
 def _early(design: Design) -> Design:
     """As `runtime.undo.choose_schedule` has it: with updates under backward that may be undone, where that can gain."""
-    if design.footprint.serial or design.nbytes(*Kind) <= design.settings.host_memory:
+    settings, pages = design.settings, design.nbytes(Kind.PARAM, Kind.GRAD, Kind.STATE)
+    if design.footprint.serial or pages <= settings.host_memory:
         return design
-    sizes, budget = unit_sizes(design.workload, each=True), design.settings.host_memory
-    return replace(design, undone=True, resting=resting_units(sizes, design.footprint, budget, design.settled))
+    sizes = unit_sizes(design.workload, settings.division, each=True)
+    resting = resting_units(sizes, design.footprint, settings.host_memory, design.settled)
+    return replace(design, undone=True, resting=resting)
 
 
 def _shared_out(
-    share: Workload, settings: PlanSettings, device: int | None
+    workload: Workload, settings: PlanSettings, device: int | None
 ) -> tuple[Footprint, DeviceFootprint | None]:
-    """As `runtime.shares.share_out`; over ranks the device's transient pages are counted apart (`gathered_nbytes`)."""
+    """As `runtime.shares.share_out`."""
     host, ahead = settings.host_memory, settings.look_ahead
     tile = settings.tile_nbytes or planned_tile(host + settings.beside_pages)
-    if device is None or settings.ranks > 1:
-        return plan_footprint(unit_sizes(share), host, tile, ahead), None
-    settle = settings.update_on == "auto"
-    return plan_tiers(unit_sizes(share, each=settle), host, device, tile, ahead, settle=settle)
+    settle = device is not None and settings.update_on == "auto"
+    sizes = unit_sizes(workload, settings.division, each=settle)
+    if device is None:
+        return plan_footprint(sizes, host, tile, ahead), None
+    return plan_tiers(sizes, host, device, tile, ahead, settle=settle)
 
 
 def divided(ranks: int, machine: Machine) -> tuple[int, int]:
@@ -292,59 +293,47 @@ def device_memory(machine: Machine, settings: PlanSettings) -> int:
 
 def least_device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:
     """The smallest device budget of one rank that works, bytes; zero without a device."""
-    if machine.device is None:
-        return 0
-    share = workload.sharded(settings.ranks)
-    if settings.ranks == 1:
-        return device_least(unit_sizes(share))
-    # The unit that is used, the one that comes next, and gradients on their way out.
-    held = max(
-        2 * rounded(unit.numel * share.itemsize) + rounded(unit.trainable * share.itemsize) for unit in share.units
-    )
-    return gathered_nbytes(workload, settings) + held
+    return 0 if machine.device is None else device_least(unit_sizes(workload, settings.division))
 
 
-def gathered_nbytes(workload: Workload, settings: PlanSettings) -> int:
-    """Bytes of device memory outside pages: a gathered unit, the one gathered ahead of it, and a whole gradient.
-
-    Alone a rank computes in its pages.
-    """
-    largest = max(unit.numel for unit in workload.units)
-    return 3 * largest * workload.itemsize if settings.ranks > 1 else 0
-
-
-def _device_budget(workload: Workload, machine: Machine, settings: PlanSettings) -> int | None:
-    """Bytes of device memory for pages. Raises BudgetError if they do not hold what is used at one time."""
-    if machine.device is None:
-        return None
-    asked, least = device_memory(machine, settings), least_device_memory(workload, machine, settings)
-    if asked < least:
-        raise BudgetError(
-            f"device_memory is {asked} bytes, but the largest unit needs {least} bytes, {least - asked} more; "
-            f"set device_memory to {least} bytes or more, or pass smaller units"
-        )
-    return asked - gathered_nbytes(workload, settings)
-
-
-def _times(whole: Workload, share: Workload, machine: Machine, settings: PlanSettings) -> tuple[UnitTimes, ...]:
-    rate = machine.flops(whole.dtype) if any(unit.seconds is None for unit in whole.units) else 1.0
-    times = []
-    for unit, own in zip(whole.units, share.units, strict=True):
-        forward, backward = unit.seconds or (unit.flops / rate, unit.flops * BACKWARD_SHARE / rate)
-        gather = 0.0
-        if settings.ranks > 1 and machine.link is not None:
-            gather = machine.link.latency + (unit.numel - own.numel) * whole.itemsize / machine.link.rate
-        gradient = unit.trainable * whole.itemsize / machine.host.copy_rate if machine.device is None else 0.0
-        times.append(UnitTimes(forward, backward, gradient, gather))
-    return tuple(times)
-
-
-def least_host_memory(workload: Workload, ranks: int, *, device: bool = False) -> int:
+def least_host_memory(workload: Workload, ranks: int, *, copies: int = 1, device: bool = False) -> int:
     """The smallest host budget of one rank that works, bytes; `device`: beside one."""
-    sizes = unit_sizes(workload.sharded(ranks))
-    return least_below(sizes) if device and ranks == 1 else least_budget(sizes)
+    sizes = unit_sizes(workload, division_of(ranks, copies))
+    return least_below(sizes) if device else least_budget(sizes)
 
 
 def swap_nbytes(design: Design, *, commits: bool) -> int:
     """Bytes that one rank's pages take on disk; with `commits` two copies of parameters and states."""
     return (2 if commits else 1) * design.nbytes(Kind.PARAM, Kind.STATE) + design.nbytes(Kind.GRAD)
+
+
+def _times(workload: Workload, machine: Machine, settings: PlanSettings) -> tuple[UnitTimes, ...]:
+    rate = machine.flops(workload.dtype) if any(unit.seconds is None for unit in workload.units) else 1.0
+    times = []
+    for number, unit in enumerate(workload.units):
+        forward, backward = unit.seconds or (unit.flops / rate, unit.flops * BACKWARD_SHARE / rate)
+        gradient = unit.trainable * workload.itemsize / machine.host.copy_rate if machine.device is None else 0.0
+        between = (0.0, 0.0)
+        if settings.ranks > 1 and machine.link is not None:
+            shard = shard_of(workload, number, settings.division, max(1, unit.trainable))
+            between = _between(shard, machine.link, machine.ranks_per_node, settings)
+        times.append(UnitTimes(forward, backward, gradient, *between))
+    return tuple(times)
+
+
+def _between(shard: Shard, link: Link, per_node: int, settings: PlanSettings) -> tuple[float, float]:
+    """Seconds of gathering a unit, and of adding its gradients up: see "Several ranks" in README.md.
+
+    The ranks of a copy follow one another, so that a copy is on one node where nodes hold whole copies.
+    """
+    parts, copies = settings.division.parts, settings.copies
+    row = link.of(within=per_node % parts == 0)
+    column = link.of(within=settings.ranks <= per_node)
+    others = (parts - 1) / parts
+    gather = link.latency + others * shard.gathered_nbytes / row
+    exchange = link.latency + others * shard.bucket_nbytes / row
+    if copies > 1:
+        numel, itemsize = shard.layout.part_numel, shard.layout.dtype.itemsize
+        summed = copies_nbytes(numel, itemsize, copies) // 2 + numel * itemsize
+        exchange += 2 * link.latency + (copies - 1) / copies * summed / column
+    return gather, exchange

@@ -97,7 +97,7 @@ def plan_tiers(
     below = _below(units)
     while True:
         footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile, gaps=True)
-        needed = _needed(units, footprint.tile_numel, roomy=False)
+        needed = leased_nbytes(units, footprint.tile_numel, roomy=False)
         if needed <= device or tile is not None or footprint.tile_numel <= SMALLEST_TILE:
             break
         tile_nbytes //= 2
@@ -107,7 +107,7 @@ def plan_tiers(
             f"{needed}; raise device_memory"
         )
     alone = all(unit.ranks == 1 for unit in units)
-    wished = _needed(units, footprint.tile_numel, roomy=True)
+    wished = leased_nbytes(units, footprint.tile_numel, roomy=True)
     # Where updates wait to be asked for, only the computation asks, and it comes too late for what is gathered ahead.
     roomy = wished <= device and (alone or not footprint.serial)
     settled = _settled(units, device, footprint.tile_numel) if settle and roomy else ()
@@ -188,7 +188,7 @@ def _beside(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSi
 
 def device_least(units: Sequence[UnitSize]) -> int:
     """The smallest device budget that works, bytes."""
-    return _needed(units, SMALLEST_TILE, roomy=False)
+    return leased_nbytes(units, SMALLEST_TILE, roomy=False)
 
 
 def device_most(units: Sequence[UnitSize], *, settle: bool = False) -> int:
@@ -200,11 +200,11 @@ def device_most(units: Sequence[UnitSize], *, settle: bool = False) -> int:
         return _beside(units, _USUAL_TILE, units) + sum(settled_nbytes(unit, _USUAL_TILE) for unit in units)
     gradients = max((unit.bucket_nbytes for unit in units), default=0)
     alone = all(unit.ranks == 1 for unit in units)
-    leased = _needed(units, SMALLEST_TILE, roomy=not alone)
+    leased = leased_nbytes(units, SMALLEST_TILE, roomy=not alone)
     return sum(rounded(unit.param_nbytes) for unit in units) + leased + 2 * gradients
 
 
-def _needed(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) -> int:
+def leased_nbytes(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) -> int:
     """The computation's leases on the device, with room for the gaps between them.
 
     `roomy`: with all gradient tiles of a unit at once, or, with several ranks, another unit on its way.

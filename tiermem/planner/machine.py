@@ -98,10 +98,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins the ranks. `rate`: bytes a second that a rank receives in an all-gather; `latency` in seconds."""
+    """What joins the ranks. `rate`: bytes a second that a rank receives in an all-gather; `latency` in seconds.
+
+    `node_rate`: the same among ranks of one node; 0: as between nodes.
+    """
 
     rate: float
     latency: float = 2e-5
+    node_rate: float = 0.0
+
+    def of(self, *, within: bool) -> float:
+        """The rate among ranks of which all are on one node (`within`), or not all."""
+        return (within and self.node_rate) or self.rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +208,7 @@ def _value(where: str, name: str, value: object) -> Any:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{where}: expected a whole number of one or more, found {value!r}")
         return value
-    if name.startswith(("compute_beside", "update_beside")) or name.endswith(("seconds", "latency")):
+    if name.startswith(("compute_beside", "update_beside")) or name.endswith(("seconds", "latency", "node_rate")):
         return _positive(where, value, zero=True)
     return _positive(where, value)
 

@@ -23,6 +23,7 @@ from tiermem.planner.design import (
     swap_nbytes,
 )
 from tiermem.planner.machine import Machine
+from tiermem.planner.parts import unit_sizes
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, thinned, with_batches
@@ -104,7 +105,7 @@ def predict(
     Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.
     """
     _, per_node = divided(settings.ranks, machine)
-    least = least_host_memory(workload, settings.ranks, device=machine.device is not None)
+    least = least_host_memory(workload, settings.ranks, copies=settings.copies, device=machine.device is not None)
     missing: dict[str, int] = {}
     if settings.host_memory < least:
         missing["host_memory"] = least - settings.host_memory
@@ -230,15 +231,16 @@ def _doubled(machine: Machine, settings: PlanSettings) -> dict[str, tuple[Machin
     memory = 2 * (settings.device_memory or device.memory)
     found["device memory"] = (machine, replace(settings, device_memory=memory))
     if settings.ranks > 1 and machine.link is not None:
-        found["link"] = (replace(machine, link=replace(machine.link, rate=2 * machine.link.rate)), settings)
+        link = replace(machine.link, rate=2 * machine.link.rate, node_rate=2 * machine.link.node_rate)
+        found["link"] = (replace(machine, link=link), settings)
     return found
 
 
 def _without(
     workload: Workload, machine: Machine, settings: PlanSettings, missing: Mapping[str, int], least: int
 ) -> Prediction:
-    share = workload.sharded(settings.ranks)
-    swap = sum(unit.numel * share.itemsize + unit.trainable * share.state_itemsize for unit in share.units)
+    sizes = unit_sizes(workload, settings.division, each=True)
+    swap = sum(size.param_nbytes + size.trainable_numel * size.state_itemsize for size in sizes)
     return Prediction(
         workload=workload,
         machine=machine,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiermem.planner.design import Design
-from tiermem.planner.footprint import rounded
+from tiermem.planner.footprint import received_nbytes, rounded
+from tiermem.planner.parts import unit_sizes
 from tiermem.planner.tilesizes import SMALLEST_TILE
 
 
@@ -20,7 +21,8 @@ def retiled(design: Design, factor: int) -> Design:
     the drive sees requests of the real size, no more of them at once than the real tiles allow.
     """
     footprint, share = design.footprint, design.workload
-    most = max(unit.trainable for unit in share.units)
+    sizes = unit_sizes(share, design.settings.division)
+    most = max(size.trainable_numel for size in sizes)
     tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
     itemsize = share.itemsize + share.state_itemsize
     grown = rounded((tile - footprint.tile_numel) * itemsize)
@@ -28,12 +30,15 @@ def retiled(design: Design, factor: int) -> Design:
     small = footprint.tile_numel * share.state_itemsize < design.drive.block
     block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
     depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
-    device = design.device_budget
+    # What arrives of other ranks, on the tier of the computation.
+    arrives = max(received_nbytes(size, tile) - received_nbytes(size, footprint.tile_numel) for size in sizes)
+    arrives, device = arrives if design.several else 0, design.device_budget
+    host = design.settings.host_memory + grown * (footprint.depth + 2) + (arrives if device is None else 0)
     return replace(
         design,
-        settings=replace(design.settings, host_memory=design.settings.host_memory + grown * (footprint.depth + 2)),
+        settings=replace(design.settings, host_memory=host),
         footprint=larger,
-        device_budget=(device or 0) + 2 * grown if design.device else device,
+        device_budget=None if device is None else device + 2 * grown + arrives,
         drive=replace(design.drive, block=block, depth=depth),
         tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
     )

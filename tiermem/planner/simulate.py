@@ -13,6 +13,7 @@ from tiermem.errors import CapacityError
 from tiermem.planner.actors import ComputeActor, UpdateActor
 from tiermem.planner.clock import Signal, carried_out
 from tiermem.planner.design import Design
+from tiermem.planner.exchanges import compute_actor
 from tiermem.planner.world import Action, World
 from tiermem.stats import StepStatistics, TierStatistics
 
@@ -42,7 +43,8 @@ class Simulation:
     Attributes:
         seconds: of a step.
         phases: seconds of "forward", "backward" and "step".
-        stalls: seconds in which the computation waited, by cause: "read", "write" (for room), "copy", "update kernel".
+        stalls: seconds in which the computation waited, by cause: "read", "write" (for room), "copy", "update kernel",
+            "ranks" (what goes between them).
         computing, updating: seconds in which the computation, the update kernel ran.
         reading, writing: seconds in which the drives read, wrote.
         edges: bytes over each edge.
@@ -105,7 +107,7 @@ def simulating(design: Design, *, with_plan: bool = False) -> Generator[None, No
     """As `simulate`, in small portions with pauses between them; it returns the simulation."""
     yield
     world = World(design)
-    compute = ComputeActor(world, UpdateActor(world))
+    compute = compute_actor(world, UpdateActor(world))
     steps: list[StepStatistics] = []
     totals = [_totals(world, compute)]
     while len(steps) < _MOST_STEPS and not _is_steady(steps):

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 
 from tiermem.pager.page import Kind
 from tiermem.planner.design import Design, UnitTimes
+from tiermem.planner.device import leased_nbytes
 from tiermem.planner.footprint import rounded
+from tiermem.planner.parts import unit_sizes
 from tiermem.planner.simulate import Simulation
 from tiermem.planner.workload import UnitWork, Workload
 from tiermem.stats import StepStatistics, TierStatistics
@@ -168,7 +170,8 @@ def _could_settle(design: Design) -> list[int]:
 
 def _settled_nbytes(design: Design) -> tuple[int, int]:
     """Bytes of what is settled on the device: all of it, and without the states."""
-    pages = [(key, rounded(nbytes)) for unit in design.settled for key, nbytes in design.pages_of(unit)]
+    settled = (page for unit in design.settled for page in design.pages_of(unit))
+    pages = [(key, rounded(nbytes)) for key, nbytes in settled if key.kind in _HOST]
     return sum(nbytes for _, nbytes in pages), sum(nbytes for key, nbytes in pages if key.kind in _DEVICE)
 
 
@@ -198,7 +201,11 @@ def _in_use(design: Design) -> int:
 
 
 def _on_device(design: Design) -> int:
+    """Bytes of the device that the computation has in hand at one time."""
     share = design.workload
+    if design.several:
+        sizes = unit_sizes(share, design.settings.division)
+        return leased_nbytes(sizes, design.footprint.tile_numel, roomy=design.beside)
     return max(
         2 * rounded(unit.numel * share.itemsize) + rounded(unit.trainable * share.itemsize) for unit in share.units
     )

@@ -1,14 +1,13 @@
 """What a step has to do: units, the order they are used in, and how long each computes.
 
 Owns the record of a training step as numbers, and the shape of a transformer that has a given number of parameters.
-Does not know modules, machines or budgets. Guarantees that an order uses known units only, and that sharding over
-ranks leaves no element without a rank.
+Does not know modules, machines, ranks or budgets. Guarantees that an order uses known units only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.order import Access, Phase
@@ -99,22 +98,6 @@ class Workload:
     def step_order(self) -> tuple[Access, ...]:
         """The accesses of a whole step."""
         return self.order * self.batches
-
-    def sharded(self, ranks: int) -> Workload:
-        """The step as one of `ranks` sees its pages: each unit's elements divided, its computation whole."""
-        if ranks == 1:
-            return self
-        units = [
-            replace(
-                unit,
-                numel=-(-unit.numel // ranks),
-                trainable=-(-unit.trainable // ranks),
-                nested_nbytes=-(-unit.nested_nbytes // ranks),
-                runs=(),  # what has been added up over the ranks arrives tile by tile
-            )
-            for unit in self.units
-        ]
-        return replace(self, units=tuple(units))
 
 
 def state_itemsize(dtype: str, moments: str) -> int:

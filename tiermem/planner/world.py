@@ -15,7 +15,7 @@ from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
 from tiermem.pager.forecast import Forecast
-from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
+from tiermem.pager.page import Intent, Kind, Lane, Move, Page, PageKey
 from tiermem.pager.plan import Plan
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Schedule
@@ -28,6 +28,7 @@ from tiermem.planner.stands import SimulatedArena, SimulatedEdge
 from tiermem.stats import Counters
 
 _WRITE_BACK = 2
+NANOSECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +106,22 @@ class World:
         self.design = design
         self.drive = DriveModel(design.drive)
         self.wires = [Wire(rate) for rate in design.wires or ()]  # to the device, to the host
+        self.link = Wire(NANOSECONDS, latency=0.0)  # between ranks, where work is given as time
         self.cores = Cores(design.slower, lambda: self.drive.reading or self.drive.writing)
         self.clock = Clock(
-            [self.cores, self.drive, *self.wires],
+            [self.cores, self.drive, *self.wires, self.link],
             settle=self._settle,
             passing=self._passing,
             stuck=self._stuck,
         )
         self.counters = Counters(clock=lambda: self.clock.now)
-        self.forecast = Forecast()
-        self.residency = RecordingResidency(self._chain(), self.forecast, self.counters, ended=self._ended)
+        self.residency = RecordingResidency(self._chain(), Forecast(), self.counters, ended=self._ended)
         self.service = Service(self.residency, self._appetite())
         self.pump = Pulse()  # due: something has happened that the pager does its work behind
         self.waiting: LeaseRequest | str | None = None  # what the computation waits for
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
-            page = self.residency.add(key, nbytes, saved=key.kind.value != "grad")
+            page = self.residency.add(key, nbytes, saved=key.kind in (Kind.PARAM, Kind.STATE))
             if page.kept:
                 self.residency.begin_with(page, Tier.HOST)
             elif key.unit in design.settled and page.is_written:
@@ -149,9 +150,11 @@ class World:
             if plan.stays[position] and page.is_written and not page.kept:
                 self.residency.begin_with(page, Tier.HOST)
 
-    def lease(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Generator[Signal, None, None]:
-        """Wait for a lease. Raises CapacityError."""
-        yield from self.wait(self.ask(keys, intent, lane))
+    def lease(
+        self, keys: list[PageKey], intent: Intent, lane: Lane, *, aside: bool = False
+    ) -> Generator[Signal, None, None]:
+        """Wait for a lease; `aside`: nobody computes meanwhile. Raises CapacityError."""
+        yield from self.wait(self.ask(keys, intent, lane), aside=aside)
 
     def ask(self, keys: list[PageKey], intent: Intent, lane: Lane) -> Asked:
         """As `pager.Pager.start_lease`: whoever asks has to wait for it later, and to release it."""
@@ -168,10 +171,10 @@ class World:
         self.pump.due = True
         return asked
 
-    def wait(self, asked: Asked) -> Generator[Signal, None, None]:
-        """Wait for what was asked for. Raises CapacityError."""
+    def wait(self, asked: Asked, *, aside: bool = False) -> Generator[Signal, None, None]:
+        """Wait for what was asked for; `aside` as for `lease`. Raises CapacityError."""
         asked.awaited = True
-        compute = asked.request is not None and asked.request.lane is Lane.COMPUTE
+        compute = asked.request is not None and asked.request.lane is Lane.COMPUTE and not aside
         if compute and not asked.signal.fired:
             self.waiting = asked.request
         yield asked.signal
@@ -189,14 +192,14 @@ class World:
     def announce(self, change: Callable[[Forecast], set[PageKey]]) -> None:
         """As `pager.core.Core.announce`, in an order that does not depend on hashes."""
         pages = self.residency.pages
-        there = [key for key in change(self.forecast) if pages[key].frames]
+        there = [key for key in change(self.residency.forecast) if pages[key].frames]
         for key in sorted(there, key=lambda key: (key.unit, key.kind.value, key.tile)):
             self.residency.census.note(pages[key])
         self.pump.due = True
 
     def begin_step(self) -> None:
         """As `pager.core.Core.begin_step`, and close the step's counters."""
-        if not self.forecast.begin_step():
+        if not self.residency.forecast.begin_step():
             self.residency.reclassify()
         self.pump.due = True
 
@@ -216,6 +219,13 @@ class World:
             signal = Signal()
             self.cores.compute(seconds, lambda: self.clock.fire(signal))
             yield signal
+
+    def wait_for(self, signal: Signal, what: str) -> Generator[Signal, None, None]:
+        """Have the computation wait for something else than a lease: an "update", or other "ranks"."""
+        if not signal.fired:
+            self.waiting = what
+            yield signal
+            self.waiting = None
 
     def update(self, key: PageKey, seconds: float) -> Generator[Signal, None, None]:
         """Run an update kernel on a STATE tile for so long, were nothing in the way."""
@@ -280,6 +290,8 @@ class World:
             return
         if self.cores.updating and self.waiting == "update":
             cause = "update kernel"
+        elif self.link.busy and self.waiting == "ranks":
+            cause = "ranks"
         elif isinstance(self.waiting, LeaseRequest) and self.waiting.short is not None and self.drive.writing:
             cause = "write"
         elif self.drive.reading:

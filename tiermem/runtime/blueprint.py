@@ -28,6 +28,7 @@ from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, rounded
 from tiermem.planner.overhead import beside_pages
+from tiermem.planner.parts import size_of
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.planner.tilesizes import SMALLEST_TILE
@@ -227,21 +228,14 @@ def _sizes(divided: ModelUnits, shards: Sequence[Shard], quantized: Container[in
     nested = _nested(divided, shards)
     states = [state_size(shard.layout, quantized) for shard in shards]
     return [
-        UnitSize(
-            name=shard.layout.name,
-            param_nbytes=shard.nbytes,
-            trainable_numel=shard.layout.part_numel,
-            grad_itemsize=shard.layout.dtype.itemsize,
+        size_of(
+            shard,
             state_itemsize=state.itemsize,
             nested_nbytes=nested[shard.unit].nbytes,
             nested_count=nested[shard.unit].units,
-            ranks=shard.layout.ranks,
-            copies=shard.copies,
-            gathered_nbytes=shard.gathered_nbytes,
+            nested_kept=nested[shard.unit].nbytes - nested[shard.unit].moving,
             wide_numel=state.wide_numel,
             wide_itemsize=state.wide_itemsize,
-            kept=shard.layout.kept,
-            nested_kept=nested[shard.unit].nbytes - nested[shard.unit].moving,
         )
         for shard, state in zip(shards, states, strict=True)
     ]

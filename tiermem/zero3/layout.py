@@ -150,15 +150,23 @@ def plan_layout(
         start = _align(numel, ALIGN_NUMEL)
         slots.append(_slot(info, dtype, start * dtype.itemsize))
         numel = start + slots[-1].numel
-    nbytes = part(numel, ranks, ALIGN_NUMEL) * ranks * dtype.itemsize
+    nbytes = divided_nbytes(numel, 0, dtype.itemsize, ranks)
     frozen_begin = _align(nbytes, ALIGN_NBYTES)
     for info in frozen:
         offset = _align(nbytes, ALIGN_NBYTES)
         slots.append(_slot(info, dtype if info.dtype.is_floating_point else info.dtype, offset))
         nbytes = offset + slots[-1].nbytes
     if frozen:
-        nbytes = frozen_begin + part(nbytes - frozen_begin, ranks, ALIGN_NBYTES) * ranks
+        nbytes = divided_nbytes(numel, nbytes - frozen_begin, dtype.itemsize, ranks)
     return UnitLayout(unit, name, dtype, tuple(slots), numel, max(nbytes, ranks), tile_numel, ranks)
+
+
+def divided_nbytes(trainable_numel: int, frozen_nbytes: int, itemsize: int, ranks: int) -> int:
+    """Bytes of both sections of a unit, each with the padding of its parts; frozen ones begin at multiples of 64."""
+    trainable = part(trainable_numel, ranks, ALIGN_NUMEL) * ranks * itemsize
+    if not frozen_nbytes:
+        return trainable
+    return _align(trainable, ALIGN_NBYTES) + part(frozen_nbytes, ranks, ALIGN_NBYTES) * ranks
 
 
 def part(length: int, ranks: int, multiple: int) -> int:

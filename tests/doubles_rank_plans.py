@@ -1,0 +1,93 @@
+"""What ranks do in the tests of plans: train under a budget, and tell how it was shared out and what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubles_planner import EDGES, MIB, moved_at_rest, tiny_llama, trained
+from torch.distributed.device_mesh import init_device_mesh
+
+import tiermem
+
+COUNTED = 2
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run whose bytes are foreseen. `device`: bytes of each rank's, 0: none. `copies`: of the model."""
+
+    update: str
+    host: int = 64 * MIB
+    device: int = 0
+    update_on: str = "host"
+    copies: int = 1
+    batches: int = 1
+    dtype: str = "bfloat16"
+    look_ahead: int | str = 0
+
+    def config(self, directory: Path) -> tiermem.Config:
+        where: dict[str, Any] = {"device": "cpu"}
+        if self.device:
+            where = {"device": "simulated", "device_memory": self.device}
+        how: dict[str, Any] = {"update": self.update, "update_on": self.update_on, "param_dtype": self.dtype}
+        return tiermem.Config(
+            host_memory=self.host,
+            swap_dirs=[directory],
+            tile_size="64KiB",
+            look_ahead=self.look_ahead,
+            io_backend="inline",
+            commits=False,
+            stall_timeout=20.0,
+            **where,
+            **how,
+        )
+
+
+PLANNED = {
+    "host": Planned("forward", host=2 * MIB),
+    "host_beside": Planned("forward", host=3 * MIB, batches=2),
+    "host_backward": Planned("backward", host=3 * MIB),
+    "settled": Planned("step", device=64 * MIB, update_on="auto"),
+    "partly_settled": Planned("backward", device=9 * MIB, update_on="auto"),
+    "device": Planned("step", device=4 * MIB, host=2 * MIB),
+}
+COPIES = {
+    "copies": Planned("step", host=2 * MIB, copies=2),
+    "copies_settled": Planned("step", device=9 * MIB, update_on="auto", copies=2),
+}
+
+
+def planned(case: Planned) -> Callable[[Path, int, int], Any]:
+    """Train three steps, and two more that count."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        directory.mkdir(exist_ok=True)
+        names = ("replicate", "shard")
+        shape = (case.copies, size // case.copies)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if case.copies > 1 else None
+        model = tiny_llama()
+        torch.manual_seed(rank)
+        with tiermem.offload(model, case.config(directory), coalesce=0, mesh=mesh) as runtime:
+            steps = trained(model, runtime, batches=case.batches)
+            list(islice(steps, 3))
+            before = moved_at_rest(runtime)
+            list(islice(steps, COUNTED))
+            after = moved_at_rest(runtime)
+            blueprint, order = runtime._house.steps._plans._planner, runtime._house.scheduler.order.expected
+            return {
+                "shared": (blueprint.footprint, blueprint.device),
+                "disk": blueprint.swap_nbytes(1),
+                "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages()),
+                "accesses": order.accesses,
+                "moved": {edge: after[edge] - before[edge] for edge in EDGES},
+            }
+
+    return scenario
+
+
+SCENARIOS = {f"planned_{name}": planned(case) for name, case in (PLANNED | COPIES).items()}

@@ -1,0 +1,151 @@
+"""What a rank has of each unit, and whether it fits: as the run that is drawn of the same model has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles_planner import INSTANT, MACHINE, MIB, tiny_llama, workload
+from doubles_rank_scenarios import Experts, Odd
+from torch import nn
+
+import tiermem
+from tiermem.cli.modelwork import workload_of
+from tiermem.cli.plan import plan_settings
+from tiermem.planner.design import PlanSettings, make_design
+from tiermem.planner.machine import Device, Link, Machine
+from tiermem.planner.parts import Division, unit_sizes
+from tiermem.planner.predict import predict, simulate_quickly
+from tiermem.planner.simulate import simulate
+from tiermem.runtime.blueprint import Blueprint, draw
+from tiermem.runtime.company import Company
+from tiermem.zero3.collectives import SingleProcess
+from tiermem.zero3.grid import Grid, one_copy
+
+DIVISIONS = [Division(1), Division(2), Division(3), Division(4), Division(2, 2), Division(3, 2)]
+DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_host=1e14, count=6, simulated=True)
+
+
+class Agreeing(SingleProcess):
+    """One of several ranks, where all others say the same."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def tell(self, numbers: Any) -> list[list[int]]:
+        return [list(numbers)] * self._size
+
+
+def drawn(make: Callable[[], nn.Module], division: Division, config: tiermem.Config) -> Blueprint:
+    """What `tiermem.offload` would make of the model, on the first of so many ranks."""
+    everyone = Agreeing(division.ranks)
+    rows = tuple(tuple(range(first, first + division.parts)) for first in range(0, division.ranks, division.parts))
+    grid = Grid(everyone, Agreeing(division.parts), Agreeing(division.copies), rows)
+    company = Company(grid if division.copies > 1 else one_copy(everyone), SingleProcess())
+    return draw(make(), config, None, company=company)
+
+
+def configured(host: int, device: int = 0, dtype: str = "bfloat16") -> tiermem.Config:
+    where: dict[str, Any] = {"device": "simulated", "device_memory": device} if device else {"device": "cpu"}
+    return tiermem.Config(host_memory=host, swap_dirs=[Path()], param_dtype=dtype, update_on="auto", **where)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+@pytest.mark.parametrize("make", [tiny_llama, Odd, Experts])
+def test_units_have_the_sizes_of_the_run(make: Callable[[], nn.Module], division: Division, dtype: str) -> None:
+    """Frozen, tied, smaller than the number of ranks, inside others."""
+    blueprint = drawn(make, division, configured(64 * MIB, dtype=dtype))
+    work = workload_of(make(), "test", batch=2, seq=16, batches=1, dtype=dtype)
+    found = unit_sizes(work, division, each=True)
+    # Of a unit that is not trained nobody asks how large its state would be.
+    stateless = [
+        replace(size, state_itemsize=real.state_itemsize) for size, real in zip(found, blueprint.sizes, strict=True)
+    ]
+    trained = [size if size.trainable_numel else small for size, small in zip(found, stateless, strict=True)]
+    assert trained == list(blueprint.sizes)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_what_fits_is_what_the_run_takes(division: Division) -> None:
+    """The least budgets work in both, and a page less in neither, on processors and beside a device."""
+    work = workload_of(tiny_llama(), "test", batch=2, seq=16, batches=1, dtype="bfloat16")
+
+    def fits(host: int, device: int = 0) -> dict[str, int]:
+        machine = replace(INSTANT, device=DEVICE if device else None, link=Link(rate=1e14))
+        config = configured(host, device)
+        settings = plan_settings(config, machine, division.ranks, work, copies=division.copies)
+        found = predict(work, machine, settings)
+        try:
+            shared = drawn(tiny_llama, division, config)
+        except tiermem.BudgetError:
+            assert not found.fits
+        else:
+            assert found.fits
+            assert found.design is not None
+            assert (found.design.footprint, found.design.device) == (shared.footprint, shared.device)
+        return dict(found.missing)
+
+    least = 4096 + fits(4096)["host_memory"]
+    assert fits(least) == {}
+    assert fits(least - 4096) == {"host_memory": 4096}
+    below = 4096 + fits(4096, 64 * MIB)["host_memory"]
+    above = 4096 + fits(64 * MIB, 4096)["device_memory"]
+    assert fits(below, above) == {}
+    assert fits(below - 4096, above) == {"host_memory": 4096}
+    assert fits(below, above - 4096) == {"device_memory": 4096}
+    assert fits(64 * MIB, 12 * MIB) == {}
+
+
+def several(device: bool) -> Machine:
+    return replace(MACHINE, device=replace(DEVICE, memory=8 << 30) if device else None, link=Link(rate=1e9))
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize(("host", "device"), [(150, None), (96, 40), (256, 200)])
+def test_fewer_units_stand_for_many_over_ranks_too(update: str, host: int, device: int | None) -> None:
+    plan = PlanSettings(
+        host_memory=host * MIB,
+        device_memory=None if device is None else device * MIB,
+        update=update,
+        update_on="auto",
+        ranks=6 if device == 200 else 4,
+        copies=2,
+    )
+    exact = make_design(workload([1_000_000] * 90), several(device is not None), plan)
+    quick, stood_in = simulate_quickly(exact)
+    whole = simulate(exact)
+    assert stood_in
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.15)
+    for tier in quick.tiers:
+        assert tier.high_water <= tier.budget
+
+
+def test_what_ranks_exchange_takes_time_and_less_inside_a_node() -> None:
+    """Copies are gathered inside a node, where that is faster, and only sums of gradients go between nodes."""
+    machine = replace(several(device=True), link=Link(rate=1e8, node_rate=1e11), device=replace(DEVICE, count=2))
+    plan = PlanSettings(host_memory=256 * MIB, device_memory=64 * MIB, update="step", ranks=4)
+    work = workload([1_000_000] * 6)
+    one, two = (make_design(work, machine, replace(plan, copies=copies)) for copies in (1, 2))
+    assert one.times[0].gather == pytest.approx(2e-5 + 0.75 * 2e6 / 1e8, rel=1e-3)
+    assert two.times[0].gather == pytest.approx(2e-5 + 0.5 * 2e6 / 1e11, rel=1e-3)
+    # Sums of half a unit, sent in float32, and back in 16 bits.
+    assert two.times[0].exchange == pytest.approx(two.times[0].gather + 4e-5 + 0.5 * (2e6 + 1e6) / 1e8, rel=1e-3)
+    slow, fast = simulate(one), simulate(two)
+    assert slow.stalls["ranks"] > fast.stalls["ranks"] > 0
+    assert fast.seconds < slow.seconds
+
+
+@pytest.mark.parametrize(("ranks", "copies", "message"), [(4, 3, "each in as many parts"), (4, 4, "at least two")])
+def test_copies_that_ranks_cannot_keep_are_refused(ranks: int, copies: int, message: str) -> None:
+    with pytest.raises(tiermem.ConfigError, match=message):
+        make_design(
+            workload([100_000]), several(device=False), PlanSettings(host_memory=4 * MIB, ranks=ranks, copies=copies)
+        )

@@ -1,0 +1,73 @@
+"""The bytes that a simulated rank moves beside those of real ones: same model, same budgets, same schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles_planner import EDGES, INSTANT, MIB, tiny_llama
+from doubles_python import WarmPython
+from doubles_rank_plans import COPIES, COUNTED, PLANNED
+from doubles_ranks import Reports, run_jobs, values
+
+from tiermem.cli.modelwork import workload_of
+from tiermem.pager.page import Kind
+from tiermem.planner.design import Design, PlanSettings, make_design, swap_nbytes
+from tiermem.planner.machine import Device, Link
+from tiermem.planner.simulate import simulate
+
+pytestmark = pytest.mark.long
+
+ALL = PLANNED | COPIES
+DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_host=1e14, count=4, simulated=True)
+# What goes on beside the computation depends on who is faster.
+NEAR = ("host_beside", "host_backward", "device")
+
+
+@pytest.fixture(scope="module")
+def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    jobs = [(2, [f"planned_{name}" for name in PLANNED]), (4, [f"planned_{name}" for name in COPIES])]
+    return run_jobs(warm_python, tmp_path_factory.mktemp("planned"), jobs)
+
+
+def ranks_of(name: str) -> int:
+    return 4 if name in COPIES else 2
+
+
+def design_of(name: str) -> Design:
+    case, config = ALL[name], ALL[name].config(Path())
+    work = workload_of(tiny_llama(), "tiny", batch=2, seq=16, batches=case.batches, dtype="bfloat16")
+    machine = replace(INSTANT, device=DEVICE if case.device else None, link=Link(rate=1e14, latency=0.0))
+    settings = PlanSettings(
+        host_memory=case.host,
+        device_memory=case.device or None,
+        update=case.update,
+        update_on=case.update_on,
+        tile_nbytes=config.tile_nbytes,
+        look_ahead=config.look_ahead_nbytes,
+        ranks=ranks_of(name),
+        copies=case.copies,
+    )
+    return make_design(work, machine, settings)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ranks_have_the_pages_and_share_the_budgets_out_as_was_planned(reports: Reports, name: str) -> None:
+    design = design_of(name)
+    pages = sorted((str(key), nbytes) for key, nbytes in design.pages() if key.kind is not Kind.TRANSIT)
+    for found in values(reports[ranks_of(name), f"planned_{name}"]):
+        assert found["shared"] == (design.footprint, design.device)
+        assert found["pages"] == pages
+        assert found["disk"] == swap_nbytes(design, commits=False)
+        assert found["accesses"] == design.workload.step_order
+    assert len(design.settled) == {"settled": 8, "partly_settled": 3, "copies_settled": 3}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_step_moves_the_bytes_foreseen(reports: Reports, name: str) -> None:
+    foreseen = {edge: COUNTED * moved for edge, moved in simulate(design_of(name)).edges.items()}
+    for found in values(reports[ranks_of(name), f"planned_{name}"]):
+        for edge in EDGES:
+            near = 0.2 if name in NEAR else 0.0
+            assert found["moved"][edge] == pytest.approx(foreseen.get(edge, 0.0), rel=near), edge
