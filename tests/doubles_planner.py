@@ -16,9 +16,12 @@ from torch import nn
 import tiermem
 from tiermem.errors import BudgetError
 from tiermem.pager.ahead import Ahead
+from tiermem.pager.forecast import Forecast
+from tiermem.pager.page import Lane
 from tiermem.pager.plan import Plan
-from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
+from tiermem.planner.actors import Steps, UpdateActor
 from tiermem.planner.clock import Signal
+from tiermem.planner.exchanges import compute_actor
 from tiermem.planner.footprint import UnitSize, plan_footprint, rounded
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.workload import UnitWork, Workload, order_of
@@ -86,7 +89,7 @@ def workload(numels: list[int], *, tokens: int = 256, batches: int = 1, dtype: s
 
 def run_steps(world: World, count: int) -> list[StepStatistics]:
     """What happened in each of the next steps."""
-    compute, steps = ComputeActor(world, UpdateActor(world)), []
+    compute, steps = compute_actor(world, UpdateActor(world)), []
     for _ in range(count):
         ended = Signal()
 
@@ -112,6 +115,20 @@ def trained(model: nn.Module, runtime: tiermem.Runtime, *, batches: int = 1) -> 
         last = runtime.statistics().last
         assert last is not None
         yield last
+
+
+def steps_gone(forecast: Forecast) -> list[float]:
+    """How far the computation is believed to have come in each step from now on, in steps, where it ends."""
+    gone: list[float] = []
+    begin_step = forecast.begin_step
+
+    def noted() -> bool:
+        assert forecast._schedule is not None
+        gone.append(forecast._lanes[Lane.COMPUTE].cursor / forecast._schedule.period - forecast._step)
+        return begin_step()
+
+    forecast.begin_step = noted  # type: ignore[method-assign]
+    return gone
 
 
 def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:

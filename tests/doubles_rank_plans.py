@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doubles_planner import EDGES, MIB, moved_at_rest, tiny_llama, trained
+from doubles_planner import EDGES, MIB, moved_at_rest, steps_gone, tiny_llama, trained
 from torch.distributed.device_mesh import init_device_mesh
 
 import tiermem
@@ -76,6 +76,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             steps = trained(model, runtime, batches=case.batches)
             list(islice(steps, 3))
             before = moved_at_rest(runtime)
+            gone = steps_gone(runtime._house.storage.pager._core.residency.forecast)
             list(islice(steps, COUNTED))
             after = moved_at_rest(runtime)
             blueprint, order = runtime._house.steps._plans._planner, runtime._house.scheduler.order.expected
@@ -84,6 +85,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
                 "disk": blueprint.swap_nbytes(1),
                 "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages()),
                 "accesses": order.accesses,
+                "gone": gone,
                 "moved": {edge: after[edge] - before[edge] for edge in EDGES},
             }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles_planner import INSTANT, MACHINE, MIB, tiny_llama, workload
+from doubles_planner import INSTANT, MACHINE, MIB, run_steps, steps_gone, tiny_llama, workload
 from doubles_rank_scenarios import Experts, Odd
 from torch import nn
 
@@ -20,6 +20,7 @@ from tiermem.planner.machine import Device, Link, Machine
 from tiermem.planner.parts import Division, unit_sizes
 from tiermem.planner.predict import predict, simulate_quickly
 from tiermem.planner.simulate import simulate
+from tiermem.planner.world import World
 from tiermem.runtime.blueprint import Blueprint, draw
 from tiermem.runtime.company import Company
 from tiermem.zero3.collectives import SingleProcess
@@ -106,6 +107,18 @@ def test_what_fits_is_what_the_run_takes(division: Division) -> None:
 
 def several(device: bool) -> Machine:
     return replace(MACHINE, device=replace(DEVICE, memory=8 << 30) if device else None, link=Link(rate=1e9))
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "step"])
+@pytest.mark.parametrize(("host", "device"), [(40, None), (64, 40)])
+def test_the_forecast_goes_through_the_schedule_once_a_step(update: str, host: int, device: int | None) -> None:
+    plan = PlanSettings(host_memory=host * MIB, device_memory=device and device * MIB, update=update, ranks=4)
+    design = make_design(workload([1_000_000] * 30, batches=2), several(device is not None), plan)
+    assert design.beside
+    world = World(design)
+    gone = steps_gone(world.residency.forecast)
+    run_steps(world, 3)
+    assert max(gone) <= 1
 
 
 @pytest.mark.parametrize("update", ["forward", "backward"])

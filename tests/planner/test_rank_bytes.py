@@ -71,3 +71,10 @@ def test_a_step_moves_the_bytes_foreseen(reports: Reports, name: str) -> None:
         for edge in EDGES:
             near = 0.2 if name in NEAR else 0.0
             assert found["moved"][edge] == pytest.approx(foreseen.get(edge, 0.0), rel=near), edge
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_forecast_goes_through_the_schedule_once_a_step(reports: Reports, name: str) -> None:
+    """It went a step ahead wherever a bucket was asked for before a unit that the schedule had before it."""
+    for found in values(reports[ranks_of(name), f"planned_{name}"]):
+        assert max(found["gone"]) <= 1

@@ -31,6 +31,7 @@ SETTLED = -1
 # turn) or the first after a gap; only the access after it tells which, so that one odd access does not throw the
 # whole forecast off.
 _LEAP = 16
+_NOT_NEXT = (Kind.GRAD, Kind.TRANSIT)  # added to once more, or exchanged beside something else: see `Forecast.note`
 
 
 @dataclass(slots=True)
@@ -160,8 +161,8 @@ class Forecast:
             return
         reach = min(_LEAP, len(order.positions) // 2)
         skipped = order.between(order.cursor, position, period)
-        if skipped and key.kind is Kind.GRAD and position // period > (order.cursor - 1) // period:
-            self.surprises += 1  # added to once more: to gradients of the next step no way leads past its forward
+        if skipped and key.kind in _NOT_NEXT and position // period > (order.cursor - 1) // period:
+            self.surprises += 1  # no way leads past the end of the step to those of another one
             return
         if skipped > reach:
             self._regular = False

@@ -148,6 +148,7 @@ class Design:
             self.update,
             [self.shard(unit) for unit in tiles],
             beside=self.beside,
+            two=self.device is None,
             arrivals=arrivals,
             resting=self.resting,
         )

@@ -8,11 +8,16 @@ Where gradient tiles are leased as gradients arrive, a tile that several paramet
 hardly ever in the order of tiles: backward comes to the last parameters first. A schedule that had each tile once, in
 order, would send the forecast astray (a page that was just written would seem to be needed a step later): measured with
 65 M float32 parameters and a budget of 15 % of their state, a quarter more bytes were read.
+
+Over ranks a bucket is asked for before the next unit is gathered, and a unit's gradients are added up after the next
+bucket was asked for. A schedule that had the first behind the gathering, and the second before that bucket, sent the
+forecast a whole step ahead several times in each backward (README.md, "Several ranks").
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import enum
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from tiermem.pager.page import Kind, Lane, PageKey
@@ -35,6 +40,7 @@ def plan_step(
     shards: Sequence[Shard] = (),
     *,
     beside: bool = False,
+    two: bool = True,
     touches: Sequence[tuple[int, PageKey]] = (),
     arrivals: Arrivals = MappingProxyType({}),
     resting: Container[int] = (),
@@ -48,7 +54,8 @@ def plan_step(
         update: "backward" (after a unit's last gradient), "forward" (before its first forward) or "step" (at the end,
             in forward order).
         shards: what this rank keeps of each unit; needed with several ranks, whose transient pages want room too.
-        beside: whether the next unit is gathered while one is computed.
+        beside: whether ranks gather the next unit while one is computed.
+        two: whether there is room for a bucket of gradients beside one that is being added up over ranks.
         touches: pages of activations, each with the number of accesses that came before it.
         arrivals: of units whose gradient tiles are leased one after the other as gradients arrive, the tiles in that
             order; of all others they are leased at once.
@@ -56,25 +63,88 @@ def plan_step(
         together: whether several micro-batches go through a unit before the next one.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
-    if transit and beside:
-        accesses = _one_ahead(accesses)
     before, after = _places(accesses, tiles, update, resting)
     touched: dict[int, list[PageKey]] = {}
     for position, key in touches:
         touched.setdefault(position, []).append(key)
 
+    def updated(units: Iterable[int]) -> Iterator[tuple[Lane, PageKey]]:
+        for unit in units:
+            yield from _update(unit, tiles[unit])
+
     def walk() -> Iterator[tuple[Lane, PageKey]]:
-        for index, access in enumerate(accesses):
-            yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
-            for unit in before.get(index, ()):
-                yield from _update(unit, tiles[unit])
-            written = arrivals.get(access.unit) or range(tiles.get(access.unit, 0))
-            yield from _compute(access, written, transit.get(access.unit))
-            for unit in after.get(index, ()):
-                yield from _update(unit, tiles[unit])
+        for part, index in _course(accesses, ahead=beside and bool(transit), two=two):
+            unit = accesses[index].unit
+            if part is _Part.BEGIN:
+                yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
+            elif part is _Part.TAKE:
+                yield from updated(before.get(index, ()))
+                yield from _take(unit, transit.get(unit))
+            elif part is _Part.ADD:
+                yield from _add(unit, arrivals.get(unit) or range(tiles.get(unit, 0)), transit.get(unit))
+                yield from updated(after.get(index, ()))
+            elif unit in transit:
+                yield Lane.COMPUTE, transit[unit].bucket_key
+        if accesses and accesses[-1].phase is not Phase.GRADIENT:
+            yield from updated(after.get(len(accesses) - 1, ()))
         yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
 
     return schedule_of(walk(), hasty=_HASTY if together else None)
+
+
+class _Part(enum.Enum):
+    """What an access consists of: its turn comes; a unit is taken; or a bucket is, and what is in it is added up."""
+
+    BEGIN = enum.auto()
+    TAKE = enum.auto()
+    BUCKET = enum.auto()
+    ADD = enum.auto()
+
+
+def _course(accesses: Sequence[Access], *, ahead: bool, two: bool) -> Iterator[tuple[_Part, int]]:
+    """The parts of all accesses, each with its access' index, in the order in which pages are leased for them.
+
+    `ahead`: the next unit is gathered, and gradients are added up, beside the computation. One thread does both, one
+    thing after the other: `zero3.conductor`. A bucket that is not the unit's last is kept open until the next one is
+    wanted: `zero3.exchange`. `two`: there is room for a bucket beside one that is being added up.
+    """
+    last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
+    taken = filled = -1  # ahead of their turn
+    waiting: list[int] = []  # to be added up; one at most
+    for index, access in enumerate(accesses):
+        yield _Part.BEGIN, index
+        left_open = any(each != last[accesses[each].unit] for each in waiting)
+        if access.phase is Phase.GRADIENT:
+            if left_open or not two:
+                yield from _added_up(waiting)
+            if filled != index:
+                yield _Part.BUCKET, index
+            yield from _added_up(waiting)
+            waiting.append(index)
+            if not ahead:
+                yield from _added_up(waiting)
+            continue
+        if access.phase is Phase.FORWARD or (taken != index and not left_open):
+            yield from _added_up(waiting)
+        if taken != index:
+            yield _Part.TAKE, index
+        gradient = index + 1 < len(accesses) and accesses[index + 1] == Access(access.unit, Phase.GRADIENT)
+        if ahead and gradient and not left_open and (two or not waiting):
+            filled = index + 1
+            yield _Part.BUCKET, filled
+        if not left_open:
+            yield from _added_up(waiting)
+        rest = (place for place in range(index + 1, len(accesses)) if accesses[place].phase is not Phase.GRADIENT)
+        following = next(rest, None) if ahead else None
+        if following is not None and accesses[following].unit != access.unit:
+            taken = following
+            yield _Part.TAKE, following
+    yield from _added_up(waiting)
+
+
+def _added_up(waiting: list[int]) -> Iterator[tuple[_Part, int]]:
+    yield from ((_Part.ADD, index) for index in waiting)
+    waiting.clear()
 
 
 def _places(
@@ -98,30 +168,17 @@ def _places(
     return before, after
 
 
-def _compute(access: Access, tiles: Sequence[int], shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
-    if access.phase is Phase.GRADIENT:
-        if shard is not None:
-            yield Lane.COMPUTE, shard.bucket_key
-            yield Lane.COMPUTE, shard.received_key
-        for tile in tiles:
-            yield Lane.COMPUTE, PageKey(access.unit, Kind.GRAD, tile)
-    else:
-        yield Lane.COMPUTE, PageKey(access.unit, Kind.PARAM)
-        if shard is not None and not shard.whole:
-            yield Lane.COMPUTE, shard.gathered_key
+def _take(unit: int, shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
+    yield Lane.COMPUTE, PageKey(unit, Kind.PARAM)
+    if shard is not None and not shard.whole:
+        yield Lane.COMPUTE, shard.gathered_key
 
 
-def _one_ahead(accesses: Sequence[Access]) -> list[Access]:
-    """Each gathering at the place of the one before it; the first stays where it is."""
-    places = [index for index, access in enumerate(accesses) if access.phase is not Phase.GRADIENT]
-    at: dict[int, list[Access]] = {}
-    for index, place in enumerate(places):
-        at.setdefault(places[max(0, index - 1)], []).append(accesses[place])
-    return [
-        each
-        for index, access in enumerate(accesses)
-        for each in ([access] if access.phase is Phase.GRADIENT else at.get(index, ()))
-    ]
+def _add(unit: int, tiles: Iterable[int], shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
+    if shard is not None:
+        yield Lane.COMPUTE, shard.received_key
+    for tile in tiles:
+        yield Lane.COMPUTE, PageKey(unit, Kind.GRAD, tile)
 
 
 def _update(unit: int, tiles: int) -> Iterator[tuple[Lane, PageKey]]:

@@ -149,6 +149,7 @@ class Blueprint:
             update,
             self.shards,
             beside=self.beside,
+            two=self.device is None,
             touches=order.touches,
             arrivals=arrivals,
             resting=self.resting,
