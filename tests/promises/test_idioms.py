@@ -370,6 +370,9 @@ def test_torch_compile(of, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("of", ["a step", "a model before offload", "its layers before offload"])
 def test_torch_compile_ahead_of_time(of, tmp_path):
+    if of == "a step" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("dynamo fails at attributes of optimizers")
+
     def make() -> nn.Module:
         model = Stack()
         for part in {"a model": [model], "its layers": model.layers}.get(of.removesuffix(" before offload"), ()):

@@ -136,8 +136,8 @@ class AdamW(torch.optim.Optimizer):
         if self._in_a_row == _HOPELESS:
             warnings.warn(
                 f"{_HOPELESS} steps in a row were skipped because their gradient norms are not finite: nothing is "
-                "learned. If the same model trains in plain PyTorch, parameters are used where they are paged out: by "
-                "module.forward(x) instead of module(x), in a torch.autograd.Function, or in a compiled part; put "
+                "learned. If the same model trains in plain PyTorch, parameters are used where they are paged out: "
+                "outside any call of the model, or by module.forward(x) instead of module(x); put "
                 "forward and backward inside `with runtime.gathered(module):`",
                 stacklevel=4,
             )

@@ -24,7 +24,7 @@ from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout, slot_view
-from tiermem.zero3.looks import FirstLooks
+from tiermem.zero3.looks import FirstLooks, written_through
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.sources import HeldUnit, UnitSource
 
@@ -229,7 +229,10 @@ class Gatherer:
             state.between = False
         free = state.held is None or self._try_release(state)
         if written is not None:
-            raise _lost(written)
+            raise TiermemError(
+                f"parameter {written} was written in place while it was gathered for reading; the write may be lost. "
+                "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+            )
         return free
 
     def require_free(self, unit: int) -> None:
@@ -307,7 +310,7 @@ class Gatherer:
         state.held = None
         self._lingering.discard(state.layout.unit)
         if written is not None:
-            raise _lost(written)
+            raise written_through(written)
         return True
 
     def _check_converted(self, state: _UnitState) -> None:
@@ -333,10 +336,3 @@ class Gatherer:
                     f"parameter {slot.names[0]} was given other values (`.data =`) while its own were paged out; these "
                     "are lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
                 )
-
-
-def _lost(name: str) -> TiermemError:
-    return TiermemError(
-        f"parameter {name} was written in place while it was gathered for reading; the write may be lost. "
-        "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
-    )

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from tiermem.errors import TiermemError
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.layout import Slot, UnitLayout
-from tiermem.zero3.looks import sum_of_bits
+from tiermem.zero3.looks import sum_of_bits, written_through
 
 Written = Callable[[int, Slot, torch.Tensor], None]
 
@@ -84,10 +83,7 @@ def _refuse_written(layout: UnitLayout, base: torch.Tensor, before: Sequence[int
     """Raise TiermemError if the bytes of a parameter that was lent for reading have changed."""
     for slot, expected in zip(layout.slots, before, strict=True):
         if sum_of_bits(base, slot) != expected:
-            raise TiermemError(
-                f"parameter {slot.names[0]} was written through its .data while it was gathered for reading; the write "
-                "may be lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
-            )
+            raise written_through(slot.names[0])
 
 
 def _report(layout: UnitLayout, now: torch.Tensor, before: torch.Tensor, written: Written) -> None:

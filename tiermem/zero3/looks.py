@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tiermem.errors import TiermemError
 from tiermem.zero3.layout import Slot, UnitLayout
 
 # Elements that are summed at a time on the processor, where torch converts all that it sums first.
@@ -45,6 +46,14 @@ class FirstLooks:
             if sum_of_bits(base, slot) != before:
                 return slot.names[0]
         return None
+
+
+def written_through(name: str) -> TiermemError:
+    """The error that says so."""
+    return TiermemError(
+        f"parameter {name} was written through its .data while it was gathered for reading; the write may be lost. "
+        "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+    )
 
 
 def sum_of_bits(base: torch.Tensor, slot: Slot) -> int:
