@@ -20,6 +20,12 @@ from tiermem.zero3.engine import unseen
 Operation = Callable[[], Any]
 Answer = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Operation], Any]
 
+# Attributes that show no elements and are asked for often, such as `p.grad` of every parameter in every step.
+_ASKED = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "is_meta", "layout", "ndim")
+)
+
 
 class Absence:
     """The absent parameters of one model."""
@@ -98,6 +104,8 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the public way to say so
             return function(*args, **kwargs)
 
+    if function in _ASKED:
+        return plainly()
     operation = plainly if getattr(function, "__name__", "") != "detach" else _detached(plainly, args)
     for absence in {type(each).absence: None for each in absent_in((*args, *kwargs.values()))}:  # type: ignore[attr-defined]
         if absence.answer is not None:
