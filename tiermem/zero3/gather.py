@@ -227,6 +227,8 @@ class Gatherer:
             state.presence = Presence.LINGERING
             self._lingering.add(unit)
             state.between = False
+        if written is not None:
+            self._looks.forget(unit)
         free = state.held is None or self._try_release(state)
         if written is not None:
             raise TiermemError(

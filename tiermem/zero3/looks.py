@@ -37,6 +37,10 @@ class FirstLooks:
             self._done.add(mode)
             self._sums[unit] = [sum_of_bits(base, slot) for slot in self._layouts[unit].slots]
 
+    def forget(self, unit: int) -> None:
+        """It is known that the unit was written."""
+        self._sums.pop(unit, None)
+
     def changed(self, unit: int, base: torch.Tensor) -> str | None:
         """The name of a parameter that was written since; None: there is none, or this was not a first look."""
         sums = self._sums.pop(unit, None)
