@@ -206,12 +206,12 @@ def test_what_is_settled_on_a_device_and_what_is_not_move_as_foreseen(
 @pytest.mark.parametrize(("update", "update_on"), [("backward", "auto"), ("step", "host")])
 def test_and_to_and_from_disk_where_host_memory_is_small(update: str, update_on: str, tmp_path: Path) -> None:
     # Real memory is in one piece and the simulated one is not, so a few pages more have to make room; of the device's,
-    # beside other work, at most as much as a layer's parameters once in a step.
+    # beside other work, more or less of them by at most a layer's parameters once in a step.
     real, foreseen, settled = both_beside_a_device(update, 7 * MIB, 3 * MIB, update_on, tmp_path)
     assert (settled > 0) == (update_on == "auto")
     assert real["swap->host"] == pytest.approx(foreseen["swap->host"], rel=0.1)
     assert real["host->swap"] == pytest.approx(foreseen["host->swap"], rel=0.2)
-    assert 0 <= real["host->device"] - foreseen["host->device"] <= COUNTED * LAYER_NBYTES
+    assert abs(real["host->device"] - foreseen["host->device"]) <= COUNTED * LAYER_NBYTES
 
 
 def is_small(name: str, parameter: torch.nn.Parameter) -> bool:
