@@ -21,7 +21,7 @@ import torch
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, Wide, accumulate, tokens_batch, wide_batch
 from doubles_training import Outcome, PlainAdamW, Script, Trainee, budget_for, check, config_for, offloaded, plain, same
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -494,6 +494,8 @@ EVENTS = st.lists(
     max_size=8,
 )
 
+FIVE_SKIPPED = [Event(scale, 1, False, None, "ss") for scale in (*[1e-3] * 3, *[NAN] * 5)]
+
 
 def life(events: Sequence[Event], clips: tuple[float | None, float | None]) -> Script:
     def script(trainee: Trainee) -> None:
@@ -525,6 +527,7 @@ def life(events: Sequence[Event], clips: tuple[float | None, float | None]) -> S
     update=st.sampled_from(SPECULATING),
     budget=st.sampled_from(["beside", "least"]),
 )
+@example(events=FIVE_SKIPPED, clips=(None, None), update="backward", budget="beside")
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_life_of_two_optimizers(events, clips, update, budget):
     script = life(events, clips)
