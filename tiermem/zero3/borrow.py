@@ -38,21 +38,9 @@ _MAKING = (
 _WRITING = ("__set__", "__delete__", "__setitem__")
 _LEFT_ALONE = frozenset((*_ASKING, *_MAKING, *_WRITING))
 _ASSIGNING = frozenset(
-    f"__i{name}__"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
+    (
+        *("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+        *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     )
 )
 # In place by their names, though they write no elements.
