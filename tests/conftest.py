@@ -13,7 +13,9 @@ from doubles_python import WarmPython
 from hypothesis import settings
 
 # No test is judged by how long it takes: the first example may have to compile, and other workers want the processor.
-settings.register_profile("tiermem", deadline=None)
+# The same examples each time, so that what fails is what a change did; `--hypothesis-profile=search` draws others.
+settings.register_profile("search", deadline=None)
+settings.register_profile("tiermem", deadline=None, derandomize=True)
 settings.load_profile("tiermem")
 
 if "TIERMEM_GPU_SUITE" not in os.environ:

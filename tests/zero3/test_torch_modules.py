@@ -100,6 +100,21 @@ def test_scalar_and_empty_parameters():
     compare(Odd(), step_with(3, 3))
 
 
+def test_frozen_parameters_without_elements():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(1.5))
+            # Their place, if they had one, would be behind the end of a unit of four bytes.
+            self.empty = nn.Parameter(torch.empty(2, 0), requires_grad=False)
+            self.numbers = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
+
+        def forward(self, x):
+            return x * self.scalar + self.empty.sum() + self.numbers.sum()
+
+    compare(Odd(), step_with(3, 3))
+
+
 def test_inner_module_called_directly():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     sharded = Sharded(model)

@@ -153,9 +153,10 @@ def plan_layout(
     nbytes = divided_nbytes(numel, 0, dtype.itemsize, ranks)
     frozen_begin = _align(nbytes, ALIGN_NBYTES)
     for info in frozen:
-        offset = _align(nbytes, ALIGN_NBYTES)
+        # One without elements takes no place; behind the last other one it would lie outside the buffer.
+        offset = _align(nbytes, ALIGN_NBYTES) if math.prod(info.shape) else 0
         slots.append(_slot(info, dtype if info.dtype.is_floating_point else info.dtype, offset))
-        nbytes = offset + slots[-1].nbytes
+        nbytes = max(nbytes, offset + slots[-1].nbytes)
     if frozen:
         nbytes = divided_nbytes(numel, nbytes - frozen_begin, dtype.itemsize, ranks)
     return UnitLayout(unit, name, dtype, tuple(slots), numel, max(nbytes, ranks), tile_numel, ranks)
