@@ -129,7 +129,7 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
         (["1e16", "--machine", "laptop"], "expected a model of 100,000 to 1,000T parameters"),
         (["llama-tiny", "--machine", "rtx409"], "no profile and no file 'rtx409'; profiles: dgx-h100, laptop, rtx4090"),
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
-        (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "need a [link] in the profile"),
+        (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "expected a [link] in the profile"),
         (["no-such-model", "--machine", "laptop"], "or a number of parameters such as 70B"),
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "8", "--copies", "3"], "keep 3 copies of the model"),
         (["llama-tiny", "--machine", "dgx-h100", "--copies", "2"], "keep 2 copies of the model"),

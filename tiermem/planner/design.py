@@ -283,7 +283,10 @@ def divided(ranks: int, machine: Machine) -> tuple[int, int]:
     if ranks % per_node:
         raise ConfigError(f"expected a multiple of the node's {per_node} ranks, found {ranks}")
     if ranks > 1 and machine.link is None:
-        raise ConfigError(f"{machine.name}: {ranks} ranks need a [link] in the profile: its rate in bytes a second")
+        raise ConfigError(
+            f"{machine.name}: for {ranks} ranks, expected a [link] in the profile (rate, in bytes a second), found none; "
+            "it is not measured: write a profile like tiermem/planner/profiles/dgx-h100.toml and name it with --machine"
+        )
     return ranks // per_node, per_node
 
 
