@@ -284,7 +284,7 @@ def divided(ranks: int, machine: Machine) -> tuple[int, int]:
         raise ConfigError(f"expected a multiple of the node's {per_node} ranks, found {ranks}")
     if ranks > 1 and machine.link is None:
         raise ConfigError(
-            f"{machine.name}: for {ranks} ranks, expected a [link] in the profile (rate, in bytes a second), found none; "
+            f"{machine.name}: for {ranks} ranks, expected a [link] in the profile (bytes a second), found none; "
             "it is not measured: write a profile like tiermem/planner/profiles/dgx-h100.toml and name it with --machine"
         )
     return ranks // per_node, per_node
