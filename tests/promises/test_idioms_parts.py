@@ -302,3 +302,26 @@ def test_a_single_parameter_is_not_copied_or_pickled_without_its_values(tmp_path
             assert torch.equal(pickle.loads(pickle.dumps(weight)), expected)
         assert isinstance(weight, nn.Parameter)
     assert type(weight) is nn.Parameter
+
+
+class Listed(nn.Module):
+    """Its parameters lie in lists and dictionaries, which are modules that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([torch.randn(WIDTH), torch.randn(WIDTH)])
+        self.named = nn.ParameterDict({"scale": torch.rand(WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.rows[0]) * self.named["scale"] + self.rows[1]
+
+
+def test_a_part_whose_parameters_lie_in_lists_called_by_itself(tmp_path: Path) -> None:
+    """It belongs to a larger unit, so that nothing else says what its call reads."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Listed())
+
+    script = loop(lambda model, step: (model[1] if step % 2 else model)(torch.randn(3, WIDTH)).square().mean())
+    found = offloaded(make, script, tmp_path, update="auto", budget="generous", units=["Sequential"])
+    check(found, plain(make, script))
