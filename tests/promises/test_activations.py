@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,25 @@ def test_views_of_one_storage_are_kept_once(tmp_path: Path) -> None:
         parts = [y[:, index].transpose(0, 1) for index in range(4)]
         (expected,) = torch.autograd.grad(sum((part * part.exp()).sum() for part in parts), x)
         assert torch.equal(mine, expected)
+
+
+def test_pieces_of_one_storage_that_count_their_own_writes(tmp_path: Path) -> None:
+    """A GRU's gates: each is written once, and saved before the next one is."""
+
+    def gradients(model: nn.Module, activations: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(4, ROWS, WIDTH, requires_grad=True)
+        with activations:
+            loss = model(x)[0].square().mean()
+        return list(torch.autograd.grad(loss, [x, *model.parameters()]))
+
+    model = nn.GRU(WIDTH, WIDTH)
+    expected = gradients(model, contextlib.nullcontext())
+    with tiermem.offload(model, config_for(tmp_path, 4 * MIB, "step")) as runtime:
+        found = gradients(model, runtime.offload_activations(THRESHOLD))
+        assert nothing_is_kept(runtime)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_a_small_view_of_something_large_and_small_tensors_stay_where_they_are(tmp_path: Path) -> None:

@@ -302,3 +302,59 @@ def test_a_single_parameter_is_not_copied_or_pickled_without_its_values(tmp_path
             assert torch.equal(pickle.loads(pickle.dumps(weight)), expected)
         assert isinstance(weight, nn.Parameter)
     assert type(weight) is nn.Parameter
+
+
+class Listed(nn.Module):
+    """Its parameters lie in lists and dictionaries, which are modules that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([torch.randn(WIDTH), torch.randn(WIDTH)])
+        self.named = nn.ParameterDict({"scale": torch.rand(WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.rows[0]) * self.named["scale"] + self.rows[1]
+
+
+def test_a_part_whose_parameters_lie_in_lists_called_by_itself(tmp_path: Path) -> None:
+    """It belongs to a larger unit, so that nothing else says what its call reads."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Listed())
+
+    script = loop(lambda model, step: (model[1] if step % 2 else model)(torch.randn(3, WIDTH)).square().mean())
+    found = offloaded(make, script, tmp_path, update="auto", budget="generous", units=["Sequential"])
+    check(found, plain(make, script))
+
+
+class Gated(nn.Module):
+    """A recurrent layer behind an embedding, narrow enough for torch to choose among kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 4)
+        self.gates = nn.GRU(4, 4, 2, batch_first=True)
+        self.head = nn.Linear(4, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gates(self.embed(tokens))[0])
+
+
+def test_weights_are_no_inference_tensors_in_inference_mode(tmp_path: Path) -> None:
+    """Torch has other kernels for these, with other last bits."""
+
+    def script(trainee: Trainee) -> None:
+        with torch.inference_mode():
+            for length in range(1, 9):
+                trainee.note(trainee.model(torch.randint(0, WORDS, (1, length))))
+            if trainee.adamw is tiermem.AdamW:
+                handle = trainee.model.gates.register_forward_hook(
+                    lambda module, *_: seen.extend(weight.data.is_inference() for weight in module.parameters())
+                )
+                trainee.model(torch.zeros(1, 2, dtype=torch.long))
+                handle.remove()
+
+    seen: list[bool] = []
+    check(offloaded(Gated, script, tmp_path, update="step", budget="tight"), plain(Gated, script))
+    assert seen
+    assert not any(seen)

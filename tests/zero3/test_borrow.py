@@ -192,6 +192,50 @@ def test_writing_into_what_is_not_there_stays_an_error(tmp_path: Path) -> None:
         model(torch.randint(0, WORDS, (2, 6)))
 
 
+class Backwards(nn.Module):
+    """Uses weights in backward that nothing else needs then: in a hook, and in a function that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        x.register_hook(lambda gradient: gradient + self.first.weight.detach().mean())
+        x = checkpoint(lambda y: torch.tanh(functional.linear(y, self.second.weight)), x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("way", ["grad", "zeros", "backward", "method"])
+def test_backward_for_chosen_parameters(way: str, tmp_path: Path) -> None:
+    """They are named while they are absent, and what goes backward uses others that are."""
+
+    def train(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        chosen = [*trainee.model.first.parameters(), trainee.model.head.weight]
+        for _ in range(3):
+            loss = trainee.model(torch.randn(4, WIDTH))
+            if way in ("grad", "zeros"):
+                unused, zeros = trainee.model.unused.weight, way == "zeros"
+                wanted = [*chosen, unused]
+                for gradient in torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=zeros):
+                    trainee.note(gradient)
+                trainee.model(torch.randn(4, WIDTH)).backward()
+            elif way == "backward":
+                torch.autograd.backward([loss], inputs=chosen)
+            else:
+                loss.backward(inputs=chosen)
+            trainee.note_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = offloaded(Backwards, train, tmp_path, update="forward", budget="tight")
+    check(found, plain(Backwards, train))
+
+
 @pytest.mark.parametrize("name", ["prophetnet", "mobilebert"])
 def test_models_of_transformers_that_borrow(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.engine import unseen
@@ -25,6 +26,9 @@ _ASKED = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "is_meta", "layout", "ndim")
 )
+
+# What is given parameters to say whose gradients are wanted.
+_GOING_BACK = (torch.autograd.grad, torch.autograd.backward)
 
 
 class Absence:
@@ -106,11 +110,35 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
     if function in _ASKED:
         return plainly()
+    if function in _GOING_BACK:
+        return (_through_edges(function, args, kwargs) or plainly)()
     operation = plainly if getattr(function, "__name__", "") != "detach" else _detached(plainly, args)
     for absence in {type(each).absence: None for each in absent_in((*args, *kwargs.values()))}:  # type: ignore[attr-defined]
         if absence.answer is not None:
             operation = _within(absence.answer, function, args, kwargs, operation)
     return operation()
+
+
+def _through_edges(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operation | None:
+    """A backward that is given edges of the graph for the absent parameters whose gradients are wanted.
+
+    Else all of it would be one operation, in which nobody is asked what hooks, and functions that are computed again,
+    do with absent parameters. None where torch is to say what is wrong: there is none, or it has no graph.
+    """
+    wanted = kwargs.get("inputs", args[1] if len(args) > 1 else None) or ()
+    edges = [get_gradient_edge(each) if is_absent(each) and each.requires_grad else each for each in wanted]
+    given = {**kwargs, "inputs": edges}
+    if not edges or any(absent_in((args[0], edges, kwargs.get("grad_outputs"), kwargs.get("grad_tensors")))):
+        return None
+    if not kwargs.get("materialize_grads"):
+        return lambda: function(args[0], **given)
+
+    def with_zeros() -> Any:
+        found = function(args[0], **(given | {"materialize_grads": False, "allow_unused": True}))
+        pairs = zip(found, wanted, strict=True)
+        return tuple(torch.zeros_like(each) if gradient is None else gradient for gradient, each in pairs)
+
+    return with_zeros
 
 
 def _detached(plainly: Operation, args: Sequence[Any]) -> Operation:

@@ -26,7 +26,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.errors import TiermemError
 from tiermem.pager.page import Intent, Kind, PageKey
-from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, version
+from tiermem.zero3.engine import (
+    Pack,
+    Unpack,
+    backward_number,
+    push_hooks,
+    remove_hooks,
+    share_versions,
+    top_hooks,
+    version,
+)
 from tiermem.zero3.handles import SavedTensorHooks, leave_to, refuse_changed
 from tiermem.zero3.layout import view_bytes
 from tiermem.zero3.sources import Lease, PendingLease
@@ -53,13 +62,19 @@ class PageRoom(Protocol):
 class _Bytes:
     """The bytes of one storage at one version, in pages; gone with the last saved tensor that refers to it."""
 
-    __slots__ = ("__weakref__", "keys", "nbytes", "number", "storage", "store")
+    __slots__ = ("__weakref__", "keys", "nbytes", "number", "shadow", "storage", "store", "version")
 
-    def __init__(self, store: ActivationStore, number: int, keys: list[PageKey], storage: torch.UntypedStorage) -> None:
+    def __init__(self, store: ActivationStore, number: int, keys: list[PageKey], tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
         self.store = store
         self.number = number
         self.keys = keys
         self.nbytes = storage.nbytes()
+        self.version = version(tensor)
+        # Shares the version counter, but nothing else: assigning `.data` changes what a tensor holds and leaves its
+        # counter alone. So a later change in place is seen here though the tensor itself is gone.
+        self.shadow = tensor.detach()
+        self.shadow.data = torch.empty(0, dtype=tensor.dtype)
         # Keeps the storage's name from being used again, not the storage.
         self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
@@ -70,7 +85,7 @@ class _Bytes:
 class PagedTensor:
     """A saved tensor: which bytes, and how it lies in them. `offset` counts elements of `dtype`."""
 
-    __slots__ = ("bytes", "dtype", "offset", "shadow", "shape", "stride", "version")
+    __slots__ = ("bytes", "dtype", "offset", "shape", "stride")
 
     def __init__(self, held: _Bytes, tensor: torch.Tensor) -> None:
         self.bytes = held
@@ -78,15 +93,10 @@ class PagedTensor:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = int(tensor.storage_offset())
-        self.version = version(tensor)
-        # Shares the version counter, but nothing else: assigning `.data` changes what a tensor holds and leaves its
-        # counter alone. So a later change in place is seen here though the tensor itself is gone.
-        self.shadow = tensor.detach()
-        self.shadow.data = torch.empty(0, dtype=tensor.dtype)
 
     def restore(self) -> torch.Tensor:
         """The tensor again, on storage of its own; waits. Raises RuntimeError if it was changed in place since."""
-        refuse_changed(self.shadow, self.version, self.shape)
+        refuse_changed(self.bytes.shadow, self.bytes.version, self.shape)
         flat = self.bytes.store.read(self.bytes)
         return view_bytes(flat, self.dtype, self.offset, self.shape, self.stride)
 
@@ -121,8 +131,10 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         name = (int(storage._cdata), version(tensor))  # noqa: SLF001 - what StorageWeakRef compares too
         held = self._alive.get(name)
-        if held is None:
-            held = self._write(storage)
+        # A GRU's gates are pieces of one storage that each count their own writes (`unsafe_chunk`): equal versions
+        # of two of them do not say that nothing was written in between.
+        if held is None or not share_versions(held.shadow, tensor):
+            held = self._write(tensor)
             self._alive[name] = held
         return PagedTensor(held, tensor)
 
@@ -150,11 +162,11 @@ class ActivationStore:
         self._pager.start_discard(held.keys)
         self._dead.append(held.number)
 
-    def _write(self, storage: torch.UntypedStorage) -> _Bytes:
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    def _write(self, tensor: torch.Tensor) -> _Bytes:
+        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         pieces = self._pieces(flat)
         number = self._place([piece.numel() for piece in pieces])
-        held = _Bytes(self, number, [_key(number, tile) for tile in range(len(pieces))], storage)
+        held = _Bytes(self, number, [_key(number, tile) for tile in range(len(pieces))], tensor)
         try:
             for key, piece in zip(held.keys, pieces, strict=True):
                 with self._lease_fresh(key, piece.numel()) as lease:

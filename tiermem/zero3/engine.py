@@ -127,6 +127,18 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)  # noqa: SLF001 - torch documents it, under this name
 
 
+def share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a write into one of two tensors counts as one into the other, as with views of one tensor."""
+    before = version(other)
+    try:
+        preserved = torch.autograd._unsafe_preserve_version_counter(one)  # type: ignore[attr-defined]  # noqa: SLF001
+    except AttributeError as error:
+        raise _moved("torch.autograd._unsafe_preserve_version_counter") from error
+    with preserved:
+        torch.autograd.graph.increment_version(one)
+        return version(other) != before
+
+
 def is_transformed() -> bool:
     """Whether this runs inside torch.func.grad, jvp or another transform that wraps tensors; vmap is not counted."""
     try:

@@ -196,11 +196,13 @@ class Gatherer:
         self._placeholders.check(f"unit {state.layout.name}")
         if state.presence is not Presence.GATHERED and not state.between:
             self._check_converted(state)
-        base = state.base if state.base is not None else self._take(state, writable=writable)
-        state.between = True
-        for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
-            self.absence.end(parameter)
-            parameter.data = slot_view(base, slot)
+        # A tensor made in inference mode has no key of autograd, and torch other kernels for it: other last bits.
+        with torch.inference_mode(mode=False):
+            base = state.base if state.base is not None else self._take(state, writable=writable)
+            state.between = True
+            for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+                self.absence.end(parameter)
+                parameter.data = slot_view(base, slot)
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         if not state.writable:
             self._looks.begin(unit, base)

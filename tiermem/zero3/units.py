@@ -301,10 +301,18 @@ def _places(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, list[Place]]:
 
 def _points(modules: Sequence[tuple[str, nn.Module]], roots: set[int], owner: dict[int, int]) -> Iterator[HookPoint]:
     for _, module in modules:
-        read = _subtree(module, roots) if id(module) in roots else [module]
+        read = _subtree(module, roots) if id(module) in roots else [module, *_lists_of(module)]
         needed = dict.fromkeys(owner[id(parameter)] for inner in read for parameter in inner.parameters(recurse=False))
         if needed:
             yield HookPoint(module, tuple(needed))
+
+
+def _lists_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The lists of parameters in a module, and in these: nobody calls them, so it is `module` that reads them."""
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield child
+            yield from _lists_of(child)
 
 
 def _subtree(root: nn.Module, roots: set[int]) -> Iterator[nn.Module]:
