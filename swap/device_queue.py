@@ -139,6 +139,10 @@ class DeviceQueue:
         if self._lane(part.request).pop(part.sequence, None) is not None:
             self._lanes[part.request.operation, priority][part.sequence] = part
 
+    def holds(self, part: Part) -> bool:
+        """Whether some of a part is queued here."""
+        return part.sequence in self._lane(part.request)
+
     def parts(self) -> list[Part]:
         """Everything queued."""
         return [part for lane in self._lanes.values() for part in lane.values()]

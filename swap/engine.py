@@ -199,13 +199,19 @@ class Engine:
             request.priority = priority
 
     def seconds_until_stall(self, request: Request) -> float:
-        """Patience left with a request: its device has finished no block, or one of its own is out, for too long."""
+        """Patience left with a request: a device with some of it finished no block, or has one of its, for too long.
+
+        A device that is through with its part says nothing any more: it may be idle while the other one works.
+        """
         with self._lock:
-            since = []
-            for device in {part.file.device for part in request.parts}:
-                queue = self._queues[device]
-                since.append(queue.progressed)
-                since.extend(block.started for block in queue.in_flight if block.part.request is request)
+            since: list[float] = []
+            for part in request.parts:
+                queue = self._queues[part.file.device]
+                started = [block.started for block in queue.in_flight if block.part is part]
+                if started or queue.holds(part):
+                    since += [queue.progressed, *started]
+            if not since:  # all of it is moved: it is being completed
+                since = [max(self._queues[part.file.device].progressed for part in request.parts)]
         return min(since) + self.settings.stall_seconds - time.monotonic()
 
     # What backends use (BlockSource).

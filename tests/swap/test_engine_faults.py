@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend
 
 import swap
-from swap import AlignedBuffer, Engine, EngineSettings, SwapFile, SwapIOError
+from swap import AlignedBuffer, Engine, EngineSettings, Operation, Priority, SwapFile, SwapIOError
 from swap.backends.inline import InlineBackend
 from swap.backends.threads import ThreadsBackend
 
@@ -272,6 +273,32 @@ def test_a_queued_request_behind_a_dead_device_is_stalled_too() -> None:
     request = engine.start_read(PaperFile(), 0, AlignedBuffer(BLOCK).view)
     with pytest.raises(swap.SwapTimeoutError, match="stalled"):
         request.wait()
+    engine.close()
+
+
+def test_a_device_that_is_through_does_not_count_as_stalled_while_the_other_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("swap.engine.time", clock)
+    backend = StepBackend()
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=1, stall_seconds=10), backend=backend)
+    fast, slow = PaperFile("fast", 1), PaperFile("slow", 2)
+    spans = [(fast, 0, BLOCK), (slow, 0, 3 * BLOCK)]
+    request = engine.start(Operation.WRITE, spans, AlignedBuffer(4 * BLOCK).view, priority=Priority.DEMAND)
+    for block in backend.issue():
+        if block.file is fast:
+            backend.finish(block)
+    for _ in range(3):
+        backend.issue()
+        clock.now += 9
+        assert request.stalled() is None
+        backend.finish()
+    request.wait()
+
+    behind = engine.start(Operation.WRITE, spans, AlignedBuffer(4 * BLOCK).view, priority=Priority.DEMAND)
+    clock.now += 11
+    assert behind.stalled() is not None
     engine.close()
 
 
