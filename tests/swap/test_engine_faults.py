@@ -175,6 +175,42 @@ def test_an_on_done_that_raises_is_not_lost(kind: str, file: SwapFile) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["threads", "inline", "aio"])
+def test_an_error_that_no_system_call_raises_ends_the_request_and_not_the_worker(
+    kind: str, file: SwapFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> int:
+        raise MemoryError("no room to move bytes")
+
+    with Engine(EngineSettings(backend=kind, block_size=BLOCK, queue_depth=1)) as engine:
+        round_trip(engine, file)
+        with monkeypatch.context() as patched:
+            patched.setattr("swap.transfer.Progress.view", property(broken))
+            with pytest.raises(SwapIOError, match=r"write of 65536 bytes at offset 4096 .* MemoryError: no room"):
+                engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        with monkeypatch.context() as patched:
+            patched.setattr("swap.requests.checksum", broken)
+            with pytest.raises(MemoryError):
+                engine.start_write(file, 4096, AlignedBuffer(BLOCK).view, checksum=True).wait(30)
+        round_trip(engine, file)
+        assert engine.statistics().failed_requests == 2
+
+
+def test_an_interrupt_in_a_transfer_without_threads_ends_the_request(file: SwapFile) -> None:
+    class Interrupted(swap.SystemCalls):
+        def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+            raise KeyboardInterrupt
+
+    ended: list[swap.Request] = []
+    engine = Engine(EngineSettings(backend="inline", block_size=BLOCK), backend=InlineBackend(Interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.start_read(file, 4096, AlignedBuffer(NBYTES).view, on_done=ended.append)
+    (request,) = ended
+    with pytest.raises(SwapIOError, match="ended by KeyboardInterrupt"):
+        request.wait()
+    engine.close()
+
+
 def test_on_done_may_start_the_next_request(engine: Engine, file: SwapFile) -> None:
     buffer = AlignedBuffer(BLOCK)
     finished = threading.Event()
