@@ -63,6 +63,14 @@ class Engine:
 
     # What callers use.
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child: it has the queues but none of the threads.
+
+        To be asked before the lock is taken: another thread may have held it when the process was forked.
+        """
+        return os.getpid() != self._pid
+
     def start_read(
         self,
         file: BlockFile,
@@ -113,12 +121,14 @@ class Engine:
         buffer or span that is not aligned and SwapClosedError after `close`; everything later is recorded in the
         request.
         """
+        if self.is_foreign:
+            raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
         # Views are made where they are used: a local one would stay with this frame, and that with a traceback.
         check = Check(aligned_view(buffer), expected) if checksum or expected is not None else None
         parts = cut(spans, aligned_view(buffer))
         queues = {part.file.device: self._queue(part.file.device) for part in parts}
         with self._lock:
-            self._check_open()
+            _demand_open(closed=self._closed)
             # Not before: a request and its parts know each other, and a refused one would keep the buffer's views.
             request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
             self._requests += 1
@@ -161,12 +171,12 @@ class Engine:
         Waits at most `stall_seconds`; then raises SwapTimeoutError naming what the device still holds. Raises the first
         error that escaped from an `on_done`, if one did.
         """
+        if self.is_foreign:
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if os.getpid() != self._pid:  # a forked child has the queues but none of the threads
-                return
             dropped = self._drop_queued(SwapClosedError("{} was still queued when the engine was closed"))
             for condition in self._available.values():
                 condition.notify_all()
@@ -252,18 +262,12 @@ class Engine:
 
     # Inside.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SwapClosedError("the engine is closed: no request can be started any more")
-        if os.getpid() != self._pid:
-            raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
-
     def _queue(self, device: int) -> DeviceQueue:
-        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_check_open`
+        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_demand_open`
         if queue is not None:
             return queue
         with self._lock:
-            self._check_open()
+            _demand_open(closed=self._closed)
         with self._attaching:  # not under the engine's lock: starting threads takes a while
             if device not in self._queues:
                 settings = self.settings
@@ -318,3 +322,8 @@ class Engine:
             raised = request.complete()
             if raised is not None:
                 self._callback_error = self._callback_error or raised
+
+
+def _demand_open(*, closed: bool) -> None:
+    if closed:
+        raise SwapClosedError("the engine is closed: no request can be started any more")

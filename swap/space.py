@@ -272,6 +272,9 @@ class SwapSpace:
         error is raised at the end. Where the drive has not answered, nobody else gets the directories until it has, or
         the process has ended: what it does late would fall into the files of the next run.
         """
+        if self.engine.is_foreign:  # before the lock is taken, see there
+            self.close_files()
+            return
         with self._lock:
             if self._closed:
                 return

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -379,21 +380,30 @@ def test_an_on_done_may_close_the_engine(kind: str, file: SwapFile) -> None:
     assert closed.wait(30)
 
 
-def test_a_forked_child_is_told_and_does_no_harm(file: SwapFile) -> None:
-    engine = Engine()
-    round_trip(engine, file)
-    buffer = AlignedBuffer(BLOCK)
+@pytest.mark.parametrize("held", [False, True])
+def test_a_forked_child_is_told_and_does_no_harm(tmp_path: Path, *, held: bool) -> None:
+    space = swap.SwapSpace.open([tmp_path], name="r0", nbytes=NBYTES)
+    source, buffer = filled(), AlignedBuffer(NBYTES)
+    extent = space.allocate(NBYTES)
+    space.start_write(extent, source.view).wait(30)
+    locks = [space.engine._lock, space._lock] if held else []  # as another thread may have at the instant of the fork
+    for lock in locks:
+        lock.acquire()
     child = os.fork()
     if child == 0:
+        signal.alarm(20)
         try:
-            engine.start_read(file, 4096, buffer.view)
+            space.engine.start_read(PaperFile(), 4096, buffer.view)
         except swap.SwapError as error:
             if "forked child" in str(error):
-                engine.close()
-                file.close(remove=True)
+                space.engine.close()
+                space.close(remove=True)
                 os._exit(0)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert os.path.exists(file.path)
-    round_trip(engine, file)
-    engine.close()
+    for lock in locks:
+        lock.release()
+    assert (tmp_path / "r0.swapfile").exists()
+    space.start_read(extent, buffer.view).wait(30)
+    assert buffer.view == source.view
+    space.close()
