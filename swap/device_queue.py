@@ -127,6 +127,13 @@ class DeviceQueue:
         if not self.in_flight:
             self.counters.seconds_busy += now
 
+    def abandon(self, now: float) -> None:
+        """Count what is in flight neither as done nor as in flight any more: the engine is closed."""
+        if self.in_flight:
+            self.counters.seconds_busy += now
+        self.in_flight.clear()
+        self.bytes_in_flight = 0
+
     def drop(self, part: Part) -> int:
         """Take what is queued of a part out again; return the number of blocks that will never be issued."""
         if self._lane(part.request).pop(part.sequence, None) is None:

@@ -310,7 +310,7 @@ class Engine:
             for request, name in zip(requests, names, strict=True):
                 request.error = SwapTimeoutError(f"{name} was still in flight; its buffer must not be reused")
             for queue in self._queues.values():
-                queue.in_flight.clear()
+                queue.abandon(time.monotonic())
         self._complete(requests)
         return names
 

@@ -346,6 +346,9 @@ def test_closing_with_a_stalled_device_does_not_hang(file: SwapFile) -> None:
     assert request.done
     with pytest.raises(swap.SwapTimeoutError, match="must not be reused"):
         request.wait()
+    (device,) = engine.statistics().devices
+    assert 0.1 <= device.seconds_busy < 60
+    assert (device.blocks_in_flight, device.blocks, engine.statistics().failed_requests) == (0, 0, 1)
     stall.release()
     engine.close()
 
