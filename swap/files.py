@@ -9,6 +9,7 @@ durable before any byte of an earlier run can be overwritten; after a failed syn
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -21,7 +22,7 @@ from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
-from swap.locks import DirectoryLock
+from swap.locks import DirectoryLock, close_descriptor
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 
@@ -119,21 +120,19 @@ class SwapFile:
         self._lock.release(remove=True)
 
     def close(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
-        """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails.
+        """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if that fails.
 
         The lock is kept until calls that were given up, and the threads of `after`, have ended.
         """
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        mine = os.fstat(fd)
         remove = remove and os.getpid() == self._pid  # never by a forked child: the parent is still using it
-        try:
-            self._system.close(fd)
+        with contextlib.ExitStack() as stack:  # each of these whatever the ones before raise
+            stack.callback(self._lock.release, remove=remove, after=[*self._system.late(), *after])
+            stack.callback(close_descriptor, fd, self.path, self._system)
             if remove:
-                _unlink_if_same(self.path, mine)
-        finally:
-            self._lock.release(remove=remove, after=[*self._system.late(), *after])
+                _unlink_if_same(self.path, os.fstat(fd))
 
     def _prepare(self, *, keep: bool) -> None:
         if keep:

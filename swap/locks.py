@@ -49,7 +49,7 @@ class DirectoryLock:
         except OSError as error:
             raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
         finally:
-            self._system.close(fd)
+            close_descriptor(fd, self.path, self._system)
 
     def _release_after(self, stuck: Sequence[threading.Thread], remove: bool) -> None:
         for thread in stuck:
@@ -99,3 +99,11 @@ class DirectoryLock:
         os.ftruncate(fd, 0)
         os.pwrite(fd, _MARK + f"{os.getpid()}\n".encode(), 0)
         return True
+
+
+def close_descriptor(fd: int, path: str, system: SystemCalls) -> None:
+    """Close it; it is closed even if that raises SwapIOError, as a file system over a network may have it do."""
+    try:
+        system.close(fd)
+    except OSError as error:
+        raise SwapIOError("close", path, errno=error.errno or errno.EIO) from error
