@@ -142,12 +142,7 @@ class SwapFile:
         before = os.fstat(self._fd).st_size
         self._write_superblock()
         self._choose_direct()
-        try:
-            self._reserve()
-        except SwapFullError:
-            if before:
-                self._system.truncate(self._fd, before)
-            raise
+        self._reserve(before)
         if before > DATA_OFFSET + self.nbytes:
             self._truncate(DATA_OFFSET + self.nbytes)
 
@@ -173,13 +168,15 @@ class SwapFile:
         self._fd = fd
         self.direct = True
 
-    def _reserve(self) -> None:
+    def _reserve(self, before: int) -> None:
         needed = DATA_OFFSET + self.nbytes
         try:
             self._system.fallocate(self._fd, 0, needed)
             self.reserved = True
         except OSError as error:
             if error.errno in NO_SPACE:
+                with contextlib.suppress(OSError):  # what it had reserved by then would not be counted as free
+                    self._system.truncate(self._fd, before)
                 raise self._full(error) from error
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error

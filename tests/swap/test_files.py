@@ -176,6 +176,25 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, code: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_free_is_said_without_what_was_reserved_in_vain(tmp_path: Path) -> None:
+    class SmallDisk(swap.SystemCalls):
+        """As ext4 does: what there is is reserved, and then the call fails."""
+
+        def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+            super().fallocate(fd, offset, 5 * MIB)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def free_bytes(self, path: str) -> int:
+            return 5 * MIB - sum(entry.stat().st_size for entry in os.scandir(path))
+
+    with pytest.raises(SwapFullError, match=r"cannot reserve .*: (52\d{5}|5242880) bytes are free"):
+        open_file(tmp_path, nbytes=8 * MIB, system=SmallDisk())
+    (tmp_path / "r0.swapfile").touch()  # of a run that died at once
+    with pytest.raises(SwapFullError):
+        open_file(tmp_path, nbytes=8 * MIB, system=SmallDisk())
+    assert os.stat(tmp_path / "r0.swapfile").st_size == 0
+
+
 def test_a_full_disk_does_not_cost_an_earlier_file(tmp_path: Path) -> None:
     open_file(tmp_path).close()
     system = FaultySystemCalls()
