@@ -12,14 +12,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from doubles import FaultySystemCalls
+from doubles import FaultySystemCalls, Stall
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SystemCalls
+from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SwapTimeoutError, SystemCalls
 from swap.bench import PATTERNS, Case, Ground, Measurement, Order, choose_best, make_plan, percentile, run_bench
 from swap.bench.cases import Sample
 from swap.bench.load import Load, Series, Target, run_case
@@ -237,6 +238,22 @@ def test_a_failing_drive_ends_the_measurement_with_its_error_and_no_file(tmp_pat
         run_bench(
             make_plan(order), lambda what, _: system.always("preadv", 5 if "read" in what else None), system=system
         )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("passed", [0, 20])
+def test_a_drive_that_stops_answering_ends_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: int
+) -> None:
+    monkeypatch.setattr("swap.bench.load._DRAIN_SECONDS", 0.3)
+    monkeypatch.setattr("swap.bench.load.EngineSettings", partial(EngineSettings, stall_seconds=0.3))
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("pwritev", *[None] * (1 + passed), stall)  # the first one writes the header
+    try:
+        with pytest.raises(SwapTimeoutError, match="did not answer"):
+            run_bench(make_plan(replace(TINY, directories=(tmp_path,), backends=("threads",))), system=system)
+    finally:
+        stall.release()
     assert list(tmp_path.iterdir()) == []
 
 
