@@ -312,4 +312,7 @@ def test_the_module_alone_reports_and_refuses_in_one_line(tmp_path: Path) -> Non
     failed = run(str(tmp_path / "none"), "--mebibytes", "8")
     assert failed.returncode == 1
     assert "create the directory first" in failed.stderr.splitlines()[-1]
-    assert run(str(tmp_path), "--mebibytes", "0.1").returncode == 2
+    for size in ("0.1", "inf", "nan"):
+        refused = run(str(tmp_path), "--mebibytes", size)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1].startswith("swap.bench: ")
