@@ -197,6 +197,32 @@ def test_an_error_that_no_system_call_raises_ends_the_request_and_not_the_worker
         assert engine.statistics().failed_requests == 2
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_where_no_more_threads_can_be_started_fewer_do_and_closing_goes_well(
+    file: SwapFile, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=4, stall_seconds=60))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", limited)
+        if not allowed:
+            with pytest.raises(swap.SwapError, match="no thread can be started"):
+                engine.start_read(file, 4096, AlignedBuffer(BLOCK).view)
+        else:
+            round_trip(engine, file)
+    round_trip(engine, file)
+    engine.close()
+    assert not any(thread.is_alive() for thread in started)
+
+
 def test_an_interrupt_in_a_transfer_without_threads_ends_the_request(file: SwapFile) -> None:
     class Interrupted(swap.SystemCalls):
         def preadv(self, fd: int, view: memoryview, offset: int) -> int:
