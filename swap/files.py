@@ -136,7 +136,8 @@ class SwapFile:
 
     def _prepare(self, *, keep: bool) -> None:
         if keep:
-            self.reserved = True
+            found = os.fstat(self._fd)
+            self.reserved = found.st_blocks * 512 >= found.st_size
             self._choose_direct()
             return
         before = os.fstat(self._fd).st_size

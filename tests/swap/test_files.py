@@ -123,6 +123,16 @@ def test_a_foreign_lock_file_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "r0.lock").read_text() == "poetry"
 
 
+def test_a_lock_file_that_a_power_cut_has_emptied_is_ours_still(tmp_path: Path) -> None:
+    open_file(tmp_path).close()
+    lock = tmp_path / "r0.lock"
+    whole = lock.read_bytes()
+    lock.write_bytes(bytes(len(whole) + 5))
+    file = open_file(tmp_path)
+    assert lock.read_bytes() == whole
+    file.close(remove=True)
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -210,6 +220,9 @@ def test_where_space_cannot_be_reserved_the_free_space_is_looked_at(tmp_path: Pa
     file = open_file(tmp_path, system=system)
     assert not file.reserved
     assert os.stat(file.path).st_size == MIB + swap.DATA_OFFSET
+    file.close()
+    file = open_file(tmp_path, keep=True)
+    assert not file.reserved, "a file with holes is known as such by the next run, too"
     file.close(remove=True)
     system.free_bytes = lambda path: 1000  # type: ignore[method-assign]
     with pytest.raises(SwapFullError, match="1000 bytes are free"):
