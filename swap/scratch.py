@@ -8,6 +8,7 @@ that a full disk is a SwapFullError which leaves what is there as it is. Any thr
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -77,8 +78,9 @@ class ScratchSpace:
         with self._lock:
             self._closed = True
             sets, self._sets = self._sets, []
-        for space in sets:
-            space.close_files()
+        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+            for space in sets:
+                stack.callback(space.close_files)
 
     def _find(self, nbytes: int) -> tuple[SwapSpace, Extent] | None:
         for space in self._sets:
