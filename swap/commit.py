@@ -30,6 +30,7 @@ If fsync itself has failed, that is no way: the kernel tells of a loss only once
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from swap import manifest as format_of
-from swap.errors import FormatError, SwapError
+from swap.errors import FormatError, SwapError, SwapIOError
 from swap.locks import DirectoryLock
 from swap.manifest import Entry, Manifest
 from swap.manifest_files import ManifestFiles
@@ -90,20 +91,14 @@ class CommitStore:
         Raises FormatError if the newest one is damaged and there is no earlier one whose extents are untouched, or if
         something that is not ours has its name.
         """
-        found = self._files.found()
-        damage: FormatError | None = None
-        for generation in sorted(found, reverse=True):
+        while True:
+            found = self._files.found()
             try:
-                return self._files.read(generation)
-            except FormatError as error:
-                if not self._files.is_ours(generation):
+                return _newest(self._files, found)
+            except SwapIOError as error:
+                # Gone since it was found: a run that lives has committed meanwhile.
+                if error.errno != errno.ENOENT or self._files.found() == found:
                     raise
-                damage = damage or error
-        if damage is not None:
-            raise FormatError(
-                f"{damage}; there is no earlier commit to fall back to: {len(found)} manifests, none whole"
-            )
-        return None
 
     def read(self, generation: int) -> Manifest | None:
         """The manifest of this generation; None if there is none. Raises FormatError if it is damaged."""
@@ -302,3 +297,18 @@ class CommitStore:
         if generation < 0 or (self._latest is not None and generation <= self._latest.generation):
             last = self._latest.generation if self._latest is not None else "none"
             raise ValueError(f"expected a generation above the last ({last}), found {generation}")
+
+
+def _newest(files: ManifestFiles, found: Sequence[int]) -> Manifest | None:
+    """The newest intact one of the generations `found`."""
+    damage: FormatError | None = None
+    for generation in sorted(found, reverse=True):
+        try:
+            return files.read(generation)
+        except FormatError as error:
+            if not files.is_ours(generation):
+                raise
+            damage = damage or error
+    if damage is not None:
+        raise FormatError(f"{damage}; there is no earlier commit to fall back to: {len(found)} manifests, none whole")
+    return None

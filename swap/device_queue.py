@@ -127,6 +127,13 @@ class DeviceQueue:
         if not self.in_flight:
             self.counters.seconds_busy += now
 
+    def abandon(self, now: float) -> None:
+        """Count what is in flight neither as done nor as in flight any more: the engine is closed."""
+        if self.in_flight:
+            self.counters.seconds_busy += now
+        self.in_flight.clear()
+        self.bytes_in_flight = 0
+
     def drop(self, part: Part) -> int:
         """Take what is queued of a part out again; return the number of blocks that will never be issued."""
         if self._lane(part.request).pop(part.sequence, None) is None:
@@ -138,6 +145,10 @@ class DeviceQueue:
         """Put what is queued of a part into the lane of another priority, in order of submission among newcomers."""
         if self._lane(part.request).pop(part.sequence, None) is not None:
             self._lanes[part.request.operation, priority][part.sequence] = part
+
+    def holds(self, part: Part) -> bool:
+        """Whether some of a part is queued here."""
+        return part.sequence in self._lane(part.request)
 
     def parts(self) -> list[Part]:
         """Everything queued."""

@@ -63,6 +63,14 @@ class Engine:
 
     # What callers use.
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child: it has the queues but none of the threads.
+
+        To be asked before the lock is taken: another thread may have held it when the process was forked.
+        """
+        return os.getpid() != self._pid
+
     def start_read(
         self,
         file: BlockFile,
@@ -113,12 +121,14 @@ class Engine:
         buffer or span that is not aligned and SwapClosedError after `close`; everything later is recorded in the
         request.
         """
+        if self.is_foreign:
+            raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
         # Views are made where they are used: a local one would stay with this frame, and that with a traceback.
         check = Check(aligned_view(buffer), expected) if checksum or expected is not None else None
         parts = cut(spans, aligned_view(buffer))
         queues = {part.file.device: self._queue(part.file.device) for part in parts}
         with self._lock:
-            self._check_open()
+            _demand_open(closed=self._closed)
             # Not before: a request and its parts know each other, and a refused one would keep the buffer's views.
             request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
             self._requests += 1
@@ -161,12 +171,12 @@ class Engine:
         Waits at most `stall_seconds`; then raises SwapTimeoutError naming what the device still holds. Raises the first
         error that escaped from an `on_done`, if one did.
         """
+        if self.is_foreign:
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if os.getpid() != self._pid:  # a forked child has the queues but none of the threads
-                return
             dropped = self._drop_queued(SwapClosedError("{} was still queued when the engine was closed"))
             for condition in self._available.values():
                 condition.notify_all()
@@ -199,13 +209,19 @@ class Engine:
             request.priority = priority
 
     def seconds_until_stall(self, request: Request) -> float:
-        """Patience left with a request: its device has finished no block, or one of its own is out, for too long."""
+        """Patience left with a request: a device with some of it finished no block, or has one of its, for too long.
+
+        A device that is through with its part says nothing any more: it may be idle while the other one works.
+        """
         with self._lock:
-            since = []
-            for device in {part.file.device for part in request.parts}:
-                queue = self._queues[device]
-                since.append(queue.progressed)
-                since.extend(block.started for block in queue.in_flight if block.part.request is request)
+            since: list[float] = []
+            for part in request.parts:
+                queue = self._queues[part.file.device]
+                started = [block.started for block in queue.in_flight if block.part is part]
+                if started or queue.holds(part):
+                    since += [queue.progressed, *started]
+            if not since:  # all of it is moved: it is being completed
+                since = [max(self._queues[part.file.device].progressed for part in request.parts)]
         return min(since) + self.settings.stall_seconds - time.monotonic()
 
     # What backends use (BlockSource).
@@ -246,18 +262,12 @@ class Engine:
 
     # Inside.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SwapClosedError("the engine is closed: no request can be started any more")
-        if os.getpid() != self._pid:
-            raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
-
     def _queue(self, device: int) -> DeviceQueue:
-        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_check_open`
+        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_demand_open`
         if queue is not None:
             return queue
         with self._lock:
-            self._check_open()
+            _demand_open(closed=self._closed)
         with self._attaching:  # not under the engine's lock: starting threads takes a while
             if device not in self._queues:
                 settings = self.settings
@@ -300,7 +310,7 @@ class Engine:
             for request, name in zip(requests, names, strict=True):
                 request.error = SwapTimeoutError(f"{name} was still in flight; its buffer must not be reused")
             for queue in self._queues.values():
-                queue.in_flight.clear()
+                queue.abandon(time.monotonic())
         self._complete(requests)
         return names
 
@@ -312,3 +322,8 @@ class Engine:
             raised = request.complete()
             if raised is not None:
                 self._callback_error = self._callback_error or raised
+
+
+def _demand_open(*, closed: bool) -> None:
+    if closed:
+        raise SwapClosedError("the engine is closed: no request can be started any more")

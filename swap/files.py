@@ -9,6 +9,7 @@ durable before any byte of an earlier run can be overwritten; after a failed syn
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -21,7 +22,7 @@ from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
-from swap.locks import DirectoryLock
+from swap.locks import DirectoryLock, close_descriptor
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 
@@ -119,36 +120,30 @@ class SwapFile:
         self._lock.release(remove=True)
 
     def close(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
-        """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if removing fails.
+        """Close; remove the file, and its lock file, if asked. Idempotent. Raises SwapIOError if that fails.
 
         The lock is kept until calls that were given up, and the threads of `after`, have ended.
         """
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        mine = os.fstat(fd)
         remove = remove and os.getpid() == self._pid  # never by a forked child: the parent is still using it
-        try:
-            self._system.close(fd)
+        with contextlib.ExitStack() as stack:  # each of these whatever the ones before raise
+            stack.callback(self._lock.release, remove=remove, after=[*self._system.late(), *after])
+            stack.callback(close_descriptor, fd, self.path, self._system)
             if remove:
-                _unlink_if_same(self.path, mine)
-        finally:
-            self._lock.release(remove=remove, after=[*self._system.late(), *after])
+                _unlink_if_same(self.path, os.fstat(fd))
 
     def _prepare(self, *, keep: bool) -> None:
         if keep:
-            self.reserved = True
+            found = os.fstat(self._fd)
+            self.reserved = found.st_blocks * 512 >= found.st_size
             self._choose_direct()
             return
         before = os.fstat(self._fd).st_size
         self._write_superblock()
         self._choose_direct()
-        try:
-            self._reserve()
-        except SwapFullError:
-            if before:
-                self._system.truncate(self._fd, before)
-            raise
+        self._reserve(before)
         if before > DATA_OFFSET + self.nbytes:
             self._truncate(DATA_OFFSET + self.nbytes)
 
@@ -174,13 +169,15 @@ class SwapFile:
         self._fd = fd
         self.direct = True
 
-    def _reserve(self) -> None:
+    def _reserve(self, before: int) -> None:
         needed = DATA_OFFSET + self.nbytes
         try:
             self._system.fallocate(self._fd, 0, needed)
             self.reserved = True
         except OSError as error:
             if error.errno in NO_SPACE:
+                with contextlib.suppress(OSError):  # what it had reserved by then would not be counted as free
+                    self._system.truncate(self._fd, before)
                 raise self._full(error) from error
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error

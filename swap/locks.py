@@ -49,7 +49,7 @@ class DirectoryLock:
         except OSError as error:
             raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
         finally:
-            self._system.close(fd)
+            close_descriptor(fd, self.path, self._system)
 
     def _release_after(self, stuck: Sequence[threading.Thread], remove: bool) -> None:
         for thread in stuck:
@@ -75,7 +75,7 @@ class DirectoryLock:
 
     def _claim(self, fd: int) -> bool:
         """Lock the open file; False if it was removed by its last holder meanwhile and must be opened anew."""
-        holder = os.pread(fd, _LONGEST, 0)
+        holder = os.pread(fd, _LONGEST, 0).strip(b"\0")  # zeros: what a power cut leaves of bytes that were not synced
         if holder and not holder.startswith(_MARK):
             raise FormatError(
                 f"expected {self.path!r} to be a lock file of this program, found something else; "
@@ -96,6 +96,15 @@ class DirectoryLock:
         mine = os.fstat(fd)
         if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
             return False
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, _MARK + f"{os.getpid()}\n".encode(), 0)
+        mark = _MARK + f"{os.getpid()}\n".encode()
+        os.pwrite(fd, mark, 0)  # over what is there, and cut then: a full disk has no room for it otherwise
+        os.ftruncate(fd, len(mark))
         return True
+
+
+def close_descriptor(fd: int, path: str, system: SystemCalls) -> None:
+    """Close it; it is closed even if that raises SwapIOError, as a file system over a network may have it do."""
+    try:
+        system.close(fd)
+    except OSError as error:
+        raise SwapIOError("close", path, errno=error.errno or errno.EIO) from error

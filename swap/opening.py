@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from swap.blocks import ALIGNMENT, align_down, align_up
-from swap.errors import FormatError
+from swap.errors import FormatError, SwapError
 from swap.files import DATA_OFFSET, SwapFile
 from swap.patience import PatientSystemCalls
 from swap.probe import measure_weights
@@ -63,9 +63,10 @@ def open_files(
 
 
 def give_back(files: Sequence[SwapFile]) -> None:
-    """Close the files; remove those that were created."""
+    """Close the files; remove those that were created. Raises nothing: what had them given back is to be raised."""
     for file in files:
-        file.close(remove=file.created)
+        with contextlib.suppress(SwapError):
+            file.close(remove=file.created)
 
 
 def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:

@@ -252,7 +252,10 @@ class Request:
     def settle(self) -> bool:
         """For the engine, once, before `complete`: take the checksum if asked for; return whether all went well."""
         if self._check is not None and self.error is None:
-            self.error = self._check.run(self)
+            try:
+                self.error = self._check.run(self)
+            except Exception as error:  # noqa: BLE001 - recorded; a worker thread must go on
+                self.error = error.with_traceback(None)  # its frames hold views of the buffer
         return self.error is None
 
     def complete(self) -> BaseException | None:

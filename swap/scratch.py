@@ -8,6 +8,7 @@ that a full disk is a SwapFullError which leaves what is there as it is. Any thr
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from swap.syscalls import SystemCalls
 
 NAME = "tiermem-scratch"
 _FIRST = 64 << 20  # bytes of the first set of files; each further one doubles what there is
+_LESS = 4  # where the disk has no room for a set, one of this part of it is tried
 
 
 class ScratchSpace:
@@ -76,8 +78,9 @@ class ScratchSpace:
         with self._lock:
             self._closed = True
             sets, self._sets = self._sets, []
-        for space in sets:
-            space.close_files()
+        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+            for space in sets:
+                stack.callback(space.close_files)
 
     def _find(self, nbytes: int) -> tuple[SwapSpace, Extent] | None:
         for space in self._sets:
@@ -88,11 +91,22 @@ class ScratchSpace:
         return None
 
     def _grow(self, nbytes: int) -> None:
+        """Open as much again as there is, or, where the disk has no room for that, less: at least what is asked for."""
+        least = nbytes * len(self._space.weights)  # a set has to hold the extent in one stretch wherever weights put it
+        wanted = max(self._first, self.nbytes, least)
+        while True:
+            try:
+                return self._open(wanted)
+            except SwapFullError:
+                if wanted == least:
+                    raise
+                wanted = max(least, align_up(wanted // _LESS))
+
+    def _open(self, nbytes: int) -> None:
         files, weights = open_files(
             [Path(directory.path) for directory in self._space.statistics().directories],
             name=NAME,
-            # A set has to hold the extent in one stretch wherever the weights put it.
-            nbytes=max(self._first, self.nbytes, nbytes * len(self._space.weights)),
+            nbytes=nbytes,
             keep=False,
             weights=self._space.weights,
             settings=self._space.engine.settings,

@@ -8,6 +8,7 @@ what `open` has taken is given back if `open` fails half-way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -272,21 +273,20 @@ class SwapSpace:
         error is raised at the end. Where the drive has not answered, nobody else gets the directories until it has, or
         the process has ended: what it does late would fall into the files of the next run.
         """
+        if self.engine.is_foreign:  # before the lock is taken, see there
+            self.close_files()
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        errors: list[SwapError] = []
         try:
             self.engine.close()
-        except SwapError as error:
-            errors.append(error)
-        try:
-            self.close_files(remove=remove)
-        except SwapError as error:
-            errors.append(error)
-        if errors:
-            raise errors[0]
+        except BaseException:  # an interrupt, too: the next close finds the space closed, and the locks are to go
+            with contextlib.suppress(SwapError):
+                self.close_files(remove=remove)
+            raise
+        self.close_files(remove=remove)
 
     def close_files(self, *, remove: bool = False) -> None:
         """Close all files, of a space whose engine is another's; raise the first error at the end. Idempotent."""

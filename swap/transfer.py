@@ -59,8 +59,10 @@ class Progress:
         # A tail shorter than a sector again and again: the file, or the room on the disk, ends inside it.
         return self._end_of_file() if self._fruitless >= _ENDINGS else None
 
-    def fail(self, error: OSError) -> SwapIOError | float:
+    def fail(self, error: Exception) -> SwapIOError | float:
         """Account for a call that raised; return the error that ends the transfer, or the seconds to pause."""
+        if not isinstance(error, OSError):  # no memory, say: whoever waits for the block has to hear of it
+            return self._error(errno.EIO, f"{type(error).__name__}: {error}")
         if error.errno in (errno.EINTR, errno.EAGAIN) and self._fruitless < _ATTEMPTS:
             self._fruitless += 1
             return 0.0 if error.errno == errno.EINTR else min(0.001 * 2 ** min(self._fruitless, 16), _LONGEST_PAUSE)
@@ -89,7 +91,7 @@ def transfer(system: SystemCalls, block: Block) -> SwapError | None:
             moved = call(block.file.fileno(), progress.view, progress.offset)
         except SwapError as error:  # the file was closed underneath
             return error.with_traceback(None)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - recorded; a worker thread must go on
             verdict = progress.fail(error)
             if isinstance(verdict, SwapIOError):
                 return verdict

@@ -112,7 +112,7 @@ class AioBackend(Backend):
                 moved = await self._call(handles, block, progress)
             except SwapError as error:
                 return error.with_traceback(None)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - recorded; the coroutine must go on
                 verdict = progress.fail(error)
                 if isinstance(verdict, SwapIOError):
                     return verdict

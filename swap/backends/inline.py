@@ -7,11 +7,13 @@ called, one block at a time, so that a test can look at every state in between.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
+from swap.errors import SwapIOError
 from swap.requests import Block
 from swap.syscalls import SystemCalls
 from swap.transfer import transfer
@@ -46,7 +48,12 @@ class InlineBackend(Backend):
         for source, queue in self._queues:
             block = source.try_take(queue)
             if block is not None:
-                source.finish(queue, block, transfer(self._system, block))
+                try:
+                    error = transfer(self._system, block)
+                except BaseException as raised:  # an interrupt: the block is nobody's any more
+                    source.finish(queue, block, _interrupted(block, raised))
+                    raise
+                source.finish(queue, block, error)
                 return block
         return None
 
@@ -55,3 +62,15 @@ class InlineBackend(Backend):
         deadline = time.monotonic() + timeout
         while any(queue.in_flight for _, queue in self._queues) and time.monotonic() < deadline:
             time.sleep(0.001)
+
+
+def _interrupted(block: Block, raised: BaseException) -> SwapIOError:
+    """The error of a block whose transfer an interrupt has ended."""
+    return SwapIOError(
+        block.operation,
+        block.file.path,
+        offset=block.offset,
+        length=block.nbytes,
+        errno=errno.EINTR,
+        detail=f"it was ended by {type(raised).__name__}",
+    )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
+from swap.errors import SwapError
 from swap.syscalls import SystemCalls
 from swap.transfer import transfer
 
@@ -26,13 +27,18 @@ class ThreadsBackend(Backend):
         self._threads: list[threading.Thread] = []
 
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
-        """Start the threads of a device."""
+        """Start the threads of a device: as many as the system allows. Raises SwapError if it allows none."""
         for index in range(queue.depth):
             thread = threading.Thread(
                 target=self._serve, args=(source, queue), name=f"swap-{queue.device:x}-{index}", daemon=True
             )
+            try:
+                thread.start()
+            except RuntimeError as error:  # a limit on processes and threads
+                if not index:
+                    raise SwapError(f"no thread can be started to move bytes ({error}); see `ulimit -u`") from error
+                return  # those that run serve the queue, only less of it at once
             self._threads.append(thread)
-            thread.start()
 
     def wake(self, queue: DeviceQueue) -> None:
         """Nothing: the threads wait in `take`."""

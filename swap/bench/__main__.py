@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,16 +26,9 @@ _FAILED, _WRONG_USAGE, _INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says; return the exit code."""
     options = _parser().parse_args(arguments)
-    order = Order(
-        directories=tuple(options.directories),
-        nbytes=align_down(round(options.mebibytes * 2**20)),
-        seconds=options.seconds,
-        quick=options.quick,
-        huge_pages=not options.small_pages,
-    )
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        plan = make_plan(order)
+        plan = make_plan(_order(options))
         sys.stderr.write(
             f"about {plan.estimate_seconds():.0f} seconds, {plan.write_nbytes / 1e9:.1f} GB to be laid out\n"
         )
@@ -70,6 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--small-pages", action="store_true", help="keep the memory of the requests out of huge pages")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
+
+
+def _order(options: argparse.Namespace) -> Order:
+    """Raises ValueError for a size that is no number of bytes."""
+    if not math.isfinite(options.mebibytes):
+        raise ValueError(f"--mebibytes: expected a number, found {options.mebibytes}")
+    return Order(
+        directories=tuple(options.directories),
+        nbytes=align_down(round(options.mebibytes * 2**20)),
+        seconds=options.seconds,
+        quick=options.quick,
+        huge_pages=not options.small_pages,
+    )
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler

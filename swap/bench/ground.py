@@ -107,12 +107,16 @@ class Ground:
     def close(self) -> None:
         """Close every file, which ends it, and give the memory back. Raises the first error, after all was tried."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.buffer.close)
+            stack.callback(self._give_up_buffer)
             for file in self.files:
                 stack.callback(file.close, remove=True)
             for view in self.buffered:
                 stack.callback(view.close)
             self.files, self.buffered = [], []
+
+    def _give_up_buffer(self) -> None:
+        with contextlib.suppress(BufferError):  # a drive that has not answered may yet write into it
+            self.buffer.close()
 
     def __enter__(self) -> Self:
         return self

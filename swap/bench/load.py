@@ -218,13 +218,14 @@ class _Pass:
 
     def _wait(self, seconds: float, halt: threading.Event, *, enough: int = 0) -> None:
         """For `seconds`, and on until `enough` requests are done, but only while the drive answers."""
-        load, end = self.load, time.monotonic() + seconds
-        patience = end + _DRAIN_SECONDS
+        load, end, seen, patience = self.load, time.monotonic() + seconds, -1, 0.0
         while not load.finished.is_set():
             if halt.is_set():
                 raise Interrupted
-            now = time.monotonic()
-            if now >= (end if len(load.done) >= enough else patience):
+            now, done = time.monotonic(), len(load.done)
+            if done != seen:
+                seen, patience = done, now + _DRAIN_SECONDS
+            if now >= patience or (now >= end and done >= enough):
                 return
             load.finished.wait(min(max(end - now, _SHORTEST_LOOK), _LONGEST_LOOK))
 

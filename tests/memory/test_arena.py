@@ -46,6 +46,29 @@ def test_a_frame_has_its_own_aligned_storage_and_writable_buffer() -> None:
     assert frame.buffer[8] == 43
 
 
+def test_memory_that_the_system_does_not_take_back_costs_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Mapping, offset: int, nbytes: int) -> None:
+        raise CapacityError("all memory is locked")
+
+    arena = HostArena(4 * UNIT)
+    small = [_frame(arena, UNIT) for _ in range(4)]
+    for frame in small[::2]:
+        arena.free(frame)
+    with monkeypatch.context() as patched:
+        patched.setattr(Mapping, "give_back", refuse)
+        for _ in range(3):  # it has to lie on fresh addresses, for which warm ones would have to go
+            with pytest.raises(CapacityError, match="locked"):
+                arena.allocate(2 * UNIT)
+            assert arena.reserved == 2 * UNIT
+        arena.free(_frame(arena, UNIT))
+    large = _frame(arena, 2 * UNIT)
+    assert arena.reserved == 4 * UNIT
+    for frame in (large, *small[1::2]):
+        arena.free(frame)
+    monkeypatch.setattr(Mapping, "give_back", refuse)
+    arena.close()
+
+
 def test_a_frame_takes_file_input_with_direct_io(tmp_path: Path) -> None:
     path = tmp_path / "block"
     path.write_bytes(bytes(range(256)) * (UNIT // 256))

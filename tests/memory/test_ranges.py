@@ -52,10 +52,13 @@ def test_physical_addresses_stay_within_the_limit(
         if allocate:
             if number < 1 or sum(live.values()) + number > limit:
                 continue
-            holes = allocator.holes()
+            holes, warm = allocator.holes(), allocator.warm_ranges()
             placement = allocator.allocate(number)
             if placement is None:
                 continue
+            allocator.take_back(placement)
+            assert (allocator.holes(), allocator.warm_ranges()) == (holes, warm)
+            assert allocator.allocate(number) == placement
             if number >= block and placement.start % block:
                 assert all(-(-hole.start // block) * block + number > hole.end for hole in holes), "room for no other"
             taken = {address for start, length in live.items() for address in range(start, start + length)}

@@ -12,14 +12,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from doubles import FaultySystemCalls
+from doubles import FaultySystemCalls, Stall
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SystemCalls
+from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SwapTimeoutError, SystemCalls
 from swap.bench import PATTERNS, Case, Ground, Measurement, Order, choose_best, make_plan, percentile, run_bench
 from swap.bench.cases import Sample
 from swap.bench.load import Load, Series, Target, run_case
@@ -240,6 +241,22 @@ def test_a_failing_drive_ends_the_measurement_with_its_error_and_no_file(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("passed", [0, 20])
+def test_a_drive_that_stops_answering_ends_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: int
+) -> None:
+    monkeypatch.setattr("swap.bench.load._DRAIN_SECONDS", 0.3)
+    monkeypatch.setattr("swap.bench.load.EngineSettings", partial(EngineSettings, stall_seconds=0.3))
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("pwritev", *[None] * (1 + passed), stall)  # the first one writes the header
+    try:
+        with pytest.raises(SwapTimeoutError, match="did not answer"):
+            run_bench(make_plan(replace(TINY, directories=(tmp_path,), backends=("threads",))), system=system)
+    finally:
+        stall.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_where_direct_io_is_refused_everything_is_buffered_and_said(tmp_path: Path) -> None:
     system = FaultySystemCalls()
     system.refuse_direct = True
@@ -295,4 +312,7 @@ def test_the_module_alone_reports_and_refuses_in_one_line(tmp_path: Path) -> Non
     failed = run(str(tmp_path / "none"), "--mebibytes", "8")
     assert failed.returncode == 1
     assert "create the directory first" in failed.stderr.splitlines()[-1]
-    assert run(str(tmp_path), "--mebibytes", "0.1").returncode == 2
+    for size in ("0.1", "inf", "nan"):
+        refused = run(str(tmp_path), "--mebibytes", size)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1].startswith("swap.bench: ")

@@ -77,6 +77,30 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(content)
 
 
+def test_a_look_beside_a_run_that_commits_finds_a_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.commit(0)
+
+    class Late(swap.SystemCalls):
+        """The run commits once more between the look at the directory and that into the manifest."""
+
+        commits = 3
+
+        def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+            if path.endswith(".manifest") and self.commits:
+                self.commits -= 1
+                run.commit(3 - self.commits)
+            return super().open(path, flags, mode)
+
+    found = find_leftovers([tmp_path], name="r0", system=Late())
+    assert found.in_use
+    assert found.manifest is not None
+    assert found.manifest.generation == 3
+    (tmp_path / f"r0.{3:020d}.manifest").unlink()
+    assert find_leftovers([tmp_path], name="r0").manifest is None
+    run.space.close()
+
+
 def test_a_commit_is_found_again_with_all_it_holds(tmp_path: Path) -> None:
     run = Run(tmp_path)
     user = {"step": 7, "loss": float("inf"), "text": "ümlaut\ud800", "nested": [1, None, {"x": 0.1}]}

@@ -3,17 +3,19 @@
 import errno
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend
 
 import swap
-from swap import AlignedBuffer, Engine, EngineSettings, SwapFile, SwapIOError
+from swap import AlignedBuffer, Engine, EngineSettings, Operation, Priority, SwapFile, SwapIOError
 from swap.backends.inline import InlineBackend
 from swap.backends.threads import ThreadsBackend
 
@@ -174,6 +176,68 @@ def test_an_on_done_that_raises_is_not_lost(kind: str, file: SwapFile) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["threads", "inline", "aio"])
+def test_an_error_that_no_system_call_raises_ends_the_request_and_not_the_worker(
+    kind: str, file: SwapFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> int:
+        raise MemoryError("no room to move bytes")
+
+    with Engine(EngineSettings(backend=kind, block_size=BLOCK, queue_depth=1)) as engine:
+        round_trip(engine, file)
+        with monkeypatch.context() as patched:
+            patched.setattr("swap.transfer.Progress.view", property(broken))
+            with pytest.raises(SwapIOError, match=r"write of 65536 bytes at offset 4096 .* MemoryError: no room"):
+                engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        with monkeypatch.context() as patched:
+            patched.setattr("swap.requests.checksum", broken)
+            with pytest.raises(MemoryError):
+                engine.start_write(file, 4096, AlignedBuffer(BLOCK).view, checksum=True).wait(30)
+        round_trip(engine, file)
+        assert engine.statistics().failed_requests == 2
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_where_no_more_threads_can_be_started_fewer_do_and_closing_goes_well(
+    file: SwapFile, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=4, stall_seconds=60))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", limited)
+        if not allowed:
+            with pytest.raises(swap.SwapError, match="no thread can be started"):
+                engine.start_read(file, 4096, AlignedBuffer(BLOCK).view)
+        else:
+            round_trip(engine, file)
+    round_trip(engine, file)
+    engine.close()
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_an_interrupt_in_a_transfer_without_threads_ends_the_request(file: SwapFile) -> None:
+    class Interrupted(swap.SystemCalls):
+        def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+            raise KeyboardInterrupt
+
+    ended: list[swap.Request] = []
+    engine = Engine(EngineSettings(backend="inline", block_size=BLOCK), backend=InlineBackend(Interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.start_read(file, 4096, AlignedBuffer(NBYTES).view, on_done=ended.append)
+    (request,) = ended
+    with pytest.raises(SwapIOError, match="ended by KeyboardInterrupt"):
+        request.wait()
+    engine.close()
+
+
 def test_on_done_may_start_the_next_request(engine: Engine, file: SwapFile) -> None:
     buffer = AlignedBuffer(BLOCK)
     finished = threading.Event()
@@ -275,6 +339,32 @@ def test_a_queued_request_behind_a_dead_device_is_stalled_too() -> None:
     engine.close()
 
 
+def test_a_device_that_is_through_does_not_count_as_stalled_while_the_other_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("swap.engine.time", clock)
+    backend = StepBackend()
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=1, stall_seconds=10), backend=backend)
+    fast, slow = PaperFile("fast", 1), PaperFile("slow", 2)
+    spans = [(fast, 0, BLOCK), (slow, 0, 3 * BLOCK)]
+    request = engine.start(Operation.WRITE, spans, AlignedBuffer(4 * BLOCK).view, priority=Priority.DEMAND)
+    for block in backend.issue():
+        if block.file is fast:
+            backend.finish(block)
+    for _ in range(3):
+        backend.issue()
+        clock.now += 9
+        assert request.stalled() is None
+        backend.finish()
+    request.wait()
+
+    behind = engine.start(Operation.WRITE, spans, AlignedBuffer(4 * BLOCK).view, priority=Priority.DEMAND)
+    clock.now += 11
+    assert behind.stalled() is not None
+    engine.close()
+
+
 def test_closing_with_a_stalled_device_does_not_hang(file: SwapFile) -> None:
     engine, stall, request = stalled(file, 0.1)
     with pytest.raises(swap.SwapTimeoutError, match=r"still in flight.*offset 4096"):
@@ -282,6 +372,9 @@ def test_closing_with_a_stalled_device_does_not_hang(file: SwapFile) -> None:
     assert request.done
     with pytest.raises(swap.SwapTimeoutError, match="must not be reused"):
         request.wait()
+    (device,) = engine.statistics().devices
+    assert 0.1 <= device.seconds_busy < 60
+    assert (device.blocks_in_flight, device.blocks, engine.statistics().failed_requests) == (0, 0, 1)
     stall.release()
     engine.close()
 
@@ -316,21 +409,30 @@ def test_an_on_done_may_close_the_engine(kind: str, file: SwapFile) -> None:
     assert closed.wait(30)
 
 
-def test_a_forked_child_is_told_and_does_no_harm(file: SwapFile) -> None:
-    engine = Engine()
-    round_trip(engine, file)
-    buffer = AlignedBuffer(BLOCK)
+@pytest.mark.parametrize("held", [False, True])
+def test_a_forked_child_is_told_and_does_no_harm(tmp_path: Path, *, held: bool) -> None:
+    space = swap.SwapSpace.open([tmp_path], name="r0", nbytes=NBYTES)
+    source, buffer = filled(), AlignedBuffer(NBYTES)
+    extent = space.allocate(NBYTES)
+    space.start_write(extent, source.view).wait(30)
+    locks = [space.engine._lock, space._lock] if held else []  # as another thread may have at the instant of the fork
+    for lock in locks:
+        lock.acquire()
     child = os.fork()
     if child == 0:
+        signal.alarm(20)
         try:
-            engine.start_read(file, 4096, buffer.view)
+            space.engine.start_read(PaperFile(), 4096, buffer.view)
         except swap.SwapError as error:
             if "forked child" in str(error):
-                engine.close()
-                file.close(remove=True)
+                space.engine.close()
+                space.close(remove=True)
                 os._exit(0)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert os.path.exists(file.path)
-    round_trip(engine, file)
-    engine.close()
+    for lock in locks:
+        lock.release()
+    assert (tmp_path / "r0.swapfile").exists()
+    space.start_read(extent, buffer.view).wait(30)
+    assert buffer.view == source.view
+    space.close()

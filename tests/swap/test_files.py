@@ -123,6 +123,16 @@ def test_a_foreign_lock_file_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "r0.lock").read_text() == "poetry"
 
 
+def test_a_lock_file_that_a_power_cut_has_emptied_is_ours_still(tmp_path: Path) -> None:
+    open_file(tmp_path).close()
+    lock = tmp_path / "r0.lock"
+    whole = lock.read_bytes()
+    lock.write_bytes(bytes(len(whole) + 5))
+    file = open_file(tmp_path)
+    assert lock.read_bytes() == whole
+    file.close(remove=True)
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -176,6 +186,25 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, code: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_free_is_said_without_what_was_reserved_in_vain(tmp_path: Path) -> None:
+    class SmallDisk(swap.SystemCalls):
+        """As ext4 does: what there is is reserved, and then the call fails."""
+
+        def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+            super().fallocate(fd, offset, 5 * MIB)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def free_bytes(self, path: str) -> int:
+            return 5 * MIB - sum(entry.stat().st_size for entry in os.scandir(path))
+
+    with pytest.raises(SwapFullError, match=r"cannot reserve .*: (52\d{5}|5242880) bytes are free"):
+        open_file(tmp_path, nbytes=8 * MIB, system=SmallDisk())
+    (tmp_path / "r0.swapfile").touch()  # of a run that died at once
+    with pytest.raises(SwapFullError):
+        open_file(tmp_path, nbytes=8 * MIB, system=SmallDisk())
+    assert os.stat(tmp_path / "r0.swapfile").st_size == 0
+
+
 def test_a_full_disk_does_not_cost_an_earlier_file(tmp_path: Path) -> None:
     open_file(tmp_path).close()
     system = FaultySystemCalls()
@@ -191,6 +220,9 @@ def test_where_space_cannot_be_reserved_the_free_space_is_looked_at(tmp_path: Pa
     file = open_file(tmp_path, system=system)
     assert not file.reserved
     assert os.stat(file.path).st_size == MIB + swap.DATA_OFFSET
+    file.close()
+    file = open_file(tmp_path, keep=True)
+    assert not file.reserved, "a file with holes is known as such by the next run, too"
     file.close(remove=True)
     system.free_bytes = lambda path: 1000  # type: ignore[method-assign]
     with pytest.raises(SwapFullError, match="1000 bytes are free"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from doubles import FaultySystemCalls
 
-from swap import AlignedBuffer, ScratchSpace, SwapFullError, SwapSpace
+from swap import AlignedBuffer, ScratchSpace, SwapFullError, SwapIOError, SwapSpace, SystemCalls
 
 MIB = 1 << 20
 
@@ -71,6 +71,47 @@ def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:
         scratch.free(*held)
         scratch.allocate(MIB)
         scratch.close()
+
+
+def test_a_disk_that_is_nearly_full_is_used_to_the_end(tmp_path: Path) -> None:
+    class SmallDisk(SystemCalls):
+        room = 11 * MIB
+
+        def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+            if nbytes > self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.room -= nbytes
+
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
+        scratch = ScratchSpace(space, first=16 * MIB, system=SmallDisk())
+        held = [scratch.allocate(MIB) for _ in range(10)]  # and the headers of the files
+        with pytest.raises(SwapFullError, match=f"cannot reserve {MIB + 4096} bytes"):
+            scratch.allocate(MIB)
+        assert scratch.allocated == 10 * MIB
+        scratch.free(*held.pop())
+        scratch.allocate(MIB)
+        scratch.close()
+
+
+def test_an_error_in_closing_leaves_no_file_open(tmp_path: Path) -> None:
+    class BadClose(SystemCalls):
+        failing = False
+
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            if self.failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    system = BadClose()
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
+        scratch = ScratchSpace(space, first=MIB, system=system)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            scratch.allocate(MIB)
+        system.failing = True
+        with pytest.raises(SwapIOError, match="close in"):
+            scratch.close()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_killed_process_leaves_no_scratch_file(tmp_path: Path) -> None:

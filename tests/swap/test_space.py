@@ -207,3 +207,59 @@ def test_closing_reports_an_error_and_still_closes_every_file(tmp_path: Path) ->
         with pytest.raises(swap.SwapError, match="mine"):
             space.close(remove=True)
     assert list(tmp_path.iterdir()) == []
+
+
+class _BadClose(swap.SystemCalls):
+    """Descriptors are closed, and an error is reported, as a file system over a network may do."""
+
+    def __init__(self) -> None:
+        self.path = "none"
+
+    def close(self, fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
+        super().close(fd)
+        if path.endswith(self.path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("path", ["a/r0.swapfile", "a/r0.lock"])
+@pytest.mark.parametrize("remove", [False, True])
+def test_an_error_in_closing_a_file_leaves_no_other_open_and_no_lock(
+    tmp_path: Path, path: str, *, remove: bool
+) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    system = _BadClose()
+    space = SwapSpace.open(directories, name="r0", nbytes=MIB, system=system)
+    system.path = path
+    with pytest.raises(swap.SwapIOError, match=r"close in .*r0.* failed: .* \[EIO\]"):
+        space.close(remove=remove)
+    assert any((tmp_path / "b").iterdir()) != remove
+    SwapSpace.open(directories, name="r0", nbytes=MIB, keep=not remove).close()
+
+
+def test_files_are_given_back_whatever_closing_one_of_them_raises(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    for directory in directories[:2]:
+        directory.mkdir()
+    system = _BadClose()
+    system.path = "a/r0.lock"
+    with pytest.raises(swap.SwapIOError, match=r"open in .*c' failed"):
+        SwapSpace.open(directories, name="r0", nbytes=MIB, system=system)
+    SwapSpace.open(directories[:2], name="r0", nbytes=MIB).close()
+
+
+def test_an_interrupt_while_closing_gives_the_directories_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB)
+    backend = space.engine.backend
+
+    def interrupted(timeout: float) -> None:
+        type(backend).close(backend, timeout)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        space.close()
+    space.close()
+    SwapSpace.open([tmp_path], name="r0", nbytes=MIB, keep=True).close()

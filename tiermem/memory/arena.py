@@ -8,6 +8,7 @@ thread-safe: it belongs to the one thread that owns residency; the bytes of a fr
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -201,7 +202,12 @@ class HostArena(LiveFrames):
         if placement is None:
             self._budget.release(rounded)
             return None
-        self._cool(placement)  # before the frame is touched: see the guarantee
+        try:
+            self._cool(placement)  # before the frame is touched: see the guarantee
+        except BaseException:
+            self._ranges.take_back(placement)
+            self._budget.release(rounded)
+            raise
         area, offset = self._locate(placement.start)
         area.use_whole(offset, rounded)
         buffer = area.buffer(offset, rounded)
@@ -246,7 +252,8 @@ class HostArena(LiveFrames):
         self._closed = True
         for part in self._ranges.warm_ranges():
             area, offset = self._locate(part.start)
-            area.give_back(offset, part.length)
+            with contextlib.suppress(CapacityError):  # locked memory goes when it is unmapped
+                area.give_back(offset, part.length)
         self._let_go()
         for area in self._areas:
             area.close()

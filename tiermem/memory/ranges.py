@@ -228,6 +228,15 @@ class RangeAllocator:
         self._warm.add(start, start + length)
         return length
 
+    def take_back(self, placement: Placement) -> None:
+        """Undo the last `allocate`: its `cooled` ranges could not be returned to the system, so they are warm still."""
+        length = self._lengths.pop(placement.start)
+        end = placement.start + length
+        self._taken -= length
+        self._free.add(placement.start, end)
+        for part in (*_between(placement.cold, placement.start, end), *placement.cooled):
+            self._warm.add(part.start, part.end)
+
     def _choose(self, length: int, multiple: int) -> int | None:
         """Return the start of the best window: most warm addresses, then the tightest fit, then the lowest address.
 
