@@ -511,6 +511,37 @@ def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harn
         AdamW([{"params": harness.faces, "eps": None}])
 
 
+@pytest.mark.parametrize("schedule", ["step", "forward", "backward", "auto"])
+@pytest.mark.parametrize("setting", [{"lr": "1e-3"}, {"lr": None}, {"betas": 0.9}, {"weight_decay": "x"}])
+def test_settings_of_another_kind_written_into_groups_are_refused_and_can_be_mended(
+    schedule: str, setting: dict
+) -> None:
+    """Before anything of the step is updated, though they are only the last group's."""
+    harness = Harness(schedule)
+    ours = AdamW([{"params": harness.faces[:2]}, {"params": harness.faces[2:]}], lr=0.01)
+    torchs = torch.optim.AdamW([{"params": harness.plain[:2]}, {"params": harness.plain[2:]}], lr=0.01, fused=True)
+    harness.backward(0)
+    ours.step()
+    torchs.step()
+    good = {name: ours.param_groups[1][name] for name in setting}
+    ours.param_groups[1].update(setting)
+
+    def step() -> None:  # early updates say it in backward
+        harness.backward(1)
+        ours.step()
+
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}: expected"):
+        step()
+    ours.param_groups[1].update(good)
+    ours.zero_grad()
+    harness.check_same()
+    harness.backward(1)
+    ours.step()
+    torchs.step()
+    harness.check_same()
+    harness.close()
+
+
 @pytest.mark.parametrize("max_norm", ["1.0", None, [1.0], float("nan"), -1.0])
 def test_an_impossible_norm_to_clip_to_is_refused(harness: Harness, max_norm: object) -> None:
     ours = AdamW(harness.faces)
