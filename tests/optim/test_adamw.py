@@ -403,6 +403,36 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
         ours.step()
 
 
+def test_a_state_dict_without_states_leaves_counts_beside_their_moments(harness: Harness) -> None:
+    """As one saved before the first step has none, and one of settings alone: the numbers go on as they were."""
+    ours, torchs = AdamW(harness.faces, lr=5.0), torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    fresh = torch.optim.AdamW(harness.plain, lr=0.01).state_dict()
+    assert not fresh["state"]
+    ours.param_groups[0]["lr"] = 0.01
+    for step in range(4):
+        harness.backward(step)
+        if step == 2:
+            ours.load_state_dict(fresh)
+        if step == 3:
+            ours.load_state_dict({**fresh, "state": {1: {"step": 3}}})
+        ours.step()
+        torchs.step()
+    assert [ours.steps_of(face) for face in harness.faces] == [4] * 6
+    harness.check_same()
+
+
+def test_states_of_other_optimizers_are_refused_and_change_nothing(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    with pytest.raises(ConfigError, match="has no betas, eps: it is not AdamW's"):
+        ours.load_state_dict(torch.optim.SGD(harness.plain, lr=5.0).state_dict())
+    for name, value in {"lr": "5.0", "betas": 0.9, "eps": None}.items():
+        saved = ours.state_dict()
+        saved["param_groups"][0] = {**saved["param_groups"][0], "weight_decay": 0.5, name: value}
+        with pytest.raises(ConfigError, match="expected"):
+            ours.load_state_dict(saved)
+    assert (ours.param_groups[0]["lr"], ours.param_groups[0]["weight_decay"]) == (0.01, 0.01)
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_copy_of_the_optimizer_is_refused(harness: Harness, way: Callable[[object], object]) -> None:
     with pytest.raises(TiermemError, match=r"was copied or pickled; .*state_dict"):
@@ -509,6 +539,37 @@ def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harn
         AdamW(harness.faces, betas=3)
     with pytest.raises(ValueError, match="eps"):  # what torch raises
         AdamW([{"params": harness.faces, "eps": None}])
+
+
+@pytest.mark.parametrize("schedule", ["step", "forward", "backward", "auto"])
+@pytest.mark.parametrize("setting", [{"lr": "1e-3"}, {"lr": None}, {"betas": 0.9}, {"weight_decay": "x"}])
+def test_settings_of_another_kind_written_into_groups_are_refused_and_can_be_mended(
+    schedule: str, setting: dict
+) -> None:
+    """Before anything of the step is updated, though they are only the last group's."""
+    harness = Harness(schedule)
+    ours = AdamW([{"params": harness.faces[:2]}, {"params": harness.faces[2:]}], lr=0.01)
+    torchs = torch.optim.AdamW([{"params": harness.plain[:2]}, {"params": harness.plain[2:]}], lr=0.01, fused=True)
+    harness.backward(0)
+    ours.step()
+    torchs.step()
+    good = {name: ours.param_groups[1][name] for name in setting}
+    ours.param_groups[1].update(setting)
+
+    def step() -> None:  # early updates say it in backward
+        harness.backward(1)
+        ours.step()
+
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}: expected"):
+        step()
+    ours.param_groups[1].update(good)
+    ours.zero_grad()
+    harness.check_same()
+    harness.backward(1)
+    ours.step()
+    torchs.step()
+    harness.check_same()
+    harness.close()
 
 
 @pytest.mark.parametrize("max_norm", ["1.0", None, [1.0], float("nan"), -1.0])

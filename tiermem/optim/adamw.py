@@ -106,6 +106,8 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_plain_gradients()
+        for group in self.param_groups:  # all of them, before the first update is queued
+            _numbers(group)
         if grad_scaler is None:
             refuse_hidden_scale(self)
             result = self._runtime().step(self)
@@ -158,18 +160,14 @@ class AdamW(torch.optim.Optimizer):
         return norm
 
     def settings(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
-        """For the runtime: settings of these parameters for their next update; counts nothing."""
+        """For the runtime: settings of these parameters for their next update; counts nothing.
+
+        Raises ConfigError for what has been written into `param_groups` that is not a number.
+        """
         settings = {}
         for index in parameters:
-            group = self._group_of[index]
-            settings[index] = Settings(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=self._steps.get(index, 0) + 1,
-            )
+            lr, beta1, beta2, eps, weight_decay = _numbers(self._group_of[index])
+            settings[index] = Settings(lr, beta1, beta2, eps, weight_decay, step=self._steps.get(index, 0) + 1)
         return settings
 
     def count(self, parameters: Iterable[int]) -> None:
@@ -196,7 +194,11 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and step counts. Raises `ConfigError` for a state with moments, as torch's AdamW saves it."""
+        """Restore groups and step counts.
+
+        A parameter without a state in it keeps its count, as its moments are pages and stay. Raises `ConfigError` for a
+        state with moments, as torch's AdamW saves it, and for groups of another optimizer or without numbers.
+        """
         for entry in state_dict["state"].values():
             if set(entry) - {"step"}:
                 raise ConfigError(
@@ -205,8 +207,12 @@ class AdamW(torch.optim.Optimizer):
                 )
         for group in state_dict["param_groups"]:
             _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
+            if missing := sorted(self.defaults.keys() - group.keys()):
+                raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
+            _numbers(group)  # not their range: a cosine may end a rounding below 0
         super().load_state_dict(state_dict)
-        self._steps = {self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()}
+        # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
+        self._steps.update({self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()})
         self.state.clear()
         # The base class has replaced the groups by new dictionaries.
         for group in self.param_groups:
@@ -262,9 +268,7 @@ def _check_torch_options(options: Mapping[str, object]) -> None:
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ConfigError(f"betas: expected two numbers from 0 to below 1, such as (0.9, 0.999), found {betas!r}")
+    betas = _pair(group["betas"])
     if not _number("lr", group["lr"]) >= 0.0:
         raise ConfigError(f"Invalid learning rate: expected 0 or more, found {group['lr']}")
     if not _number("eps", group["eps"]) >= 0.0:
@@ -274,6 +278,24 @@ def _check_group(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"Invalid beta parameter at index {position}: expected 0 to below 1, found {beta}")
     if not _number("weight_decay", group["weight_decay"]) >= 0.0:
         raise ConfigError(f"Invalid weight_decay value: expected 0 or more, found {group['weight_decay']}")
+
+
+def _numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
+    """What an update uses of a group, as whoever likes may have changed it since it was checked."""
+    beta1, beta2 = _pair(group["betas"])
+    return (
+        _number("lr", group["lr"]),
+        _number("betas[0]", beta1),
+        _number("betas[1]", beta2),
+        _number("eps", group["eps"]),
+        _number("weight_decay", group["weight_decay"]),
+    )
+
+
+def _pair(betas: Any) -> Sequence[Any]:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"betas: expected two numbers from 0 to below 1, such as (0.9, 0.999), found {betas!r}")
+    return betas
 
 
 def _number(name: str, value: object) -> float:
