@@ -391,7 +391,8 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
     saved = ours.state_dict()
     assert [saved["state"][k]["step"] for k in range(6)] == [3, 2, 3, 3, 3, 3]
     other = AdamW(harness.faces, lr=5.0)
-    other.load_state_dict(saved)
+    for _ in range(2):  # torch's base class adds to the defaults as it loads: that is not asked of the next one
+        other.load_state_dict(saved)
     assert other.param_groups[0]["lr"] == 0.01
     assert other.steps_of(harness.faces[1]) == 2
     assert not other.state
@@ -401,6 +402,36 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
     assert other.settings([0])[0].step == 5
     with pytest.raises(ConfigError, match="another optimizer"):
         ours.step()
+
+
+def test_a_state_dict_without_states_leaves_counts_beside_their_moments(harness: Harness) -> None:
+    """As one saved before the first step has none, and one of settings alone: the numbers go on as they were."""
+    ours, torchs = AdamW(harness.faces, lr=5.0), torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    fresh = torch.optim.AdamW(harness.plain, lr=0.01).state_dict()
+    assert not fresh["state"]
+    ours.param_groups[0]["lr"] = 0.01
+    for step in range(4):
+        harness.backward(step)
+        if step == 2:
+            ours.load_state_dict(fresh)
+        if step == 3:
+            ours.load_state_dict({**fresh, "state": {1: {"step": 3}}})
+        ours.step()
+        torchs.step()
+    assert [ours.steps_of(face) for face in harness.faces] == [4] * 6
+    harness.check_same()
+
+
+def test_states_of_other_optimizers_are_refused_and_change_nothing(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    with pytest.raises(ConfigError, match="has no betas, eps: it is not AdamW's"):
+        ours.load_state_dict(torch.optim.SGD(harness.plain, lr=5.0).state_dict())
+    for name, value in {"lr": "5.0", "betas": 0.9, "eps": None}.items():
+        saved = ours.state_dict()
+        saved["param_groups"][0] = {**saved["param_groups"][0], "weight_decay": 0.5, name: value}
+        with pytest.raises(ConfigError, match="expected"):
+            ours.load_state_dict(saved)
+    assert (ours.param_groups[0]["lr"], ours.param_groups[0]["weight_decay"]) == (0.01, 0.01)
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])

@@ -21,6 +21,7 @@ from tiermem.optim.updates import Settings
 from tiermem.registry import registry
 
 _WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
+_SETTINGS = frozenset({"lr", "betas", "eps", "weight_decay"})
 _UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
 # Steps skipped in a row before it is said that nothing is learned: one or two may be a bad batch.
 _HOPELESS = 5
@@ -194,7 +195,11 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and step counts. Raises `ConfigError` for a state with moments, as torch's AdamW saves it."""
+        """Restore groups and step counts.
+
+        A parameter without a state in it keeps its count, as its moments are pages and stay. Raises `ConfigError` for a
+        state with moments, as torch's AdamW saves it, and for groups of another optimizer or without numbers.
+        """
         for entry in state_dict["state"].values():
             if set(entry) - {"step"}:
                 raise ConfigError(
@@ -203,8 +208,12 @@ class AdamW(torch.optim.Optimizer):
                 )
         for group in state_dict["param_groups"]:
             _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
+            if missing := sorted(_SETTINGS - group.keys()):
+                raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
+            _numbers(group)  # not their range: a cosine may end a rounding below 0
         super().load_state_dict(state_dict)
-        self._steps = {self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()}
+        # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
+        self._steps.update({self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()})
         self.state.clear()
         # The base class has replaced the groups by new dictionaries.
         for group in self.param_groups:
