@@ -102,6 +102,48 @@ def test_a_run_that_is_kept_again_before_it_has_an_optimizer_is_kept_whole(tmp_p
     training.close()
 
 
+@pytest.mark.parametrize("verb", ["commit", "snapshot"])
+def test_settings_that_are_tensors_come_back_as_tensors(tmp_path: Path, verb: str) -> None:
+    """Scheduled in float32 as before: made a number, the learning rate would be rounded otherwise from then on."""
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "other").mkdir()
+
+    def begin(runtime: tiermem.Runtime) -> Any:
+        optimizer = tiermem.AdamW(
+            runtime.model.parameters(), lr=torch.tensor(0.01), betas=(torch.tensor(0.9), torch.tensor(0.99))
+        )
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(runtime: tiermem.Runtime, optimizer: Any, scheduler: Any) -> None:
+        runtime.model(torch.ones(5, 8)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+    with tiermem.offload(Net(), make_config(tmp_path / "swap")) as runtime:
+        optimizer, scheduler = begin(runtime)
+        for _ in range(2):
+            step(runtime, optimizer, scheduler)
+        runtime.commit(scheduler.state_dict()).wait()
+        if verb == "snapshot":
+            runtime.snapshot(tmp_path / "snapshot", scheduler.state_dict()).wait()
+        for _ in range(3):
+            step(runtime, optimizer, scheduler)
+        expected = optimizer.param_groups[0]
+    resume = True if verb == "commit" else tmp_path / "snapshot"
+    with tiermem.offload(
+        Net(), make_config(tmp_path / ("swap" if verb == "commit" else "other")), resume=resume
+    ) as runtime:
+        optimizer, scheduler = begin(runtime)
+        scheduler.load_state_dict(runtime.committed)
+        optimizer.load_state_dict(runtime.committed_optimizer_state())
+        for _ in range(3):
+            step(runtime, optimizer, scheduler)
+        found = optimizer.param_groups[0]
+    for there, here in zip((expected["lr"], *expected["betas"]), (found["lr"], *found["betas"]), strict=True):
+        assert isinstance(here, torch.Tensor)
+        assert (here.dtype, here.item()) == (there.dtype, there.item())
+
+
 def test_parameters_added_steps_after_resuming_go_on_with_their_counts(tmp_path: Path) -> None:
     training = Training(make_config(tmp_path))
     for _ in range(2):

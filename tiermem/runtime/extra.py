@@ -12,6 +12,7 @@ form of one whose keys are not text, so nobody's data is mistaken for ours.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,12 +21,12 @@ import torch
 
 from tiermem.errors import ConfigError
 from tiermem.registry import registry
-from tiermem.runtime.record import plain
 
 MARK = "$tiermem"
 LARGEST = 16 << 20
 """Bytes of a tensor, an array or of `bytes`: the record of a commit is read and written whole."""
 
+_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})  # not their subclasses, such as numpy's floats
 _KEYS = (str, bool, int, float, type(None))
 
 
@@ -46,9 +47,11 @@ def _record(value: Any, what: str) -> Any:
         for key in value:
             if not isinstance(key, _KEYS):
                 raise ConfigError(f"{what}: expected text or numbers for keys, found {key!r}")
-        items = [[plain(key, what), _record(item, f"{what}[{key!r}]")] for key, item in value.items()]
+        items = [[_plain(key, what), _record(item, f"{what}[{key!r}]")] for key, item in value.items()]
         return {MARK: "dict", "items": items}
     if isinstance(value, (list, tuple)):
+        if _AS_THEY_ARE.issuperset(map(type, value)):  # the numbers of thousands of parameters, say
+            return list(value)
         return [_record(item, f"{what}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, torch.Tensor):
         return _of_tensor(value, what)
@@ -56,7 +59,7 @@ def _record(value: Any, what: str) -> Any:
         return _of_array(np.asarray(value), what)
     if isinstance(value, (bytes, bytearray)):
         return {MARK: "bytes", "data": _text(bytes(value), what)}
-    return plain(value, what)
+    return _plain(value, what)
 
 
 def from_record(record: Any) -> Any:
@@ -68,6 +71,18 @@ def from_record(record: Any) -> Any:
     if MARK not in record:
         return {key: from_record(item) for key, item in record.items()}
     return _READERS[record[MARK]](record)
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A number, text or None as JSON holds it. Raises ConfigError naming what JSON cannot hold."""
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if isinstance(value, (bool, int, float, str)):
+        return json.loads(json.dumps(value))  # subclasses become what they stand for
+    raise ConfigError(
+        f"{what}: expected what JSON holds (numbers, text, lists, dicts with text for keys, None), found "
+        f"{type(value).__name__}; convert it, for example with .tolist() or str()"
+    )
 
 
 def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:

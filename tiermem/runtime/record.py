@@ -8,40 +8,16 @@ difference.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tiermem.config import Config
-from tiermem.errors import ConfigError, ResumeError
+from tiermem.errors import ResumeError
 from tiermem.optim.service import SettingsSource
+from tiermem.runtime.extra import from_record, to_record
 from tiermem.zero3.layout import UnitLayout
 
 FORMAT = 1
-_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})  # not their subclasses, such as numpy's floats
-
-
-def plain(value: Any, what: str) -> Any:
-    """A copy of `value` as JSON holds it; tuples become lists. Raises ConfigError naming what JSON cannot hold."""
-    if type(value) in _AS_THEY_ARE:
-        return value
-    if isinstance(value, (bool, int, float, str)):
-        return json.loads(json.dumps(value))  # subclasses become what they stand for
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise ConfigError(f"{what}: expected text for keys, found {key!r}; JSON would change it into text")
-        return {str(key): plain(item, f"{what}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        if _AS_THEY_ARE.issuperset(map(type, value)):  # the numbers of thousands of parameters, say
-            return list(value)
-        return [plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
-    raise ConfigError(
-        f"{what}: expected what JSON holds (numbers, text, lists, dicts with text for keys, None), found "
-        f"{type(value).__name__}; convert it, for example with .tolist() or str()"
-    )
 
 
 def layout_record(
@@ -92,14 +68,14 @@ def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def optimizer_records(sources: Iterable[SettingsSource]) -> list[dict[str, Any]]:
-    """Settings and step counts of each optimizer. Raises ConfigError for a setting that JSON cannot hold."""
+    """Settings and step counts of each optimizer. Raises ConfigError for a setting that cannot be kept."""
     records = []
     for source in sources:
         state = source.state_dict()
-        groups = [{name: _setting(value) for name, value in group.items()} for group in state["param_groups"]]
         records.append(
             {
-                "param_groups": plain(groups, "param_groups"),
+                # A learning rate that is a tensor comes back as one: as a number its schedule would round otherwise.
+                "param_groups": to_record(state["param_groups"], "param_groups"),
                 "state": [[number, entry["step"]] for number, entry in state["state"].items()],
                 "steps": [[number, count] for number, count in source.step_counts().items()],
             }
@@ -119,13 +95,9 @@ def optimizer_state(record: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise ResumeError(f"the commit holds {len(optimizers)} optimizers, asked for number {index}")
     groups = [
         {name: tuple(value) if name == "betas" else value for name, value in group.items()}
-        for group in json.loads(json.dumps(optimizers[index]["param_groups"]))
+        for group in from_record(optimizers[index]["param_groups"])
     ]
     return {"state": {number: {"step": step} for number, step in optimizers[index]["state"]}, "param_groups": groups}
-
-
-def _setting(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _differs(what: str, committed: object, here: object) -> ResumeError:
