@@ -66,6 +66,15 @@ def test_listing_and_verifying(capsys: pytest.CaptureFixture[str], trained: Any)
     assert f"{numel:,} parameters in 28 tensors" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_snapshot_among_other_paths_is_said(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path) -> None:
+    folder, directories, _ = trained
+    copy, out = folder / "copy", ["--to", tmp_path / "out"]
+    for command, *options in (["list"], ["verify"], ["export", *out], ["reshard", "--ranks", 2, *out]):
+        for paths in ([copy, copy], [*directories, copy]):
+            error = call(capsys, command, *paths, *options, code=1)
+            assert f"{copy} is a snapshot: expected it alone" in error
+
+
 def test_directories_in_another_order_or_fewer_are_said(
     capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path
 ) -> None:

@@ -144,7 +144,16 @@ def counted(count: int, noun: str) -> str:
 
 
 def _is_snapshot(paths: Sequence[Path]) -> bool:
-    return len(paths) == 1 and is_snapshot(paths[0])
+    """Whether it is about a snapshot. Raises ConfigError for one among other paths."""
+    if len(paths) == 1:
+        return is_snapshot(paths[0])
+    for path in paths:
+        if is_snapshot(path) and not any(path.glob(f"{SPACE_NAME}.*")):  # somebody else may name a file like ours
+            raise ConfigError(
+                f"{path} is a snapshot: expected it alone, or all the swap directories of a run, found "
+                f"{len(paths)} paths"
+            )
+    return False
 
 
 @contextmanager
