@@ -474,6 +474,8 @@ def test_no_path_where_a_path_is_expected(found, tmp_path):
                 continue  # only the report is wanted then
             with pytest.raises(tiermem.ConfigError, match=rf"{verb}: expected a path, .* `path`, found {said}"):
                 getattr(runtime, verb)(found)
+            with pytest.raises(tiermem.ConfigError, match=rf"{verb}: expected a path without null characters"):
+                getattr(runtime, verb)("a\0b")
         runtime.save_pretrained(str(tmp_path / "model"))
         runtime.timeline(str(tmp_path / "trace"))
 
