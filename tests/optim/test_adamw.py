@@ -391,7 +391,8 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
     saved = ours.state_dict()
     assert [saved["state"][k]["step"] for k in range(6)] == [3, 2, 3, 3, 3, 3]
     other = AdamW(harness.faces, lr=5.0)
-    other.load_state_dict(saved)
+    for _ in range(2):  # torch's base class adds to the defaults as it loads: that is not asked of the next one
+        other.load_state_dict(saved)
     assert other.param_groups[0]["lr"] == 0.01
     assert other.steps_of(harness.faces[1]) == 2
     assert not other.state

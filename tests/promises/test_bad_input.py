@@ -474,8 +474,26 @@ def test_no_path_where_a_path_is_expected(found, tmp_path):
                 continue  # only the report is wanted then
             with pytest.raises(tiermem.ConfigError, match=rf"{verb}: expected a path, .* `path`, found {said}"):
                 getattr(runtime, verb)(found)
+            with pytest.raises(tiermem.ConfigError, match=rf"{verb}: expected a path without null characters"):
+                getattr(runtime, verb)("a\0b")
         runtime.save_pretrained(str(tmp_path / "model"))
         runtime.timeline(str(tmp_path / "trace"))
+
+
+def test_empty_paths_are_not_the_folder_the_program_runs_in(tmp_path, monkeypatch):
+    model, swap_files = Stack(), tmp_path / "swap"
+    swap_files.mkdir()
+    config = config_for(swap_files, 32 * MIB, "step")
+    with offload(Stack(), swap_files) as runtime:
+        runtime.save_pretrained(tmp_path / "weights")
+        runtime.snapshot(tmp_path / "snapshot").wait()
+    monkeypatch.chdir(tmp_path / "weights")
+    with pytest.raises(tiermem.ConfigError, match=r"weights: expected the path .* found an empty one"):
+        tiermem.offload(model, config, weights="")
+    monkeypatch.chdir(tmp_path / "snapshot")
+    with pytest.raises(tiermem.ResumeError, match=r"resume='': expected False, True, 'auto' or the folder of a snapsh"):
+        tiermem.offload(model, config, resume="")
+    assert list(swap_files.iterdir()) == []
 
 
 def test_micro_batches_and_losses_of_another_kind(tmp_path):

@@ -21,6 +21,7 @@ from tiermem.optim.updates import Settings
 from tiermem.registry import registry
 
 _WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
+_SETTINGS = frozenset({"lr", "betas", "eps", "weight_decay"})
 _UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
 # Steps skipped in a row before it is said that nothing is learned: one or two may be a bad batch.
 _HOPELESS = 5
@@ -207,7 +208,7 @@ class AdamW(torch.optim.Optimizer):
                 )
         for group in state_dict["param_groups"]:
             _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
-            if missing := sorted(self.defaults.keys() - group.keys()):
+            if missing := sorted(_SETTINGS - group.keys()):
                 raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
             _numbers(group)  # not their range: a cosine may end a rounding below 0
         super().load_state_dict(state_dict)

@@ -103,6 +103,8 @@ def _check_kinds(model: object, config: object, weights: object, init: object) -
     refuse_unfit(model)
     if not (weights is None or isinstance(weights, (str, os.PathLike))):
         raise ConfigError(f"weights: expected the path of a file or a folder, found {type(weights).__name__}")
+    if weights == "":  # it would be the folder that the program happens to run in
+        raise ConfigError("weights: expected the path of a file or a folder, found an empty one")
     if not (init is None or callable(init)):
         raise ConfigError(f"init: expected a function of a module, found {type(init).__name__}")
 

@@ -39,4 +39,6 @@ def require_path(verb: str, path: object) -> Path:
     if not isinstance(given, str) or not given:
         found = "an empty one" if isinstance(given, str) else type(path).__name__
         raise ConfigError(f"{verb}: expected a path, as text or pathlib.Path, for `path`, found {found}")
+    if "\0" in given:  # the operating system's own error would name nothing
+        raise ConfigError(f"{verb}: expected a path without null characters, found {given!r}")
     return Path(given)
