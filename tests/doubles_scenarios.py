@@ -10,6 +10,7 @@ from doubles_models import Block, Stack, mlp
 from doubles_training import Make, Script, Trainee
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 4
 
@@ -54,6 +55,25 @@ class Wide(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again for backward; the least budgets hold one of them, not two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(40), nn.Linear(40, width), nn.GELU(), nn.Linear(width, 40)) for width in (80, 96)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def checkpointed_batch(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(3, 40)).square().mean()
 
 
 def wide_batch(model: nn.Module) -> torch.Tensor:
@@ -343,6 +363,7 @@ SCENARIOS: dict[str, Scenario] = {
     "checkpoint, reentrant": Scenario(lambda: Stack(mode="reentrant"), loop(tokens_batch)),
     "checkpoint, not reentrant": Scenario(lambda: Stack(mode="non-reentrant"), loop(tokens_batch)),
     "checkpoint inside the layer": Scenario(lambda: Stack(mode="inner"), loop(tokens_batch)),
+    "checkpointed layers": Scenario(Checkpointed, loop(checkpointed_batch)),
     "two backwards a step": Scenario(Stack, accumulate((2, 2, 2, 2))),
     "convolutions": Scenario(Convolutions, loop(images_batch)),
     "channels last": Scenario(lambda: Convolutions().to(memory_format=torch.channels_last), loop(channels_last_batch)),

@@ -44,6 +44,7 @@ SOME = (
     "evaluation between steps",
     "exception inside a unit",
     "checkpoint inside the layer",
+    "checkpointed layers",
     "two backwards a step",
     "lstm",
 )

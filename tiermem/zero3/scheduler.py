@@ -194,6 +194,8 @@ class GatherScheduler:
         if outermost and self._held and backward_number() < 0:
             self._release_backward()  # left by a backward that failed
         for unit in units:
+            if backward_number() >= 0 and unit not in self._held:
+                self._release_backward(keep=unit)  # before it is brought: there may be no room for both
             self._bring(unit, Phase.FORWARD)
             self._gatherer.hold(unit)
             call.units.append(unit)
