@@ -93,7 +93,7 @@ class PatientSystemCalls(SystemCalls):
         if answer:
             return answer[0]
         if raised:
-            raise raised[0]
+            raise raised.pop()  # this frame does not keep it, as it keeps this frame: a circle
         with self._lock:
             self._given_up.append(thread)
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

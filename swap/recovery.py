@@ -111,7 +111,7 @@ def recover(
         errors = verify(space, manifest.entries, mode=verify_mode)
         if errors:
             if len(errors) == 1:
-                raise errors[0]
+                raise errors.pop()
             raise FormatError(f"{len(errors)} extents of the last commit are damaged, the first: {errors[0]}")
     store.settle(manifest, space=space)
     return Recovered(manifest, generations, mark)
@@ -147,7 +147,7 @@ def verify(space: SwapSpace, entries: Iterable[Entry], *, mode: Literal["first",
     while pending:
         end_one()
     if errors and mode == "first":
-        raise errors[0]
+        raise errors.pop(0)
     return errors
 
 

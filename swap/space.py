@@ -298,7 +298,7 @@ class SwapSpace:
             except SwapError as error:
                 errors.append(error)
         if errors:
-            raise errors[0]
+            raise errors.pop(0)
 
     def __enter__(self) -> Self:
         return self

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,27 @@ def test_the_answer_or_the_error_of_the_real_call(tmp_path: Path) -> None:
     calls.unlink(str(tmp_path / "other"))
     with pytest.raises(FileNotFoundError):
         calls.unlink(str(tmp_path / "other"))
+
+
+def test_an_error_keeps_nothing_of_whoever_called_once_it_is_handled(tmp_path: Path) -> None:
+    """No circle of it and a frame, which with all above it would wait for the cycle collector."""
+
+    class Held:
+        pass
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        try:
+            PatientSystemCalls(None, 30.0).unlink(str(tmp_path / "nothing"))
+        except FileNotFoundError:
+            return weakref.ref(held)
+        raise AssertionError("there was a file")
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])

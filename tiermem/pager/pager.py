@@ -195,9 +195,13 @@ class Pager:
                     if isinstance(lease, Lease):
                         lease.release()
                 raise
-        if isinstance(answer[0], BaseException):
-            raise answer[0]
-        return answer[0]
+        found = answer.pop()
+        if isinstance(found, Lease):
+            return found
+        try:
+            raise found
+        finally:
+            del found  # it keeps this frame: a circle
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
         """Say what the update does next, unit by unit, so that it is read ahead and kept. On the loop only."""
