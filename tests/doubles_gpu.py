@@ -6,6 +6,7 @@ and backward are the device's in either case.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +120,17 @@ def resident(
 
 
 def paged(
-    trial: Trial, place: str, directory: Path, *, update: str, host: int, device: int, update_on: str = "host"
+    trial: Trial,
+    place: str,
+    directory: Path,
+    *,
+    update: str,
+    host: int,
+    device: int,
+    update_on: str = "host",
+    activations: int | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], tiermem.Statistics]:
-    """The same with tiermem, released memory overwritten by NaN."""
+    """The same with tiermem, released memory overwritten by NaN. `activations`: from how many bytes on in pages."""
     torch.manual_seed(1)
     model = trial.make()
     config = tiermem.Config(
@@ -139,7 +148,8 @@ def paged(
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(STEPS):
-            loss = trial.loss(model, tokens(step, torch_place(place)))
+            with contextlib.nullcontext() if activations is None else runtime.offload_activations(activations):
+                loss = trial.loss(model, tokens(step, torch_place(place)))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

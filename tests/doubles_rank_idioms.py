@@ -123,7 +123,10 @@ def _continued(directory: Path, rank: int, size: int, *, before: int | None, ste
 
 
 def activations(directory: Path, rank: int, size: int) -> Any:
-    """What autograd keeps goes to pages, and to disk, and the numbers stay: of a plain and of a checkpointing model."""
+    """What autograd keeps goes to pages, and to disk, and the numbers stay: of a plain and of a checkpointing model.
+
+    Once more with a device for each rank, which has less room than the activations take.
+    """
 
     def run(kind: str, *, paged: bool) -> tuple[list[Any], int]:
         torch.manual_seed(1)
@@ -131,7 +134,8 @@ def activations(directory: Path, rank: int, size: int) -> Any:
         if kind == "checkpointed":
             model.gradient_checkpointing_enable()
         own = directory.parent / f"{kind} {paged}"
-        with tiermem.offload(model, config_for(own, host_memory="768KiB")) as runtime:
+        place = {"device": "simulated", "device_memory": "1MiB"} if kind == "on a device" else {}
+        with tiermem.offload(model, config_for(own, host_memory="768KiB", **place)) as runtime:
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
             noted: list[Any] = []
             for step in range(3):
@@ -146,7 +150,7 @@ def activations(directory: Path, rank: int, size: int) -> Any:
             noted.append(parameters_of(runtime))
         return noted, on_disk
 
-    return {kind: (run(kind, paged=True), run(kind, paged=False)) for kind in ("plain", "checkpointed")}
+    return {kind: (run(kind, paged=True), run(kind, paged=False)) for kind in ("plain", "checkpointed", "on a device")}
 
 
 def one_cannot_page_activations(directory: Path, rank: int, size: int) -> Any:

@@ -57,6 +57,31 @@ def test_units_that_stay_there_have_the_bits_of_the_devices_own_adamw(name, upda
     assert statistics.total.edge("device->host").nbytes == 0
 
 
+@pytest.mark.parametrize("update_on", ["host", "auto"])
+@pytest.mark.parametrize("name", ["llama", "reentrant checkpoint", "convolutions"])
+def test_activations_in_pages_change_no_bits(name, update_on, place, tmp_path):
+    """They leave the device, and most of them host memory too."""
+    trial, threshold = TRIALS[name], 256
+    device = 4 * least_device(trial, place, tmp_path)
+    budgets = {"host": MIB, "device": device}
+    losses, weights, statistics = paged(
+        trial, place, tmp_path, update="forward", update_on=update_on, activations=threshold, **budgets
+    )
+    wanted_losses, wanted = resident(trial, place, update_on=update_on)
+    assert all(map(torch.equal, losses, wanted_losses))
+    for parameter, values in weights.items():
+        assert torch.equal(values, wanted[parameter]), parameter
+    down = statistics.total.edge("device->host").nbytes
+    assert (
+        down
+        > paged(trial, place, tmp_path, update="forward", update_on=update_on, **budgets)[2]
+        .total.edge("device->host")
+        .nbytes
+    )
+    for tier in statistics.tiers:
+        assert tier.high_water <= tier.budget
+
+
 def test_states_on_disk_too(place, tmp_path):
     trial = TRIALS["fused attention"]
     device = least_device(trial, place, tmp_path)

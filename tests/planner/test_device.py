@@ -15,6 +15,7 @@ from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.planner.device import (
+    PIECE,
     _beside,
     _needed_by_ranks,
     device_least,
@@ -103,6 +104,41 @@ def test_no_place_of_what_is_held_leaves_a_unit_without_one(data: st.DataObject,
     assert arena.clearing(own * PAGE, []) == []
     assert arena.allocate(own * PAGE) is not None
     assert arena.allocate(rounded(min(SMALLEST_TILE * 4, own * PAGE))) is not None
+
+
+@given(units=UNITS, extra=st.integers(0, 4 * MIB), settle=st.booleans())
+@settings(max_examples=200)
+def test_the_budget_named_for_activations_has_room_for_a_piece(units: list[UnitSize], extra: int, settle: bool) -> None:
+    _, device = plan_tiers(units, PLENTY, device_least(units) + extra, 16 * MIB, settle=settle)
+    enough = device.taken.least_for(PIECE)
+    assert (device.passing >= PIECE) == (device.nbytes >= enough)
+    _, device = plan_tiers(units, PLENTY, max(device.nbytes, enough), 16 * MIB, settle=settle)
+    assert device.passing >= PIECE
+
+
+@given(data=st.data(), nested=st.lists(st.integers(1, 5), max_size=2), own=st.integers(1, 12), settle=st.booleans())
+@settings(max_examples=300)
+def test_no_place_of_what_is_leased_leaves_a_piece_of_activations_without_one(
+    data: st.DataObject, nested: list[int], own: int, settle: bool
+) -> None:
+    """Everything the computation and an update can hold lies anywhere; the rest is cleared, and the piece comes."""
+    size = unit(own * PAGE // 4, sum(nested) * PAGE, len(nested))
+    budget = device_least([size]) + data.draw(st.integers(0, 60)) * PAGE
+    footprint, device = plan_tiers([size], PLENTY, budget, 1 << 16, settle=settle)
+    tile = rounded(min(footprint.tile_numel, size.trainable_numel) * 4)
+    tiles = -(-size.trainable_numel // footprint.tile_numel) if device.hold_tiles else 1
+    holds = [*(pages * PAGE for pages in nested), own * PAGE, *[tile] * tiles]
+    if device.settled:
+        holds += [own * PAGE, tile, state_tile_nbytes(size, footprint.tile_numel)]
+    assert (device.taken.nbytes, device.taken.count) == (sum(holds), len(holds))
+    piece = device.passing // PAGE * PAGE
+    if not piece:
+        return
+    arena = SlabArena(TensorSlab(torch.empty(budget, dtype=torch.uint8)), Tier.DEVICE)
+    for frame in place_among_fillers(arena, sorted(holds, reverse=True), data):
+        arena.free(frame)
+    assert arena.clearing(piece, []) == []
+    assert arena.allocate(piece) is not None
 
 
 def test_the_computation_holds_nothing_in_host_memory() -> None:

@@ -9,18 +9,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_streams import StreamDevice
 from doubles_training import Trainee, check, config_for, plain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from swap import SwapFullError
-from tiermem.pager.page import Kind
+from tiermem.memory.tiers import Tier
+from tiermem.pager.lease import Lease
+from tiermem.pager.page import Kind, PageKey
+from tiermem.runtime.beginning import Beginning
+from tiermem.runtime.blueprint import draw
+from tiermem.runtime.company import find_company
+from tiermem.runtime.face import Runtime
+from tiermem.runtime.house import build
 
 MIB = 1 << 20
 WIDTH, ROWS, DEPTH = 32, 400, 5
 THRESHOLD = 4096
 BUDGET = 384 << 10  # far less than the activations of a step
+Chain = dict[str, object]
+
+
+@pytest.fixture(params=["memory alone", "a device above it"])
+def chain(request: pytest.FixtureRequest) -> Chain:
+    """Settings of a run in memory, or with a device of as little memory whose copies take their time."""
+    if request.param == "memory alone":
+        return {}
+    return {"device": "simulated:bandwidth=400MB/s,latency=100us", "device_memory": BUDGET, "update_on": "auto"}
 
 
 class Layer(nn.Module):
@@ -86,7 +103,7 @@ def training(activations: Callable[[], object]) -> Callable[[Trainee], None]:
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "other"])
 @pytest.mark.parametrize("update", ["forward", "step"])
-def test_the_same_numbers_as_without(mode: str, update: str, tmp_path: Path) -> None:
+def test_the_same_numbers_as_without(mode: str, update: str, chain: Chain, tmp_path: Path) -> None:
     def make() -> nn.Module:
         return Tower(mode)
 
@@ -94,7 +111,7 @@ def test_the_same_numbers_as_without(mode: str, update: str, tmp_path: Path) -> 
     torch.manual_seed(1)
     model = make()
     torch.manual_seed(2)
-    with tiermem.offload(model, config_for(tmp_path, BUDGET, update)) as runtime:
+    with tiermem.offload(model, config_for(tmp_path, BUDGET, update, **chain)) as runtime:
         torch.manual_seed(2)
         trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
         training(lambda: runtime.offload_activations(THRESHOLD))(trainee)
@@ -110,8 +127,8 @@ def test_the_same_numbers_as_without(mode: str, update: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_from_the_second_step_on_backward_finds_what_was_read_ahead(tmp_path: Path) -> None:
-    with offload("reentrant", tmp_path, budget=MIB) as runtime:
+def test_from_the_second_step_on_backward_finds_what_was_read_ahead(chain: Chain, tmp_path: Path) -> None:
+    with offload("reentrant", tmp_path, **chain, budget=MIB) as runtime:
         optimizer = tiermem.AdamW(runtime.model.parameters())
         misses = []
         for _ in range(6):
@@ -127,8 +144,8 @@ def test_from_the_second_step_on_backward_finds_what_was_read_ahead(tmp_path: Pa
     assert min(misses[1:]) < misses[0], misses
 
 
-def test_views_of_one_storage_are_kept_once(tmp_path: Path) -> None:
-    with offload("plain", tmp_path, budget=4 * MIB) as runtime:
+def test_views_of_one_storage_are_kept_once(chain: Chain, tmp_path: Path) -> None:
+    with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         x = torch.randn(ROWS, 4, WIDTH, requires_grad=True)
         with runtime.offload_activations(THRESHOLD):
             y = x * 2
@@ -144,7 +161,7 @@ def test_views_of_one_storage_are_kept_once(tmp_path: Path) -> None:
         assert torch.equal(mine, expected)
 
 
-def test_pieces_of_one_storage_that_count_their_own_writes(tmp_path: Path) -> None:
+def test_pieces_of_one_storage_that_count_their_own_writes(chain: Chain, tmp_path: Path) -> None:
     """A GRU's gates: each is written once, and saved before the next one is."""
 
     def gradients(model: nn.Module, activations: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
@@ -156,15 +173,15 @@ def test_pieces_of_one_storage_that_count_their_own_writes(tmp_path: Path) -> No
 
     model = nn.GRU(WIDTH, WIDTH)
     expected = gradients(model, contextlib.nullcontext())
-    with tiermem.offload(model, config_for(tmp_path, 4 * MIB, "step")) as runtime:
+    with tiermem.offload(model, config_for(tmp_path, 4 * MIB, "step", **chain)) as runtime:
         found = gradients(model, runtime.offload_activations(THRESHOLD))
         assert nothing_is_kept(runtime)
     for mine, other in zip(found, expected, strict=True):
         assert torch.equal(mine, other)
 
 
-def test_a_small_view_of_something_large_and_small_tensors_stay_where_they_are(tmp_path: Path) -> None:
-    with offload("plain", tmp_path, budget=4 * MIB) as runtime:
+def test_a_small_view_of_something_large_and_small_tensors_stay_where_they_are(chain: Chain, tmp_path: Path) -> None:
+    with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         data = torch.randn(100 * ROWS, WIDTH)
         weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
         with runtime.offload_activations(THRESHOLD):
@@ -173,8 +190,8 @@ def test_a_small_view_of_something_large_and_small_tensors_stay_where_they_are(t
         assert runtime._activations.alive == 0
 
 
-def test_a_backward_inside_the_block_keeps_nothing_that_it_recomputes(tmp_path: Path) -> None:
-    with offload("other", tmp_path) as runtime:
+def test_a_backward_inside_the_block_keeps_nothing_that_it_recomputes(chain: Chain, tmp_path: Path) -> None:
+    with offload("other", tmp_path, **chain) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with runtime.offload_activations(THRESHOLD):
             loss = runtime.model(x).square().mean()
@@ -186,10 +203,14 @@ def test_a_backward_inside_the_block_keeps_nothing_that_it_recomputes(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "other"])
-def test_a_graph_dropped_without_backward_frees_its_pages_at_once(mode: str, tmp_path: Path) -> None:
+def test_a_graph_dropped_without_backward_frees_its_pages_at_once(mode: str, chain: Chain, tmp_path: Path) -> None:
+    checkpoint(
+        torch.sin, torch.ones(1, requires_grad=True), use_reentrant=True
+    )  # imports of torch's, which leave circles behind
+    gc.collect()
     gc.disable()
     try:
-        with offload(mode, tmp_path) as runtime:
+        with offload(mode, tmp_path, **chain) as runtime:
             for _ in range(3):
                 with runtime.offload_activations(THRESHOLD):
                     out = runtime.model(torch.randn(ROWS, WIDTH, requires_grad=True))
@@ -206,10 +227,10 @@ def test_a_graph_dropped_without_backward_frees_its_pages_at_once(mode: str, tmp
 
 
 @pytest.mark.parametrize("mode", ["plain", "other"])
-def test_checkpointed_inputs_are_freed_without_the_cycle_collector(mode: str, tmp_path: Path) -> None:
+def test_checkpointed_inputs_are_freed_without_the_cycle_collector(mode: str, chain: Chain, tmp_path: Path) -> None:
     gc.disable()
     try:
-        with offload(mode, tmp_path) as runtime:
+        with offload(mode, tmp_path, **chain) as runtime:
             with runtime.offload_activations(THRESHOLD):
                 loss = runtime.model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
             loss.backward()
@@ -218,8 +239,8 @@ def test_checkpointed_inputs_are_freed_without_the_cycle_collector(mode: str, tm
         gc.enable()
 
 
-def test_a_retained_graph_may_be_used_twice(tmp_path: Path) -> None:
-    with offload("plain", tmp_path) as runtime:
+def test_a_retained_graph_may_be_used_twice(chain: Chain, tmp_path: Path) -> None:
+    with offload("plain", tmp_path, **chain) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with runtime.offload_activations(THRESHOLD):
             loss = runtime.model(x).square().mean()
@@ -230,8 +251,8 @@ def test_a_retained_graph_may_be_used_twice(tmp_path: Path) -> None:
         assert nothing_is_kept(runtime)
 
 
-def test_what_was_changed_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
-    with offload("plain", tmp_path, budget=4 * MIB) as runtime:
+def test_what_was_changed_in_place_is_refused_as_torch_does(chain: Chain, tmp_path: Path) -> None:
+    with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with runtime.offload_activations(THRESHOLD):
             y = x * 2
@@ -251,8 +272,8 @@ def test_what_was_changed_in_place_is_refused_as_torch_does(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["plain", "other"])
-def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, tmp_path: Path) -> None:
-    with offload(mode, tmp_path) as runtime:
+def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, chain: Chain, tmp_path: Path) -> None:
+    with offload(mode, tmp_path, **chain) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
         def fail(*_):
@@ -271,8 +292,8 @@ def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["plain", "other"])
-def test_an_interrupt_in_forward_takes_the_hooks_off(mode: str, tmp_path: Path) -> None:
-    with offload(mode, tmp_path) as runtime:
+def test_an_interrupt_in_forward_takes_the_hooks_off(mode: str, chain: Chain, tmp_path: Path) -> None:
+    with offload(mode, tmp_path, **chain) as runtime:
 
         def fail(*_):
             raise KeyboardInterrupt
@@ -287,7 +308,7 @@ def test_an_interrupt_in_forward_takes_the_hooks_off(mode: str, tmp_path: Path) 
         assert nothing_is_kept(runtime)
 
 
-def test_other_hooks_inside_and_outside(tmp_path: Path) -> None:
+def test_other_hooks_inside_and_outside(chain: Chain, tmp_path: Path) -> None:
     seen: list[tuple[int, ...]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,7 +319,7 @@ def test_other_hooks_inside_and_outside(tmp_path: Path) -> None:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with offload("plain", tmp_path, budget=4 * MIB) as runtime:
+    with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         with hooks(), runtime.offload_activations(THRESHOLD):
             out = x.exp().sum() + torch.ones(3, requires_grad=True).exp().sum()
         assert seen == [(3,)], "outside: what is too small for pages"
@@ -315,7 +336,7 @@ def test_other_hooks_inside_and_outside(tmp_path: Path) -> None:
         torch.autograd.graph.saved_tensors_hooks(pack, pack).__exit__()
 
 
-def test_hooks_that_an_error_leaves_on_top_stay_and_the_error_is_seen(tmp_path: Path) -> None:
+def test_hooks_that_an_error_leaves_on_top_stay_and_the_error_is_seen(chain: Chain, tmp_path: Path) -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -325,7 +346,7 @@ def test_hooks_that_an_error_leaves_on_top_stay_and_the_error_is_seen(tmp_path: 
         left.__enter__()
         raise ArithmeticError("on purpose")
 
-    with offload("plain", tmp_path) as runtime:
+    with offload("plain", tmp_path, **chain) as runtime:
         with pytest.raises(ArithmeticError), runtime.offload_activations(THRESHOLD):
             fail()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (pack, pack)
@@ -333,23 +354,97 @@ def test_hooks_that_an_error_leaves_on_top_stay_and_the_error_is_seen(tmp_path: 
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_a_budget_without_room_names_what_is_enough(tmp_path: Path) -> None:
+def test_a_budget_without_room_names_what_is_enough(chain: Chain, tmp_path: Path) -> None:
     with pytest.raises(tiermem.BudgetError) as caught:
-        offload("plain", tmp_path, budget=4096)
+        offload("plain", tmp_path, **chain, budget=4096)
     least = int(str(caught.value).split("at least ")[1].split()[0])
-    with offload("plain", tmp_path, budget=least) as runtime:
+    with offload("plain", tmp_path, **chain, budget=least) as runtime:
         with pytest.raises(tiermem.BudgetError, match="set host_memory to") as caught, runtime.offload_activations():
             pass
         enough = int(str(caught.value).split("set host_memory to ")[1].split()[0])
-    with offload("plain", tmp_path, budget=enough) as runtime:
+    with offload("plain", tmp_path, **chain, budget=enough) as runtime:
         with runtime.offload_activations(THRESHOLD):
             loss = runtime.model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
         loss.backward()
         assert nothing_is_kept(runtime)
 
 
-def test_a_full_disk_is_an_error_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with offload("plain", tmp_path) as runtime:
+@pytest.mark.parametrize("update_on", ["host", "auto"])
+def test_of_a_device_the_least_budget_does(update_on: str, tmp_path: Path) -> None:
+    settings = {"device": "simulated", "update_on": update_on}
+    with pytest.raises(tiermem.BudgetError, match="device_memory") as caught:
+        offload("plain", tmp_path, **settings, device_memory=4096)
+    least = int(str(caught.value).split("at least ")[1].split()[0])
+    with offload("plain", tmp_path, **settings, device_memory=least) as runtime:
+        optimizer = tiermem.AdamW(runtime.model.parameters())
+        for _ in range(3):
+            with runtime.offload_activations(THRESHOLD):
+                loss = runtime.model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert nothing_is_kept(runtime)
+
+
+def test_a_device_that_its_largest_unit_fills_is_told_what_is_enough(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        frozen = nn.Linear(WIDTH, 16 * WIDTH).requires_grad_(False)
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), frozen, nn.GELU())
+
+    def config(device_memory: int) -> tiermem.Config:
+        return config_for(tmp_path, BUDGET, "step", device="simulated", device_memory=device_memory)
+
+    nbytes = 4096
+    for named in ("at least ", "set device_memory to "):
+        with (
+            pytest.raises(tiermem.BudgetError, match="device_memory") as caught,
+            tiermem.offload(model(), config(nbytes), coalesce=0) as runtime,
+            runtime.offload_activations(),
+        ):
+            pass
+        nbytes = int(str(caught.value).split(named)[1].split()[0])
+    with tiermem.offload(model(), config(nbytes), coalesce=0) as runtime:
+        with runtime.offload_activations(THRESHOLD):
+            loss = runtime.model(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        assert nothing_is_kept(runtime)
+
+
+def test_what_of_a_device_is_used_for_activations_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the copies down and up, which have streams of their own, and by whoever gets the frame next."""
+    device, whole = StreamDevice(), Lease.tensor
+    config = config_for(tmp_path, MIB, "forward", poison=False, device="simulated", device_memory=BUDGET)
+    model = Tower("plain")
+    house = build(draw(model, config, None), config, Beginning(), find_company(config), device=device)
+    with Runtime(house) as runtime:
+        arena = house.storage.arenas[Tier.DEVICE]
+        begin = arena._slab._tensor.data_ptr()
+
+        def tensor(lease: Lease, key: PageKey) -> torch.Tensor:
+            found = whole(lease, key)
+            if begin <= found.data_ptr() < begin + arena.capacity:
+                device.streams.use(found, f"{key}")
+            return found
+
+        monkeypatch.setattr(Lease, "tensor", tensor)
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(3):
+            with runtime.offload_activations(THRESHOLD):
+                loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert runtime.statistics().total.edge("device->host").nbytes > 3 * DEPTH * ROWS * WIDTH * 4
+    assert device.streams.checks > 20
+    assert device.streams.early == []
+
+
+def test_a_full_disk_is_an_error_and_training_goes_on(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offload("plain", tmp_path, **chain) as runtime:
         scratch = runtime._house.storage.extents.scratch
 
         def full(nbytes: int) -> None:
@@ -369,8 +464,8 @@ def test_a_full_disk_is_an_error_and_training_goes_on(tmp_path: Path, monkeypatc
         assert nothing_is_kept(runtime)
 
 
-def test_a_graph_that_outlives_the_runtime_says_so(tmp_path: Path) -> None:
-    runtime = offload("plain", tmp_path)
+def test_a_graph_that_outlives_the_runtime_says_so(chain: Chain, tmp_path: Path) -> None:
+    runtime = offload("plain", tmp_path, **chain)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with runtime.offload_activations(THRESHOLD):
         out = x.exp().sum()
@@ -383,8 +478,8 @@ def test_a_graph_that_outlives_the_runtime_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_commit_does_not_hold_activations(tmp_path: Path) -> None:
-    with offload("plain", tmp_path) as runtime:
+def test_a_commit_does_not_hold_activations(chain: Chain, tmp_path: Path) -> None:
+    with offload("plain", tmp_path, **chain) as runtime:
         optimizer = tiermem.AdamW(runtime.model.parameters())
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with runtime.offload_activations(THRESHOLD):
@@ -396,7 +491,7 @@ def test_a_commit_does_not_hold_activations(tmp_path: Path) -> None:
         rows = runtime._house.commits.record["plain"]
         assert not [name for name, *_ in rows if name.startswith("activation")]
         kept.backward()
-    with tiermem.offload(Tower("plain"), config_for(tmp_path, BUDGET, "forward"), resume=True) as runtime:
+    with tiermem.offload(Tower("plain"), config_for(tmp_path, BUDGET, "forward", **chain), resume=True) as runtime:
         with runtime.offload_activations(THRESHOLD):
             runtime.model(x).square().mean().backward()
         runtime.close(remove=True)

@@ -71,7 +71,7 @@ def test_experts_kept_apart_in_files_are_streamed_into_the_shards_of_all_ranks(r
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "on a device"])
 def test_activations_in_pages_change_no_number(kind: str, reports: Reports) -> None:
     for found in values(reports[2, "activations"]):
         (*paged, weights), on_disk = found[kind][0]

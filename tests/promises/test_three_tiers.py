@@ -383,16 +383,6 @@ def test_copies_wait_for_what_was_asked_of_the_device_before(update, tmp_path):
     assert device.met > 20, "copies met what the computation had left on their frames"
 
 
-def test_activations_stay_where_they_are_beside_a_device(tmp_path):
-    config = config_for(tmp_path, 64 * MIB, "step", device="simulated", device_memory=64 * MIB)
-    with (
-        tiermem.offload(Stack(), config) as runtime,
-        pytest.raises(tiermem.ConfigError, match="offload_activations"),
-        runtime.offload_activations(),
-    ):
-        pass
-
-
 def test_early_updates_that_do_not_count_leave_nothing_on_the_device(tmp_path):
     """Clipped, or skipped for an infinite gradient: "backward" has the bits of "step", whatever it took back."""
     masters = []

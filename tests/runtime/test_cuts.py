@@ -403,8 +403,9 @@ def test_random_numbers_of_each_micro_batch_go_on_in_its_segments(tmp_path):
         beside.compare()
 
 
-def test_with_activations_in_pages(tmp_path):
-    beside = Beside(Chain, tmp_path)
+@pytest.mark.parametrize("settings", [{}, {"device": "simulated", "device_memory": "1MiB"}])
+def test_with_activations_in_pages(settings, tmp_path):
+    beside = Beside(Chain, tmp_path, **settings)
     with beside.runtime:
         for _ in range(3):
             batches = [torch.randn(4096, 16) for _ in range(3)]

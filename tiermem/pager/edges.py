@@ -64,6 +64,10 @@ class Chain:
         """The tier on which this lane works on a unit's pages."""
         return self.top if lane is Lane.COMPUTE or unit in self.settled else Tier.HOST
 
+    def settles(self, key: PageKey) -> bool:
+        """Whether the page is one of a settled unit; those of activations are numbered, but of no unit."""
+        return key.unit in self.settled and key.kind is not Kind.ACTIVATION
+
     def keeps(self, key: PageKey) -> bool:
         """Whether the page stays in HOST by choice."""
         return key.kind is Kind.PARAM and key.unit in self.kept

@@ -257,7 +257,7 @@ class Residency:
         a settled unit are on the DEVICE for both, and `SETTLED` there: whatever else may go does so before.
         """
         top = self.chain.top
-        if page.key.unit in self.chain.settled and (tier is top or top in page.valid):
+        if self.chain.settles(page.key) and (tier is top or top in page.valid):
             return SETTLED if tier is top else self.forecast.next_use(page.key, self._last_use.get(page.key, 0), ())
         forecast, key, last = self.forecast, page.key, self._last_use.get(page.key, 0)
         if tier is top is not Tier.HOST:

@@ -13,6 +13,10 @@ Several ranks hold more there: what is gathered, the shard it comes from, a buck
 the other ranks' buckets. For each the same rule is asked for, with everything that can lie on the device beside it
 (`_needed_by_ranks`).
 
+Activations pass through pieces that are leased one at a time, by the computation, which asks for nothing else
+meanwhile. So it is enough that a piece finds its place beside all that can be leased at that moment
+(`DeviceFootprint.passing`). Room for a small one is left wherever anything else fits that way.
+
 Settling. A unit whose state stays on the device is updated there, and none of its bytes travels. Units are settled from
 the first one on: their gradients come last in backward, so that their update has nothing to hide behind. The first
 two are settled wherever they fit beside what computation and update lease, and a unit read ahead; more of them as long
@@ -39,8 +43,22 @@ from tiermem.planner.tilesizes import SMALLEST_TILE
 
 # Units whose update nothing follows in backward that it could hide behind: the first of the model.
 _EXPOSED = 2
+# The smallest piece in which activations pass through, bytes: one block of a frame.
+PIECE = rounded(1)
 # Elements of a tile where nobody says, more or less.
 _USUAL_TILE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Leased frames: how many they may be at most, and their bytes together."""
+
+    nbytes: int
+    count: int
+
+    def least_for(self, frame: int) -> int:
+        """The device budget, bytes, in which a frame of so many bytes finds its place beside them."""
+        return self.nbytes + (self.count + 1) * rounded(frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class DeviceFootprint:
         look_ahead: bytes fetched ahead at most.
         least: the smallest budget that would work, bytes.
         settled: units whose parameters, gradients and state stay on the device, where they are updated, by number.
+        taken: what may be leased at most while something small comes and goes (activations).
     """
 
     nbytes: int
@@ -64,6 +83,12 @@ class DeviceFootprint:
     look_ahead: int
     least: int
     settled: tuple[int, ...] = ()
+    taken: Leased = Leased(0, 0)
+
+    @property
+    def passing(self) -> int:
+        """The largest frame, bytes, that finds its place whatever is leased; 0: none does."""
+        return max(0, self.nbytes - self.taken.nbytes) // (self.taken.count + 1)
 
 
 def plan_tiers(
@@ -94,33 +119,42 @@ def plan_tiers(
             f"parameters) needs at least {least} bytes on the device to be computed; "
             f"set device_memory to {least} bytes or more, or pass smaller units"
         )
-    below = _below(units)
-    while True:
-        footprint = plan_footprint(below, host, tile_nbytes, look_ahead, tile=tile, gaps=True)
-        needed = leased_nbytes(units, footprint.tile_numel, roomy=False)
-        if needed <= device or tile is not None or footprint.tile_numel <= SMALLEST_TILE:
-            break
-        tile_nbytes //= 2
-    if needed > device:
-        raise BudgetError(
-            f"device_memory is {device} bytes, but with gradient tiles of {footprint.tile_numel} elements it takes "
-            f"{needed}; raise device_memory"
-        )
-    alone = all(unit.ranks == 1 for unit in units)
-    wished = leased_nbytes(units, footprint.tile_numel, roomy=True)
+    for piece in (PIECE, 0):
+        nbytes = tile_nbytes
+        while True:
+            footprint = plan_footprint(_below(units), host, nbytes, look_ahead, tile=tile, gaps=True)
+            needed = _needed(units, footprint.tile_numel, piece)
+            if needed <= device:
+                return footprint, _plan_above(units, device, footprint, piece, settle=settle)
+            if tile is not None or footprint.tile_numel <= SMALLEST_TILE:
+                break
+            nbytes //= 2
+    raise BudgetError(
+        f"device_memory is {device} bytes, but with gradient tiles of {footprint.tile_numel} elements it takes "
+        f"{needed}; raise device_memory"
+    )
+
+
+def _plan_above(
+    units: Sequence[UnitSize], device: int, footprint: Footprint, piece: int, *, settle: bool
+) -> DeviceFootprint:
+    """How the device is shared out beside this sharing of host memory; a piece of so many bytes passes through."""
+    tile_numel, alone = footprint.tile_numel, all(unit.ranks == 1 for unit in units)
+    wished = _needed(units, tile_numel, piece, roomy=True)
     # Where updates wait to be asked for, only the computation asks, and it comes too late for what is gathered ahead.
     roomy = wished <= device and (alone or not footprint.serial)
-    settled = _settled(units, device, footprint.tile_numel) if settle and roomy else ()
-    left = device - sum(settled_nbytes(units[number], footprint.tile_numel) for number in settled)
-    spare = left - (wished if roomy else needed)
-    return footprint, DeviceFootprint(
+    settled = _settled(units, device, tile_numel, piece) if settle and roomy else ()
+    left = device - sum(settled_nbytes(units[number], tile_numel) for number in settled)
+    spare = left - (wished if roomy else _needed(units, tile_numel, piece))
+    return DeviceFootprint(
         nbytes=device,
         hold_tiles=roomy and alone,
         beside=roomy and not alone,
-        reserve=max((_tile(unit, footprint.tile_numel) for unit in units), default=0),
+        reserve=max((_tile(unit, tile_numel) for unit in units), default=0),
         look_ahead=max(spare, left // 2),
-        least=least,
+        least=device_least(units),
         settled=settled,
+        taken=_taken(units, tile_numel, roomy=roomy, updated=[units[number] for number in settled]),
     )
 
 
@@ -140,8 +174,8 @@ def settled_nbytes(unit: UnitSize, tile_numel: int) -> int:
     return rounded(unit.param_nbytes) + tiles * (_tile(unit, tile_numel) + state_tile_nbytes(unit, tile_numel))
 
 
-def _settled(units: Sequence[UnitSize], device: int, tile_numel: int) -> tuple[int, ...]:
-    """The units to settle: see "Settling"."""
+def _settled(units: Sequence[UnitSize], device: int, tile_numel: int, piece: int) -> tuple[int, ...]:
+    """The units to settle: see "Settling"; beside their updates a piece of so many bytes passes through."""
     found: list[int] = []
     taken, parameters = 0, sum(rounded(unit.param_nbytes) for unit in units)
     for number, unit in enumerate(units):
@@ -149,7 +183,10 @@ def _settled(units: Sequence[UnitSize], device: int, tile_numel: int) -> tuple[i
             continue
         taken += settled_nbytes(unit, tile_numel)
         parameters -= rounded(unit.param_nbytes)
-        leased = _beside(units, tile_numel, [*(units[other] for other in found), unit])
+        updated = [*(units[other] for other in found), unit]
+        if piece and _taken(units, tile_numel, roomy=True, updated=updated).least_for(piece) > device:
+            break
+        leased = _beside(units, tile_numel, updated)
         ahead = max(rounded(each.param_nbytes) for each in units)
         if taken + leased + (min(ahead, parameters) if len(found) < _EXPOSED else parameters) > device:
             break
@@ -225,6 +262,25 @@ def leased_nbytes(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) ->
 
 def _tile(unit: UnitSize, tile_numel: int) -> int:
     return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
+
+
+def _needed(units: Sequence[UnitSize], tile_numel: int, piece: int, *, roomy: bool = False) -> int:
+    """As `leased_nbytes`, and enough for a piece of activations (bytes; 0: none) beside it."""
+    leased = leased_nbytes(units, tile_numel, roomy=roomy)
+    return max(leased, _taken(units, tile_numel, roomy=roomy).least_for(piece)) if piece and units else leased
+
+
+def _taken(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool, updated: Sequence[UnitSize] = ()) -> Leased:
+    """All that can be leased on the device while a unit is computed: by the computation, and to update `updated`."""
+    of = _RankFrames(units, tile_numel)
+    tiles = max((-(-unit.trainable_numel // tile_numel) for unit in units), default=0) if roomy else 1
+    frames = [of.computed, *[of.tile] * tiles]
+    if any(unit.ranks > 1 for unit in units):
+        frames = [*[of.computed, of.bucket] * (2 if roomy else 1), of.sent, of.received, of.tile]
+    if updated:
+        state = max(state_tile_nbytes(unit, tile_numel) for unit in updated)
+        frames += [max(rounded(unit.param_nbytes) for unit in updated), of.tile, state]
+    return Leased(of.around + sum(frames), of.count + len(frames))
 
 
 class _RankFrames:

@@ -2,7 +2,8 @@
 
 Owns the size of their pages, and the time in which their hooks are active. Does not know how they are kept
 (`zero3.activations`). Guarantees that the bytes leased for them are bytes which no other lease is ever counted on to
-give back, and that the hooks are off when the block has ended, whatever ended it.
+give back (on a device: that they find their place whatever else is leased there), and that the hooks are off when the
+block has ended, whatever ended it.
 """
 
 from __future__ import annotations
@@ -10,37 +11,49 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tiermem.errors import BudgetError, ConfigError
+from tiermem.errors import BudgetError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.sizes import parse_bytes
 from tiermem.memory.tiers import Tier
+from tiermem.planner.device import PIECE
 from tiermem.planner.footprint import PASSING
 from tiermem.runtime.house import House
 from tiermem.zero3.activations import ActivationHooks, ActivationStore
 
 # Two pieces are leased at one time (see `ActivationStore`); each costs a message there and back, whatever its size.
 _PIECES = 2
+# Beside a device one: a piece that is granted lies in the way of others while the computation waits for the one before.
+_PIECES_ABOVE = 1
 
 
 def make_store(house: House) -> ActivationStore:
     """Where the model's activations are kept.
 
-    Raises BudgetError if the budget leaves no room to pass them through, ConfigError beside a device.
+    Raises BudgetError if a budget leaves no room to pass them through.
     """
     footprint, storage = house.footprint, house.storage
-    if storage.device is not None:
-        raise ConfigError(
-            f"offload_activations with device={house.config.device!r}: activations are offloaded from host memory only "
-            "so far; use device='cpu', or gradient checkpointing"
-        )
     if footprint.passing < PASSING:
         raise BudgetError(
             f"host_memory is {storage.arenas[Tier.HOST].capacity} bytes, of which parameters, gradients and updates "
             f"leave {footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory "
             f"to {footprint.least + PASSING} bytes or more"
         )
-    piece = min(footprint.passing // _PIECES, house.config.block_nbytes) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
-    return ActivationStore(storage.pager, house.scheduler.order.touch, piece_nbytes=piece)
+    most, at_once = min(footprint.passing // _PIECES, house.config.block_nbytes), _PIECES
+    if house.device is not None:
+        if house.device.passing < PIECE:
+            raise BudgetError(
+                f"device_memory is {house.device.nbytes} bytes, of which computation and updates may lease "
+                f"{house.device.taken.nbytes} in {house.device.taken.count} pieces; to pass activations through beside "
+                f"them, set device_memory to {house.device.taken.least_for(PIECE)} bytes or more"
+            )
+        most, at_once = min(most, house.device.passing), _PIECES_ABOVE
+    return ActivationStore(
+        storage.pager,
+        house.scheduler.order.touch,
+        piece_nbytes=most // FRAME_ALIGNMENT * FRAME_ALIGNMENT,
+        at_once=at_once,
+        device=storage.torch_device,
+    )
 
 
 @contextmanager

@@ -288,12 +288,14 @@ class Runtime(Closing):
     def offload_activations(self, threshold: int | str = "1MiB") -> Iterator[None]:
         """Keep what autograd saves for backward in pages: HOST as far as the budget goes, the rest in SWAP.
 
+        Beside a device they leave its memory: what was computed there passes through frames of `device_memory`.
+
         Put it around the forward; backward may be inside or outside. With torch.utils.checkpoint it keeps the inputs of
         the checkpointed parts, without it all activations. `threshold`: bytes (or text, "1MiB") below which a saved
         tensor stays where it is. The numbers do not change. Room on disk is taken as it is needed and given back by
-        `close`. One thread at a time; tensors that are not on the CPU are left alone.
+        `close`. One thread at a time; tensors that are not where the model computes are left alone.
 
-        Raises BudgetError, naming the least that works, if the budget leaves no room to pass tensors through; inside,
+        Raises BudgetError, naming the least that works, if a budget leaves no room to pass tensors through; inside,
         forward and backward raise swap.SwapFullError where the disk is full, or an I/O error.
         """
         house = self._open()

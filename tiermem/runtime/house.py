@@ -26,6 +26,7 @@ from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
+from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, rounded
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
@@ -67,6 +68,7 @@ class House:
     divided: ModelUnits
     layouts: tuple[UnitLayout, ...]
     footprint: Footprint
+    device: DeviceFootprint | None
     storage: Storage
     parameters: Sequence[nn.Parameter]
     gatherer: Gatherer
@@ -215,9 +217,7 @@ def _furnish(
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
-    buffers = BufferWatch(blueprint.divided.model)
-    if weights is not None:
-        weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
+    buffers = _watch_buffers(blueprint.divided.model, weights)
     if beginning.past is not None:
         take_over(beginning.past, steps, buffers)
     for number, parameter in enumerate(parameters):
@@ -227,6 +227,7 @@ def _furnish(
         blueprint.divided,
         layouts,
         footprint,
+        blueprint.device,
         storage,
         parameters,
         gatherer,
@@ -243,6 +244,13 @@ def _furnish(
         company,
         conductor,
     )
+
+
+def _watch_buffers(model: nn.Module, weights: WeightSource | None) -> BufferWatch:
+    buffers = BufferWatch(model)
+    if weights is not None:
+        weights.fill_buffers(model)  # watched: what a resumed run does not read again is committed
+    return buffers
 
 
 def _plans(

@@ -9,6 +9,9 @@ Leases are short. A page is leased while its bytes are copied, never longer, so 
 the few bytes which the plan leaves beside parameters, gradients and updates. In between the pages are the pager's:
 they stay in HOST or go to SWAP like all others. A copy that is still being written down is read from HOST.
 
+Beside a device the pages are leased there: a tensor is copied from frame to frame by the device itself, in the order of
+what was asked of it, so that nobody waits for it; the pager brings the bytes down and up beside the computation.
+
 Numbers. The n-th storage alive is page n, its pieces are the tiles; a number is free again when its storage is. Hence
 equal steps touch equal pages in an equal order, and the recorded order of a step says when each is needed next.
 """
@@ -44,6 +47,7 @@ from tiermem.zero3.sources import Lease, PendingLease
 # keeps it anyway (a batch is a slice of the data set), and would be copied for nothing.
 _LEAST_PART = 8
 _UNKNOWN = -1  # the size of a page that has to be made anew
+_PROCESSOR = torch.device("cpu")
 
 
 class PageRoom(Protocol):
@@ -74,7 +78,7 @@ class _Bytes:
         # Shares the version counter, but nothing else: assigning `.data` changes what a tensor holds and leaves its
         # counter alone. So a later change in place is seen here though the tensor itself is gone.
         self.shadow = tensor.detach()
-        self.shadow.data = torch.empty(0, dtype=tensor.dtype)
+        self.shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         # Keeps the storage's name from being used again, not the storage.
         self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
@@ -104,14 +108,25 @@ class PagedTensor:
 class ActivationStore:
     """Saved storages as pages. Written and read on the compute thread; they may die on any."""
 
-    def __init__(self, pager: PageRoom, touch: Callable[[PageKey], None], *, piece_nbytes: int) -> None:
+    def __init__(
+        self,
+        pager: PageRoom,
+        touch: Callable[[PageKey], None],
+        *,
+        piece_nbytes: int,
+        at_once: int,
+        device: torch.device = _PROCESSOR,
+    ) -> None:
         """`touch(key)` is told of every page written or read, in order; a page has `piece_nbytes` bytes at most.
 
-        Two pages are leased at one time while a tensor is read, one while it is written.
+        `at_once` pages are leased at one time while a tensor is read, one while it is written. `device`: where pages
+        are leased; tensors that are elsewhere are none of the store's.
         """
+        self.device = device
         self._pager = pager
         self._touch = touch
         self._piece = piece_nbytes
+        self._at_once = at_once
         self._alive: weakref.WeakValueDictionary[tuple[int, int], _Bytes] = weakref.WeakValueDictionary()
         self._sizes: list[list[int]] = []  # of each number's pages, as the pager knows them
         self._free: list[int] = []
@@ -139,12 +154,12 @@ class ActivationStore:
         return PagedTensor(held, tensor)
 
     def read(self, held: _Bytes) -> torch.Tensor:
-        """The bytes, 1-D uint8, on storage of their own; waits. Asks for one piece ahead of the one being copied."""
-        flat = torch.empty(held.nbytes, dtype=torch.uint8)
+        """The bytes, 1-D uint8, on storage of their own; waits. Asks for pieces ahead of the one being copied."""
+        flat = torch.empty(held.nbytes, dtype=torch.uint8, device=self.device)
         pending: deque[PendingLease] = deque()
         try:
             for index, target in enumerate(self._pieces(flat)):
-                ahead = held.keys[index + len(pending) : index + 2]
+                ahead = held.keys[index + len(pending) : index + self._at_once]
                 pending.extend(self._pager.start_lease([key], Intent.READ) for key in ahead)
                 with pending.popleft().wait() as lease:
                     target.copy_(lease.tensor(held.keys[index]))
@@ -163,7 +178,7 @@ class ActivationStore:
         self._dead.append(held.number)
 
     def _write(self, tensor: torch.Tensor) -> _Bytes:
-        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
         pieces = self._pieces(flat)
         number = self._place([piece.numel() for piece in pieces])
         held = _Bytes(self, number, [_key(number, tile) for tile in range(len(pieces))], tensor)
@@ -275,7 +290,11 @@ class ActivationHooks:
         return leave_to(self._outer, tensor)
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.device != self._store.device
+            or tensor.layout is not torch.strided
+        ):
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or backward_number() >= 0:
             return False  # what is recomputed in backward is used at once
