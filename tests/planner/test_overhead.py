@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiermem
-from tiermem.planner.overhead import beside_pages
+from tiermem.planner.overhead import beside_pages, budget_with
 from tiermem.runtime.blueprint import draw
 
 
@@ -21,6 +21,15 @@ def test_a_larger_budget_has_more_for_pages_and_small_ones_have_all(small: int, 
     assert small + more - taken[1] >= small - taken[0] - 4096
     assert small > 64 * MIB or taken[0] == 0
     assert taken[0] <= (56 if compiled else 12) * MIB
+
+
+@given(blocks=st.integers(1, 1 << 20), compiled=st.booleans())
+def test_the_smallest_budget_with_so_many_bytes_for_pages(blocks: int, compiled: bool) -> None:
+    pages = blocks * 4096
+    enough = budget_with(pages, compiled=compiled)
+    assert enough - beside_pages(enough, compiled=compiled) >= pages
+    less = enough - 4096
+    assert less - beside_pages(less, compiled=compiled) < pages
 
 
 def test_the_numbers() -> None:

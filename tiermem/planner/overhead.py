@@ -19,3 +19,11 @@ def beside_pages(budget: int, *, compiled: bool) -> int:
     """Bytes of a host budget that are not for pages; `compiled`: whether the update has machine code of its own."""
     taken = _RECORD_NBYTES + (_LOOPS_NBYTES if compiled else 0)
     return min(taken, max(0, budget - _ALL_PAGES) // _SHARE) // _PAGE * _PAGE
+
+
+def budget_with(pages: int, *, compiled: bool) -> int:
+    """The smallest host budget of which so many bytes are for pages (whole blocks of 4096)."""
+    budget = pages
+    while (missing := pages - (budget - beside_pages(budget, compiled=compiled))) > 0:
+        budget += missing
+    return budget

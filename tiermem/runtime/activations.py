@@ -15,8 +15,10 @@ from tiermem.errors import BudgetError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.sizes import parse_bytes
 from tiermem.memory.tiers import Tier
+from tiermem.optim.compiled import are_wanted
 from tiermem.planner.device import PIECE
 from tiermem.planner.footprint import PASSING
+from tiermem.planner.overhead import budget_with
 from tiermem.runtime.house import House
 from tiermem.zero3.activations import ActivationHooks, ActivationStore
 
@@ -33,10 +35,12 @@ def make_store(house: House) -> ActivationStore:
     """
     footprint, storage = house.footprint, house.storage
     if footprint.passing < PASSING:
+        loops = are_wanted(house.config.dtype, house.config.moments)
+        enough = budget_with(footprint.least + PASSING, compiled=loops)
         raise BudgetError(
-            f"host_memory is {storage.arenas[Tier.HOST].capacity} bytes, of which parameters, gradients and updates "
-            f"leave {footprint.passing}; offloading activations needs {PASSING} to pass them through: set host_memory "
-            f"to {footprint.least + PASSING} bytes or more"
+            f"host_memory is {storage.arenas[Tier.HOST].capacity + storage.beside_nbytes} bytes, of which parameters, "
+            f"gradients and updates leave {footprint.passing}; offloading activations needs {PASSING} to pass them "
+            f"through: set host_memory to {enough} bytes or more"
         )
     most, at_once = min(footprint.passing // _PIECES, house.config.block_nbytes), _PIECES
     if house.device is not None:
