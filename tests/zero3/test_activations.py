@@ -23,13 +23,14 @@ class ShelfLease:
         self.shelf, self.key = shelf, key
 
     def wait(self) -> ShelfLease:
+        self.shelf.pending -= 1
         if self.key in self.shelf.failing:
             raise CapacityError("no room, on purpose")
         self.shelf.leased += 1
         return self
 
     def give_up(self) -> None:
-        pass
+        self.shelf.pending -= 1
 
     def tensor(self, key: PageKey) -> torch.Tensor:
         assert key == self.key
@@ -51,6 +52,8 @@ class Shelf:
         self.stuck: set[PageKey] = set()
         self.failing: set[PageKey] = set()
         self.leased = 0
+        self.pending = 0
+        self.asked = 0  # at one time, at most
 
     def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
         assert replace
@@ -64,6 +67,8 @@ class Shelf:
         (key,) = keys
         assert (key in self.full) or intent is Intent.FRESH
         self.full.add(key)
+        self.pending += 1
+        self.asked = max(self.asked, self.pending)
         return ShelfLease(self, key)
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
@@ -72,9 +77,9 @@ class Shelf:
         self.full.difference_update(keys)
 
 
-def store(shelf: Shelf) -> tuple[ActivationStore, list[PageKey]]:
+def store(shelf: Shelf, at_once: int = 2) -> tuple[ActivationStore, list[PageKey]]:
     touched: list[PageKey] = []
-    return ActivationStore(shelf, touched.append, piece_nbytes=PIECE), touched
+    return ActivationStore(shelf, touched.append, piece_nbytes=PIECE, at_once=at_once), touched
 
 
 @settings(max_examples=60)
@@ -100,6 +105,16 @@ def test_what_is_kept_comes_back_and_pages_are_as_many_as_most_were_alive(
     assert kept.alive == 0
     assert shelf.full == set()
     assert shelf.leased == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_no_more_pieces_are_held_than_there_may_be(at_once: int) -> None:
+    shelf = Shelf()
+    kept, _ = store(shelf, at_once)
+    tensor = torch.randn(5 * PIECE // 4)
+    assert torch.equal(kept.keep(tensor).restore(), tensor)
+    assert shelf.asked == at_once
+    assert shelf.pending == 0
 
 
 def test_views_of_a_storage_share_pages_and_keep_their_form() -> None:
