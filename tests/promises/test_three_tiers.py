@@ -292,6 +292,25 @@ def test_half_precision_has_the_bits_of_two_tiers(update, dtype, tmp_path):
     assert all(map(torch.equal, *masters))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_device_needs_no_room_for_state_that_is_updated_in_host_memory(dtype, tmp_path):
+    """With 16-bit parameters a tile of state can be larger than a unit and its gradients with their gaps together."""
+    nbytes = 256 << 10
+    masters = []
+    for settings in ({}, {"device": "simulated", "device_memory": nbytes}):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(170, 170)
+        config = config_for(tmp_path, 64 * MIB, "step", param_dtype=dtype, **settings)
+        assert draw(model, config, None).states[0].state_nbytes(0) > nbytes
+        with tiermem.offload(model, config) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                model(torch.ones(2, 170, dtype=getattr(torch, dtype))).square().mean().backward()
+                optimizer.step()
+            masters.append([runtime.master(parameter) for parameter in model.parameters()])
+    assert all(map(torch.equal, *masters))
+
+
 def test_a_snapshot_of_three_tiers_continues_on_two(tmp_path):
     folders = [tmp_path / name for name in ("device", "processor")]
     for folder in folders:

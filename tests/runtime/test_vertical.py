@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doubles_models import Block, Stack
+from doubles_models import Block, Stack, mlp
 from doubles_scenarios import Branches, Convolutions, Regularised, Twice, Wide
 from doubles_together import leased_pages
 from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_unit, same, within_budgets
@@ -468,6 +468,28 @@ def test_micro_batches_that_need_different_units_are_served(update, tmp_path):
                 optimizer.zero_grad()
             for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
                 assert torch.allclose(runtime.parameter(mine), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_are_computed_by_as_many_threads_as_the_caller_has(tmp_path):
+    """OpenMP has a number for each thread, which MKL goes by: with another one products have other last bits."""
+    if team_loops() is None:
+        pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
+    from tiermem.zero3.team import _library
+
+    model, before, found = mlp(), torch.get_num_threads(), []
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        found.append(_library.omp_get_max_threads())
+        return squares(model, batch)
+
+    torch.set_num_threads(3)
+    try:
+        with tiermem.offload(model, config_for(tmp_path, MIB, "step")) as runtime:
+            for _ in range(2):
+                runtime.forward_backward(rows(6)(3), loss)
+        assert found == [3] * 6
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_autocast_and_saved_tensor_hooks_of_the_caller_count(tmp_path):

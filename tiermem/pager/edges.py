@@ -73,8 +73,13 @@ class Chain:
         return key.kind is Kind.PARAM and key.unit in self.kept
 
     def tiers_of(self, key: PageKey) -> Sequence[Tier]:
-        """The tiers where a page takes room; what is exchanged among ranks comes, and mostly goes, on the top one."""
-        return self.memory_tiers[-1:] if key.kind is Kind.TRANSIT else self.memory_tiers
+        """The tiers where a page takes room; what is exchanged among ranks comes, and mostly goes, on the top one.
+
+        State is leased by updates only, so that of a unit which is not settled never lies above HOST.
+        """
+        if key.kind is Kind.TRANSIT:
+            return self.memory_tiers[-1:]
+        return self.memory_tiers[:1] if key.kind is Kind.STATE and key.unit not in self.settled else self.memory_tiers
 
     def room(self, nbytes: int) -> int:
         """Bytes that a frame for `nbytes` bytes takes."""

@@ -1,9 +1,9 @@
 """Several micro-batches through the model together: every unit is brought once per pass, however many there are.
 
 Owns what a micro-batch does (forward, loss, backward) and the surroundings it does it in: autocast, saved-tensor hooks,
-device, stream and random numbers. Does not know units or threads (`zero3/lockstep.py` does). Guarantees the numbers of
-ordinary accumulation of the same micro-batches in the same order, bit for bit, given the same random numbers; and that
-after an error nothing runs on.
+number of threads, device, stream and random numbers. Does not know units or threads (`zero3/lockstep.py` does).
+Guarantees the numbers of ordinary accumulation of the same micro-batches in the same order, bit for bit, given the same
+random numbers; and that after an error nothing runs on.
 
 Random numbers. In ordinary accumulation micro-batch 1 goes on where micro-batch 0 has stopped. Here they alternate, so
 each gets a generator of its own: micro-batch i is seeded with number i of `torch.randint(2**63 - 1, (count,))`, drawn
@@ -84,6 +84,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._hooks = top_hooks()
+        self._threads = torch.get_num_threads()
         self._cache = torch.is_autocast_cache_enabled()
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST]
         # A new thread has the first device and that one's default stream, whatever the caller has chosen.
@@ -92,6 +93,10 @@ class Surroundings:
 
     def enter(self, stack: ExitStack) -> None:
         """Make them this thread's, until the stack is closed."""
+        # A new thread has as many of OpenMP's as the process began with, until torch is asked; MKL and oneDNN do not
+        # ask, and with another number the last bit of their products may be another.
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
         if self._stream is not None:
             stack.enter_context(torch.cuda.stream(self._stream))
         for kind, dtype, enabled in self._autocast:
