@@ -21,6 +21,7 @@ from torch import nn
 
 from swap import FormatError
 from tiermem.checkpoint.conversion import find_origins
+from tiermem.checkpoint.generation import generation_beside, take_generation
 from tiermem.checkpoint.naming import Expected, Rules, fits, match
 from tiermem.checkpoint.pieces import Piece
 from tiermem.checkpoint.tensor_file import (
@@ -42,9 +43,10 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class PretrainedWeights:
     """Tensors of one or several files, by the names of one model. A `WeightSource`; made by `open_weights`."""
 
-    def __init__(self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]]) -> None:
-        """`places`: for the first name of each parameter or buffer, where its pieces are."""
+    def __init__(self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]], generation: Any | None = None) -> None:
+        """`places`: for the first name of each parameter or buffer, where its pieces are; `generation`: see there."""
         self._places = places
+        self._generation = generation
 
     def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
         """The model's own dtype, as `from_pretrained` converts; None if it is not there."""
@@ -68,8 +70,9 @@ class PretrainedWeights:
                     _read(reader, piece.info, piece.place(values.detach()))
         return True
 
-    def fill_buffers(self, model: nn.Module) -> None:
-        """Give the model's buffers the values that are in the files."""
+    def fill_others(self, model: nn.Module) -> None:
+        """Give the model's buffers the values that are in the files, and the model how it generates."""
+        take_generation(model, self._generation)
         for name, buffer in model.named_buffers():
             if name in self._places:
                 values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
@@ -100,7 +103,8 @@ def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: boo
             advice += "; build the model with its from_pretrained and offload it without weights= to have it converted"
         raise ConfigError(f"weights={os.fspath(path)!r} does not fit {type(model).__name__}: {problems}{advice}")
     return PretrainedWeights(
-        {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()}
+        {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()},
+        generation_beside(model, path),
     )
 
 

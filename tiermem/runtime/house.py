@@ -217,9 +217,9 @@ def _furnish(
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
     buffers = BufferWatch(blueprint.divided.model)
     if weights is not None:
-        weights.fill_buffers(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
+        weights.fill_others(blueprint.divided.model)  # watched: what a resumed run does not read again is committed
     if beginning.past is not None:
-        take_over(beginning.past, steps, buffers)
+        take_over(beginning.past, steps, buffers, blueprint.divided.model)
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     return House(
