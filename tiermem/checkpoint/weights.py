@@ -22,7 +22,7 @@ from torch import nn
 from swap import FormatError
 from tiermem.checkpoint.conversion import find_origins
 from tiermem.checkpoint.generation import generation_beside, take_generation
-from tiermem.checkpoint.naming import Expected, Rules, fits, match
+from tiermem.checkpoint.naming import Expected, Match, Rules, fits, match
 from tiermem.checkpoint.pieces import Piece
 from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
@@ -33,6 +33,7 @@ from tiermem.checkpoint.tensor_file import (
     open_tensors,
     read_text,
 )
+from tiermem.checkpoint.ties import is_same
 from tiermem.errors import ConfigError, InvariantError
 
 SINGLE = "model.safetensors"
@@ -96,9 +97,13 @@ def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: boo
     known = {name for wanted in expected for name in wanted.names}
     origins = find_origins(model, tensors, lambda name: fits(name, known, rules.prefix))
     result = match(expected, {name: info for name, (_, info) in tensors.items()}, rules, origins)
+    if not result.problems(partial=partial):  # else there is no need to read values
+        result.untied = _untied(result, tensors)
     problems = result.problems(partial=partial)
     if problems:
         advice = "; pass init= to have what is missing initialised" if result.missing and not partial else ""
+        if result.untied:
+            advice += "; build the model untied (tie_word_embeddings=False in its configuration), as these were trained"
         if result.obstacles:
             advice += "; build the model with its from_pretrained and offload it without weights= to have it converted"
         raise ConfigError(f"weights={os.fspath(path)!r} does not fit {type(model).__name__}: {problems}{advice}")
@@ -106,6 +111,15 @@ def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: boo
         {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()},
         generation_beside(model, path),
     )
+
+
+def _untied(result: Match, tensors: Mapping[str, tuple[TensorFile, TensorInfo]]) -> list[str]:
+    """Pairs of tensors with different values for one parameter: one of them would be lost without a word."""
+    return [
+        f"{taken.name} and {other.name}"
+        for wanted, taken, other in result.copies
+        if not is_same((tensors[taken.name][0], taken), (tensors[other.name][0], other), wanted.dtype)
+    ]
 
 
 def expected_of(model: nn.Module) -> list[Expected]:
