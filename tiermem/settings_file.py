@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiermem.errors import ConfigError
+from tiermem.output_file import write_whole
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -31,11 +32,11 @@ def read_settings(file: Path) -> dict[str, Any]:
 def write_settings(file: Path, settings: Mapping[str, str | int | float | bool | list[str]]) -> None:
     """Write the table to a `.toml` or `.json` file. Raises ConfigError for another ending, and OSError."""
     if _form_of(file) == "json":
-        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps(settings, indent=2) + "\n")
         return
     # JSON's numbers, booleans, lists and text are TOML's too, but for surrogate escapes and an unescaped DEL.
     lines = (f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items())
-    file.write_text("".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
+    write_whole(file, "".join(lines).replace("\x7f", "\\u007f"))
 
 
 def _form_of(file: Path) -> Literal["toml", "json"]:

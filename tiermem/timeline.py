@@ -13,7 +13,8 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from tiermem.output_file import write_whole
 
 COMPUTE_LANE = "compute"
 UPDATE_LANE = "update"
@@ -72,9 +73,9 @@ class Timeline:
         return list(self._events.copy())
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the events as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open."""
+        """Write the events as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open. Raises OSError."""
         text = json.dumps(chrome_trace(self.events(), self.levels(), process=os.getpid()), default=str)
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        write_whole(path, text)
 
 
 def chrome_trace(events: Sequence[Event], levels: Sequence[Level] = (), *, process: int) -> dict[str, object]:

@@ -21,6 +21,7 @@ FLOORS = {
     "tiermem.settings_file": 1,
     "tiermem.ahead": 1,
     "tiermem.stats": 1,
+    "tiermem.output_file": 1,
     "tiermem.timeline": 1,
     "tiermem.overlap": 1,
     "tiermem.process": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tiermem.cli import doctor, main
-from tiermem.cli.drives import DriveReport, drive_node, is_rotational, queue_attribute
+from tiermem.cli import doctor, drives, main
+from tiermem.cli.drives import DriveReport, drive_node, examine_drive, is_rotational, queue_attribute
 from tiermem.cli.findings import Finding, Gpu, Limits, about_cpu, about_drive, about_gpus, about_memory, about_nodes
 from tiermem.cli.limits import cgroup_limit
 
@@ -183,3 +184,28 @@ def test_a_processor_that_cannot_be_asked_about_is_unknown(tmp_path: Path, monke
     """py-cpuinfo starts an interpreter of its own."""
     monkeypatch.setattr(sys, "executable", str(tmp_path))
     assert doctor.find_cpu() == (None, None)
+
+
+def test_a_directory_that_takes_no_file_is_a_problem_and_the_rest_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(drives.tempfile, "mkstemp", refuses)
+    assert main.run(["doctor", "--swap-dir", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert f"{tmp_path} takes no new file: Read-only file system" in found["problems"]
+    assert found["swap_dirs"][0]["refusal"] == "Read-only file system"
+    (finding,) = (each for each in found["findings"] if each["name"] == f"swap {tmp_path}")
+    assert "nothing can be swapped there" in finding["means"]
+
+
+def test_a_full_disk_is_not_said_to_refuse_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    report = examine_drive(tmp_path)
+    assert (report.direct_io, report.refusal) == (None, None)
+    assert list(tmp_path.iterdir()) == []

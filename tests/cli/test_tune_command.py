@@ -121,6 +121,22 @@ def test_a_place_for_the_choice_that_cannot_be_is_refused(capsys: pytest.Capture
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_choice_for_which_the_disk_is_too_full_is_printed_all_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "full.toml").symlink_to("/dev/full")
+    assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "0", "--output", "full.toml", "--json"]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["predicted_seconds"] > 0
+    assert found["output"] is None
+    line = captured.err.splitlines()[-1]
+    assert line.startswith("tiermem: --output: the settings could not be written: ")
+    assert "No space left on device" in line
+    assert "full.toml" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -47,7 +47,8 @@ class Rules:
 class Match:
     """`found`: the pieces of each expected tensor, by its first name. The rest are problems, in words.
 
-    `incomplete`: pieces missing of what is there in part, which is never left to an initialisation.
+    `incomplete`: pieces missing of what is there in part, which is never left to an initialisation. `copies`: what the
+    file has besides under other names of a tied parameter, behind what is taken; `untied`: those of other values.
     """
 
     found: dict[str, tuple[Piece, ...]] = field(default_factory=dict, init=False)
@@ -58,6 +59,8 @@ class Match:
     kinds: list[str] = field(default_factory=list, init=False)
     obstacles: list[str] = field(default_factory=list, init=False)
     renamed: list[str] = field(default_factory=list, init=False)
+    copies: list[tuple[Expected, TensorInfo, TensorInfo]] = field(default_factory=list, init=False)
+    untied: list[str] = field(default_factory=list, init=False)
 
     def problems(self, *, partial: bool = False) -> str:
         """All of it in one sentence, empty if everything fits; with `partial` nothing is missing."""
@@ -67,6 +70,7 @@ class Match:
             "of another shape": self.shapes,
             "of another kind": self.kinds,
             "to be converted by an operation that cannot be streamed": self.obstacles,
+            "one parameter in the model, but of different values": self.untied,
             "perhaps renamed": [] if partial else self.renamed,
         }
         return "; ".join(f"{what}: {_listed(names)}" for what, names in kinds.items() if names)
@@ -93,6 +97,7 @@ def match(
         used.update(names)
         if names:
             _take(result, wanted, assemblies[names[0]])
+            _note_copies(result, wanted, [assemblies[name] for name in names])
         elif wanted.required and not _matches(wanted.names, rules.may_miss):
             missing.append(wanted)
     left = [
@@ -174,6 +179,14 @@ def _take(result: Match, wanted: Expected, assembly: Assembly) -> None:
     for info in (piece.info for piece in assembly.pieces):
         if info.dtype != wanted.dtype and not (info.dtype in _FLOATING and wanted.dtype in _FLOATING):
             result.kinds.append(f"{info.name} (expected {wanted.dtype}, found {info.dtype})")
+
+
+def _note_copies(result: Match, wanted: Expected, assemblies: Sequence[Assembly]) -> None:
+    """Note what the file has under the other names of a tied parameter, where each is a tensor as it is."""
+    plain = [each for each in assemblies if len(each.pieces) == 1 and each.pieces[0] == Piece(each.pieces[0].info)]
+    for other in plain[1:]:
+        result.shapes.extend(other.shapes)
+        result.copies.append((wanted, plain[0].pieces[0].info, other.pieces[0].info))
 
 
 def _own_names(tensors: Iterable[str], known: Mapping[str, Expected], prefix: str) -> dict[str, str | None]:

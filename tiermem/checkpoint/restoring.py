@@ -54,7 +54,7 @@ class SnapshotSource:
             begin += block.numel()
         return True
 
-    def fill_buffers(self, model: nn.Module) -> None:
+    def fill_others(self, model: nn.Module) -> None:
         """Give the model's buffers the values they had."""
         for name, buffer in model.named_buffers():
             with torch.no_grad():

@@ -21,7 +21,8 @@ from torch import nn
 
 from swap import FormatError
 from tiermem.checkpoint.conversion import find_origins
-from tiermem.checkpoint.naming import Expected, Rules, fits, match
+from tiermem.checkpoint.generation import generation_beside, take_generation
+from tiermem.checkpoint.naming import Expected, Match, Rules, fits, match
 from tiermem.checkpoint.pieces import Piece
 from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
@@ -32,6 +33,7 @@ from tiermem.checkpoint.tensor_file import (
     open_tensors,
     read_text,
 )
+from tiermem.checkpoint.ties import is_same
 from tiermem.errors import ConfigError, InvariantError
 
 SINGLE = "model.safetensors"
@@ -42,9 +44,10 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class PretrainedWeights:
     """Tensors of one or several files, by the names of one model. A `WeightSource`; made by `open_weights`."""
 
-    def __init__(self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]]) -> None:
-        """`places`: for the first name of each parameter or buffer, where its pieces are."""
+    def __init__(self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]], generation: Any | None = None) -> None:
+        """`places`: for the first name of each parameter or buffer, where its pieces are; `generation`: see there."""
         self._places = places
+        self._generation = generation
 
     def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
         """The model's own dtype, as `from_pretrained` converts; None if it is not there."""
@@ -68,8 +71,9 @@ class PretrainedWeights:
                     _read(reader, piece.info, piece.place(values.detach()))
         return True
 
-    def fill_buffers(self, model: nn.Module) -> None:
-        """Give the model's buffers the values that are in the files."""
+    def fill_others(self, model: nn.Module) -> None:
+        """Give the model's buffers the values that are in the files, and the model how it generates."""
+        take_generation(model, self._generation)
         for name, buffer in model.named_buffers():
             if name in self._places:
                 values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
@@ -93,15 +97,29 @@ def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: boo
     known = {name for wanted in expected for name in wanted.names}
     origins = find_origins(model, tensors, lambda name: fits(name, known, rules.prefix))
     result = match(expected, {name: info for name, (_, info) in tensors.items()}, rules, origins)
+    if not result.problems(partial=partial):  # else there is no need to read values
+        result.untied = _untied(result, tensors)
     problems = result.problems(partial=partial)
     if problems:
         advice = "; pass init= to have what is missing initialised" if result.missing and not partial else ""
+        if result.untied:
+            advice += "; build the model untied (tie_word_embeddings=False in its configuration), as these were trained"
         if result.obstacles:
             advice += "; build the model with its from_pretrained and offload it without weights= to have it converted"
         raise ConfigError(f"weights={os.fspath(path)!r} does not fit {type(model).__name__}: {problems}{advice}")
     return PretrainedWeights(
-        {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()}
+        {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()},
+        generation_beside(model, path),
     )
+
+
+def _untied(result: Match, tensors: Mapping[str, tuple[TensorFile, TensorInfo]]) -> list[str]:
+    """Pairs of tensors with different values for one parameter: one of them would be lost without a word."""
+    return [
+        f"{taken.name} and {other.name}"
+        for wanted, taken, other in result.copies
+        if not is_same((tensors[taken.name][0], taken), (tensors[other.name][0], other), wanted.dtype)
+    ]
 
 
 def expected_of(model: nn.Module) -> list[Expected]:

@@ -20,6 +20,7 @@ from swap.bench import BenchReport, Order, Plan, check_room, make_plan, run_benc
 from swap.blocks import align_down
 from tiermem.cli.disk import check_output
 from tiermem.cli.options import path_option, size_of
+from tiermem.output_file import write_whole
 
 Directories = Annotated[
     list[Path], path_option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
@@ -93,7 +94,7 @@ def bench(
     else:
         show(report, found["copy"])
     if out is not None:
-        out.write_text(json_module.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_whole(out, json_module.dumps(found, indent=1) + "\n")
     if plot is not None:
         from tiermem.cli.bench_plot import draw
 

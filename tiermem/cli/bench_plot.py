@@ -7,11 +7,13 @@ matplotlib, which is an extra; guarantees one clear line where it is missing or 
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiermem.errors import ConfigError
+from tiermem.output_file import write_whole
 
 _PATTERNS = ("read", "write", "mixed")
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -53,7 +55,9 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes[1][0].set_ylabel("p99 of a request, ms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(", ".join(found["directories"]))
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
+    write_whole(path, drawn.getvalue())
 
 
 def lines(measurements: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

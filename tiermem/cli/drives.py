@@ -6,6 +6,7 @@ is a benchmark's work. Guarantees that its probe file is gone afterwards, and th
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from swap.errors import NO_SPACE
 from tiermem.cli.disk import free_bytes
 from tiermem.memory.numa import block_node
 from tiermem.memory.sizes import format_bytes
@@ -27,7 +29,10 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class DriveReport:
-    """What was found about a directory; None where it could not be found out."""
+    """What was found about a directory; None where it could not be found out.
+
+    `refusal`: why no file can be made there, though permissions allow it.
+    """
 
     directory: str
     exists: bool
@@ -39,6 +44,7 @@ class DriveReport:
     logical_block: int | None = None
     drive_model: str | None = None
     node: int | None = None
+    refusal: str | None = None
 
     def problems(self) -> Iterator[str]:
         """Yield what makes the directory unfit, and what to do about it."""
@@ -47,6 +53,8 @@ class DriveReport:
             return
         if not self.writable:
             yield f"{self.directory} is not writable by this user"
+        if self.refusal is not None:
+            yield f"{self.directory} takes no new file: {self.refusal}"
         if self.file_system in IN_MEMORY:
             yield f"{self.directory} is on {self.file_system}, which is memory itself; choose a directory on a drive"
         elif self.direct_io is False:
@@ -57,7 +65,7 @@ class DriveReport:
     def to_line(self) -> str:
         """Return the findings in one line."""
         if not self.exists:
-            return "does not exist"
+            return "is no directory, or does not exist"
         direct = {True: "direct I/O", False: "no direct I/O", None: "direct I/O unknown"}[self.direct_io]
         spinning = {True: "said to spin", False: "solid state", None: "drive unknown"}[self.rotational]
         model = f", {self.drive_model}" if self.drive_model else ""
@@ -70,18 +78,29 @@ def examine_drive(directory: Path) -> DriveReport:
     """Look at `directory`."""
     exists = directory.is_dir()
     writable = exists and os.access(directory, os.W_OK | os.X_OK)
+    direct, refusal = _probed(directory) if writable else (None, None)
     return DriveReport(
         directory=str(directory),
         exists=exists,
         writable=writable,
         free_bytes=free_bytes(directory) if exists else None,
         file_system=file_system(directory) if exists else None,
-        direct_io=direct_io_works(directory) if writable else None,
+        direct_io=direct,
         rotational=is_rotational(directory) if exists else None,
         logical_block=_number(queue_attribute(directory, "queue/logical_block_size")) if exists else None,
         drive_model=queue_attribute(directory, "device/model") if exists else None,
         node=drive_node(directory) if exists else None,
+        refusal=refusal,
     )
+
+
+def _probed(directory: Path) -> tuple[bool | None, str | None]:
+    """Whether direct I/O works, and why no file can be made: no inodes left, or a file system that only looks so."""
+    try:
+        return direct_io_works(directory), None
+    except OSError as error:
+        full = error.errno in NO_SPACE and os.statvfs(directory).f_favail == 0
+        return None, "no inodes are free there (`df -i`)" if full else os.strerror(error.errno or errno.EIO)
 
 
 def file_system(directory: Path) -> str | None:
@@ -97,7 +116,10 @@ def file_system(directory: Path) -> str | None:
 
 
 def direct_io_works(directory: Path) -> bool | None:
-    """Return whether a block can be written with O_DIRECT in `directory`; None where there is no such flag."""
+    """Return whether a block can be written with O_DIRECT in `directory`; None: there is no such flag, or no room.
+
+    Raises OSError if no file can be made.
+    """
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None
@@ -110,8 +132,8 @@ def direct_io_works(directory: Path) -> bool | None:
                 return os.pwrite(handle, page, 0) == BLOCK
         finally:
             os.close(handle)
-    except OSError:
-        return False
+    except OSError as error:
+        return None if error.errno in NO_SPACE else False  # a full disk says nothing of how it is written to
     finally:
         Path(name).unlink()
 

@@ -176,7 +176,10 @@ def about_nodes(
 def about_drive(drive: DriveReport) -> Finding:
     """What a swap directory is good for."""
     if not drive.exists:
-        return Finding(f"swap {drive.directory}", "does not exist", "nothing can be swapped there", "make or mount it")
+        return Finding(f"swap {drive.directory}", drive.to_line(), "nothing can be swapped there", "make or mount it")
+    if drive.refusal is not None:
+        means = f"nothing can be swapped there, it takes no new file: {drive.refusal}"
+        return Finding(f"swap {drive.directory}", drive.to_line(), means, "choose another directory")
     parts = []
     if drive.free_bytes is not None:
         parts.append(f"room for about {drive.free_bytes / BYTES_PER_PARAMETER / 1e9:.1f} billion parameters")

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from tiermem.cli import options
+from tiermem.errors import TiermemError
 
 
 def plan(
@@ -127,3 +128,5 @@ def tune(
         main.print_object(report.to_json())
     else:
         Console().print(report.to_table())
+    if report.output_error is not None:
+        raise TiermemError(report.output_error)

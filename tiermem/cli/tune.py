@@ -38,6 +38,8 @@ class TuneReport:
         tuning: the search.
         measured: seconds of a step (median) by trial, for those that were measured.
         chosen: the settings to use, and `config` the configuration that says so.
+        output: the file that holds it; None: there is none.
+        output_error: why there is none although it was asked for.
     """
 
     model: str
@@ -47,6 +49,7 @@ class TuneReport:
     chosen: Trial
     config: Config
     output: Path | None
+    output_error: str | None
 
     @property
     def is_default_best(self) -> bool:
@@ -131,7 +134,7 @@ def run(
     """Search, measure the `best` settings and the default by `measure`, choose, and write `output`.
 
     `measure` gives the median seconds of a step under a configuration; without it the simulation decides. Raises what
-    the planner and `measure` raise.
+    the planner and `measure` raise. A file that cannot be written is said in the report: what was measured is not lost.
     """
     settings = plan_settings(config, machine, 1, workload)
     # An update that the user has chosen stays.
@@ -147,8 +150,7 @@ def run(
         fastest, seconds = min(measured, key=lambda pair: pair[1])
         chosen = fastest if seconds < default_seconds * (1 - WORTH_WHILE) else tuning.default
     final = tuned(config, chosen, tuning.default)
-    if output is not None:
-        final.save(output)
+    lost = _save(final, output) if output is not None else None
     return TuneReport(
         model=workload.name,
         machine=machine,
@@ -156,8 +158,18 @@ def run(
         measured=tuple(measured),
         chosen=chosen,
         config=final,
-        output=output,
+        output=output if lost is None else None,
+        output_error=lost,
     )
+
+
+def _save(config: Config, output: Path) -> str | None:
+    """Write it; return why that could not be done."""
+    try:
+        config.save(output)
+    except OSError as error:
+        return f"--output: the settings could not be written: {error}"
+    return None
 
 
 def tuned(config: Config, trial: Trial, default: Trial) -> Config:

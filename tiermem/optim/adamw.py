@@ -7,6 +7,7 @@ looks (schedulers, trainers, checkpoints of the loop), and to hold no tensor of 
 
 from __future__ import annotations
 
+import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -282,21 +283,30 @@ def _check_group(group: Mapping[str, Any]) -> None:
 
 
 def _numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """What an update uses of a group, as whoever likes may have changed it since it was checked."""
-    beta1, beta2 = _pair(group["betas"])
-    return (
-        _number("lr", group["lr"]),
-        _number("betas[0]", beta1),
-        _number("betas[1]", beta2),
-        _number("eps", group["eps"]),
-        _number("weight_decay", group["weight_decay"]),
-    )
+    """What an update uses of a group, as whoever likes may have changed it since it was checked.
+
+    Raises ConfigError for what would make parameters infinite or NaN. Below 0 is as in torch's AdamW, which does not
+    look again either: a cosine may end a rounding below it.
+    """
+    betas = tuple(_finite(f"betas[{position}]", beta) for position, beta in enumerate(_pair(group["betas"])))
+    for position, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"betas[{position}]: expected 0 to below 1, found {beta}")
+    lr, eps, weight_decay = (_finite(name, group[name]) for name in ("lr", "eps", "weight_decay"))
+    return lr, betas[0], betas[1], eps, weight_decay
 
 
 def _pair(betas: Any) -> Sequence[Any]:
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ConfigError(f"betas: expected two numbers from 0 to below 1, such as (0.9, 0.999), found {betas!r}")
     return betas
+
+
+def _finite(name: str, value: object) -> float:
+    found = _number(name, value)
+    if not math.isfinite(found):
+        raise ConfigError(f"{name}: expected a finite number, found {found}")
+    return found
 
 
 def _number(name: str, value: object) -> float:

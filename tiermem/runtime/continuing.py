@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from swap import align_up
+from tiermem.checkpoint.generation import generation_in, take_generation
 from tiermem.checkpoint.restoring import SnapshotSource
 from tiermem.checkpoint.shard import holdings_of
 from tiermem.errors import ResumeError
@@ -65,8 +66,12 @@ def fill_pages(
     return parameters
 
 
-def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch) -> None:
-    """Go on with the counts, buffers and random generators of `record`. Raises ResumeError if they do not fit."""
+def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch, model: nn.Module) -> None:
+    """Go on with the counts, buffers, random generators and generation settings of `record`.
+
+    Raises ResumeError if they do not fit, FormatError for generation settings that are none.
+    """
+    take_generation(model, generation_in(model, record))
     try:
         counts = step_counts(record)
     except (KeyError, TypeError, ValueError) as error:

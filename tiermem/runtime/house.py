@@ -219,7 +219,7 @@ def _furnish(
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
     buffers = _watch_buffers(blueprint.divided.model, weights)
     if beginning.past is not None:
-        take_over(beginning.past, steps, buffers)
+        take_over(beginning.past, steps, buffers, blueprint.divided.model)
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     return House(
@@ -249,7 +249,7 @@ def _furnish(
 def _watch_buffers(model: nn.Module, weights: WeightSource | None) -> BufferWatch:
     buffers = BufferWatch(model)
     if weights is not None:
-        weights.fill_buffers(model)  # watched: what a resumed run does not read again is committed
+        weights.fill_others(model)  # watched: what a resumed run does not read again is committed
     return buffers
 
 

@@ -59,8 +59,8 @@ def offload(
             ("100KiB": all not larger), or modules and class names. See zero3/README.md, "Resident by choice".
         keep_dtype: what their floating-point ones become instead of `config.param_dtype`, such as "float32".
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
-            the model, renamed and merged as transformers does while it loads; buffers found there too. All must fit;
-            with `init` some may be missing. Not read in a resume. See checkpoint/README.md.
+            the model, renamed and merged as transformers does while it loads; buffers and generation_config.json found
+            there too. All must fit; with `init` some may be missing. Not read in a resume. See checkpoint/README.md.
         init: called on each module whose own parameters have just received storage. Default: the model's
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":

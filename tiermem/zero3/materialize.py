@@ -42,8 +42,8 @@ class WeightSource(Protocol):
     def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
         """Write the parameter known by any of `names` into `values` (CPU); False if it is not there."""
 
-    def fill_buffers(self, model: nn.Module) -> None:
-        """Give the model's buffers the values that are there."""
+    def fill_others(self, model: nn.Module) -> None:
+        """Give the model what else is there: values of buffers, how it generates."""
 
 
 @dataclass(frozen=True, eq=False)
