@@ -14,8 +14,10 @@ from typing import Any
 # By which a system says that a file cannot grow: the disk, a quota, or the limit of a file's size.
 NO_SPACE = (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG)
 
+_BOOKKEEPING = 1 << 20  # what a file system may want for itself before it takes a file
+
 _ADVICE = {
-    errno_names.ENOSPC: "free space on this file system or choose another directory",
+    errno_names.ENOSPC: "free space on this file system (or inodes: `df -i`) or choose another directory",
     errno_names.EDQUOT: "the disk quota is used up: raise it or choose another directory",
     errno_names.EFBIG: "the file would exceed a size limit: see `ulimit -f` and the file system's maximum",
     errno_names.EIO: "the drive or its connection reported a fault: see the kernel log",
@@ -128,6 +130,12 @@ class SwapTimeoutError(SwapError, TimeoutError):
 
 class DirectIOWarning(RuntimeWarning):
     """A file system refuses O_DIRECT; transfers go through the page cache, slower and outside the memory budget."""
+
+
+def why_full(code: int, *, needed: int, free: int) -> str:
+    """What the system says by `code`, and what it may mean where `needed` bytes would have fitted into `free`."""
+    fits = code == errno_names.ENOSPC and free > needed + _BOOKKEEPING
+    return os.strerror(code) + (", perhaps no inodes: see `df -i`" if fits else "")
 
 
 def _rebuild_checksum(operation: str, path: str, rest: dict[str, Any]) -> ChecksumError:

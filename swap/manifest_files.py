@@ -15,7 +15,7 @@ import stat
 from typing import Any
 
 from swap import manifest as format_of
-from swap.errors import NO_SPACE, FormatError, SwapError, SwapFullError, SwapIOError
+from swap.errors import NO_SPACE, FormatError, SwapError, SwapFullError, SwapIOError, why_full
 from swap.files import sync_directory
 from swap.manifest import Manifest
 from swap.syscalls import SystemCalls
@@ -139,7 +139,7 @@ class ManifestFiles:
                 free = self._system.free_bytes(self.directory)
                 raise SwapFullError(
                     f"no room for a manifest of {length} bytes in {self.directory!r}: {free} bytes are free "
-                    f"({os.strerror(code)}); the commit before holds"
+                    f"({why_full(code, needed=length, free=free)}); the commit before holds"
                 ) from error
             raise SwapIOError(operation, path, length=length, errno=code) from error
 

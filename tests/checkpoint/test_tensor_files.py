@@ -213,8 +213,9 @@ def test_short_and_interrupted_transfers_are_continued(tmp_path: Path) -> None:
 def test_a_fault_leaves_nothing_that_looks_whole(tmp_path: Path, operation: str, code: int, at: int) -> None:
     full = code in (errno.ENOSPC, errno.EDQUOT)
     error = swap.SwapFullError if full and (operation, at) != ("sync", 2) else swap.SwapIOError  # the folder
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         write_with(Faulty(operation, at, code), tmp_path / "out")
+    assert "of 0 bytes" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

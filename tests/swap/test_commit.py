@@ -254,6 +254,23 @@ def test_what_a_killed_commit_left_is_replaced(tmp_path: Path, content: bytes) -
 
 
 @pytest.mark.parametrize(
+    ("code", "free", "said"),
+    [(errno.ENOSPC, 1 << 30, "perhaps no inodes"), (errno.ENOSPC, 0, "0 bytes"), (errno.EDQUOT, 1 << 30, "quota")],
+)
+def test_a_full_disk_with_room_for_the_manifest_has_no_inodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, free: int, said: str
+) -> None:
+    monkeypatch.setattr(swap.SystemCalls, "free_bytes", lambda *_: free)
+    run = Run(tmp_path)
+    run.two_commits()
+    run.system.inject("open", code)
+    with pytest.raises(SwapFullError, match=said) as error:
+        run.commit(2)
+    assert ("inodes" in str(error.value)) == ("inodes" in said)
+    run.space.close()
+
+
+@pytest.mark.parametrize(
     ("call", "fault", "error"),
     [
         ("fdatasync", errno.EIO, SwapIOError),

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from swap import FormatError, SwapFullError, SwapIOError, SystemCalls
-from swap.errors import NO_SPACE
+from swap.errors import NO_SPACE, why_full
 from tiermem.checkpoint.tensor_file import DTYPES, LENGTH_NBYTES
 from tiermem.errors import InvariantError
 
@@ -154,9 +154,11 @@ def reporting(
         code = error.errno or errno.EIO
         if code in NO_SPACE:
             free = system.free_bytes(os.path.dirname(path) or ".")
+            nbytes = needed or length
+            size = f" of {nbytes} bytes" if nbytes else ""
             raise SwapFullError(
-                f"no room for {str(path)!r} of {needed or length} bytes: {free} bytes are free there "
-                f"({os.strerror(code)}); free some, or choose a folder on another drive"
+                f"no room for {str(path)!r}{size}: {free} bytes are free there "
+                f"({why_full(code, needed=nbytes, free=free)}); free some, or choose a folder on another drive"
             ) from error
         raise SwapIOError(operation, path, offset=offset, length=length, errno=code) from error
 
