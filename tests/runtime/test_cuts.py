@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ from doubles_models import Block
 from doubles_together import Beside, Chain, leased_pages, rows, squares
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.zero3.fibers import OwnStack
@@ -399,6 +401,34 @@ def test_random_numbers_of_each_micro_batch_go_on_in_its_segments(tmp_path):
                 squares(beside.plain, part).backward()
             torch.set_rng_state(after)
             beside.update()
+        assert beside.why_not is None
+        beside.compare()
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_device_that_has_room_for_one_unit_and_what_reentrant_checkpoints_compute_again(update, tmp_path):
+    """That begins in the part before it: its unit is wanted while that of the part is kept for other micro-batches."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, n), nn.Tanh(), nn.Linear(n, 16)) for n in (700, 90))
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return self.last(x)
+
+    settings = {"device": "simulated", "update": update}
+    with pytest.raises(tiermem.BudgetError) as caught:
+        Beside(Checkpointed, tmp_path, **settings, device_memory=4096)
+    least = int(re.search(r"at least (\d+) bytes", str(caught.value)).group(1))
+    beside = Beside(Checkpointed, tmp_path, **settings, device_memory=least)
+    with beside.runtime:
+        for _ in range(3):
+            beside.step(rows())
         assert beside.why_not is None
         beside.compare()
 

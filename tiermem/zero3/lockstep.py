@@ -180,6 +180,14 @@ class Lockstep:
             self._held = unit
             self._passed[unit] = None
 
+    def make_way(self, unit: int) -> None:
+        """`unit` is computed again on the way back: there may be no room for it beside another that others wait for.
+
+        What a reentrant checkpoint computes again begins in the part before it, as the graph has it.
+        """
+        if self._running is None and self._held != unit:
+            self._let_go()
+
     def _advance(self, walker: _Walker) -> None:
         """Let one computation run until it needs another unit or ends. Raises its error."""
         self._running = walker

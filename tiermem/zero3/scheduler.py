@@ -196,6 +196,8 @@ class GatherScheduler:
         for unit in units:
             if backward_number() >= 0 and unit not in self._held:
                 self._release_backward(keep=unit)  # before it is brought: there may be no room for both
+                if self.lockstep is not None:
+                    self.lockstep.make_way(unit)
             self._bring(unit, Phase.FORWARD)
             self._gatherer.hold(unit)
             call.units.append(unit)
