@@ -13,7 +13,7 @@ import torch
 from doubles_models import Block, Stack, mlp
 from doubles_scenarios import Branches, Convolutions, Regularised, Twice, Wide
 from doubles_together import leased_pages
-from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_unit, same, within_budgets
+from doubles_training import MIB, PlainAdamW, budget_for, config_for, largest_unit, least_budget, same, within_budgets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -490,6 +490,34 @@ def test_micro_batches_are_computed_by_as_many_threads_as_the_caller_has(tmp_pat
         assert found == [3] * 6
     finally:
         torch.set_num_threads(before)
+
+
+class TiedAround(nn.Module):
+    """Words whose gradient is complete at the end of backward, while the layer above them is kept for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(131, 24), nn.LSTM(24, 24), nn.Linear(24, 131, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.words(batch))[0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_update_that_is_waited_for_has_the_least_budget_for_itself(count, tmp_path):
+    settings = {"param_dtype": "bfloat16", "moments": "int8", "block_size": 4096}
+    model = TiedAround()
+    nbytes = least_budget(TiedAround(), tmp_path, **settings)
+    with tiermem.offload(model, config_for(tmp_path, nbytes, "backward", **settings), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        assert runtime._house.footprint.serial
+        for _ in range(4):
+            batches = [torch.randint(131, (4, 1)) for _ in range(count)]
+            runtime.forward_backward(batches, lambda batch: squares(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        within_budgets(runtime.statistics())
 
 
 def test_autocast_and_saved_tensor_hooks_of_the_caller_count(tmp_path):

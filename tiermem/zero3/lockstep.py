@@ -180,6 +180,11 @@ class Lockstep:
             self._held = unit
             self._passed[unit] = None
 
+    @property
+    def keeps_one(self) -> bool:
+        """Whether a unit is held until all have passed it."""
+        return self._held is not None
+
     def make_way(self, unit: int) -> None:
         """`unit` is computed again on the way back: there may be no room for it beside another that others wait for.
 

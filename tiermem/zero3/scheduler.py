@@ -328,6 +328,8 @@ class GatherScheduler:
             return
         if self.saved.outstanding(unit) or self._gatherer.holds(unit):
             return
+        if self.lockstep is not None and self.lockstep.keeps_one:
+            return  # an update that is waited for may find no room beside it; lockstep comes again
 
         def take(unit: int) -> None:
             """All ranks have all gradients of the unit: an update may take them, unless its values are wanted again."""
