@@ -13,16 +13,18 @@ Which graphs can be cut is not known beforehand, so those of a model's first mic
 stands where the cut would be. A graph can be cut if every way from a segment into an earlier one leads through a mark,
 each mark and each leaf belongs to one segment, and no unit writes into what it was given. Nodes know when they were
 made (`node_number`), and so to which segment they belong. Where it cannot be cut segments are joined, so that words and
-positions may be two units; not if two units' values would have to be brought for each micro-batch. A parameter of the
-model may be a leaf of several segments (tied words are): what the later ones give it is kept back until the first has
-added its own, as the engine does.
+positions may be two units; not if two units' values would have to be brought for each micro-batch.
+
+Several segments may use one tensor: a parameter (tied words), or what several units are given (what an encoder has
+made). The engine adds up its gradients one by one, those of the last use first. So each segment begins with what later
+ones have given, and adds its own to that: a parameter's gradient is kept back until the first segment that uses it has
+its turn, and a unit is given what an earlier one was given of the same tensor.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -81,10 +83,11 @@ class Cuts:
         self._entries = 0
         self._marks: dict[Any, int] = {}  # nodes, to the segment they begin
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._given: dict[int, tuple[int, torch.Tensor]] = {}  # ids of tensors, to who had them last, and as what
         self._open = False
-        # The first segment that uses a parameter, of those that several use; by id, as what is kept of their gradients.
-        self._first: dict[int, int] = {}
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # All segments but the last that use a parameter, where several do; by id, as what is kept of their gradients.
+        self._uses: dict[int, set[int]] = {}
+        self._kept: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def begin(self) -> None:
         """What this thread computes from now on is the micro-batch's."""
@@ -96,15 +99,15 @@ class Cuts:
         if not self._open:
             return None
         self._entries += 1
-        if self._sever and self._entries in self._cutting.joined:
+        joined = self._sever and self._entries in self._cutting.joined
+        if joined:
             self._segments[-1].unit = unit
-            return None
-        self._segments.append(_Segment(unit))
+        else:
+            self._segments.append(_Segment(unit))
         if not torch.is_grad_enabled():
             return None
-        given: dict[int, torch.Tensor] = {}
-        return tuple(self._give(value, given) for value in args), {
-            name: self._give(value, given) for name, value in kwargs.items()
+        return tuple(self._give(value, joined=joined) for value in args), {
+            name: self._give(value, joined=joined) for name, value in kwargs.items()
         }
 
     def looked_back(self) -> None:
@@ -118,6 +121,7 @@ class Cuts:
         reason = self._cutting.why_not or self._why_not(loss)
         self._marks.clear()
         self._versions.clear()
+        self._given.clear()
         if self._sever and reason is not None:
             self._cutting.why_not = reason
             raise TiermemError(
@@ -129,7 +133,7 @@ class Cuts:
         else:
             self._cutting.why_not = reason
             self._segments.clear()
-            self._first.clear()
+            self._uses.clear()
 
     @property
     def units(self) -> list[int | None]:
@@ -138,58 +142,42 @@ class Cuts:
 
     def go_back(self) -> None:
         """Go backward through the last segment that is left."""
+        roots: list[tuple[torch.Tensor, torch.Tensor | None]]
         # In the order in which the engine meets them; it adds up gradients of one tensor as they come.
-        ends = [(end, gradients[0]) for end, gradients, _ in reversed(self._segments.pop().ends) if gradients]
-        if ends:
-            tensors, gradients = zip(*ends, strict=True)
-            del ends
-            with self._added_to_kept():
-                torch.autograd.backward(tensors, gradients)
-        if not self._segments:  # nothing came for these from the first segment
-            self._first.clear()
-            for parameter, gradient in self._kept.values():
-                torch.autograd.backward(parameter, gradient)
-            self._kept.clear()
+        roots = [(end, gradients[0]) for end, gradients, _ in reversed(self._segments.pop().ends) if gradients]
+        number = len(self._segments)
+        kept = [self._kept.pop(key) for key in [*self._kept] if number in self._uses[key]]
+        roots += [(_begin_with(parameter, gradients), None) for parameter, gradients in kept]
+        if roots:
+            tensors, gradients = zip(*roots, strict=True)
+            del roots
+            torch.autograd.backward(tensors, gradients)
 
     def keeps_back(self, parameter: torch.Tensor) -> bool:
         """A gradient of `parameter` has arrived in `parameter.grad`; whether it is kept here, for more will come."""
         number = len(self._segments)  # of the segment that backward is going through
-        if self._first.get(id(parameter), number) == number or parameter.grad is None:
+        if min(self._uses.get(id(parameter), ()), default=number) >= number or parameter.grad is None:
             return False
-        self._kept[id(parameter)] = parameter, parameter.grad
+        self._kept[id(parameter)] = parameter, [parameter.grad]
         parameter.grad = None
         return True
 
-    @contextmanager
-    def _added_to_kept(self) -> Iterator[None]:
-        """What arrives meanwhile is added to what is kept back."""
-        kept, self._kept = self._kept, {}
-        for parameter, gradient in kept.values():
-            parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for key, (parameter, _) in kept.items():
-                if parameter.grad is not None:  # nothing has arrived
-                    self._kept[key] = parameter, parameter.grad
-                    parameter.grad = None
-
-    def _give(self, value: Any, given: dict[int, torch.Tensor]) -> Any:
+    def _give(self, value: Any, *, joined: bool) -> Any:
         if type(value) is tuple:
-            return tuple(self._give(part, given) for part in value)
+            return tuple(self._give(part, joined=joined) for part in value)
         if type(value) is not torch.Tensor or value.grad_fn is None:
             return value  # anything else with a graph behind it is found to lead around the cut
-        if id(value) not in given:
-            gradients: list[torch.Tensor] = []
-            number = len(self._segments) - 1
-            self._segments[self._made_in(value.grad_fn, number)].ends.append((value, gradients, number))
-            self._versions.append((value, version(value)))
-            if self._sever:
-                given[id(value)] = _cut(value, gradients)
-            else:
-                given[id(value)] = value.view_as(value)
-            self._marks[given[id(value)].grad_fn] = number
-        return given[id(value)]
+        number = len(self._segments) - 1
+        maker, latest = self._given.get(id(value)) or (self._made_in(value.grad_fn, number), value)
+        if joined or maker == number:
+            return latest
+        gradients: list[torch.Tensor] = []
+        self._segments[maker].ends.append((latest, gradients, number))
+        self._versions.append((value, version(value)))
+        given = _cut(latest, gradients) if self._sever else latest.view_as(latest)
+        self._given[id(value)] = number, given
+        self._marks[given.grad_fn] = number
+        return given
 
     def _made_in(self, node: Any, before: int) -> int:
         """The segment that a node belongs to, of those before number `before`."""
@@ -230,9 +218,9 @@ class Cuts:
                 if node is None or owners.get(node) == number:
                     continue
                 if (owner := owners.setdefault(node, number)) != number:
-                    leaf = id(getattr(node, "variable", None))
-                    if leaf in self._cutting.parameters:
-                        self._first[leaf] = number
+                    leaf: Any = getattr(node, "variable", None)
+                    if id(leaf) in self._cutting.parameters:
+                        self._uses.setdefault(id(leaf), set()).add(number)
                     else:
                         found.update(range(number + 1, owner + 1))
                 elif node_number(node) < segment.begin and not self._is_cast(node):
@@ -260,6 +248,24 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.gradients.extend(gradient for gradient in gradients if gradient is not None)
         return None, None
+
+
+class _BeginWith(torch.autograd.Function):
+    """Gives a leaf its first gradient; as nobody else has that any more, the engine adds the others to it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.empty((), dtype=gradients[0].dtype, device=gradients[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.gradients.pop(), None
+
+
+def _begin_with(leaf: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    result: torch.Tensor = _BeginWith.apply(leaf, gradients)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _cut(tensor: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
