@@ -10,6 +10,7 @@ from doubles_together import Beside, Chain, rows
 from doubles_training import same
 from torch import nn
 
+import tiermem
 from tiermem.zero3.cuts import Cuts
 
 AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
@@ -206,3 +207,74 @@ def test_what_is_kept_back_is_added_to_in_place(tmp_path, monkeypatch):
         step_and_compare_gradients(beside, rows(2))
     assert [kept for kept, _ in places] == [True, True, False, False]
     assert all(before == behind for (_, before), (_, behind) in zip(places[:2], places[2:], strict=True))
+
+
+def clamp(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_tied_weight_sees_the_sum_of_its_gradients_once_for_each_micro_batch(way, tmp_path):
+    seen: list[torch.Tensor] = []
+
+    def note(what: torch.Tensor) -> None:
+        seen.append((what if way == "register_hook" else what.grad).clone())
+
+    def make() -> nn.Module:
+        model = Tied()
+        getattr(model.first.weight, way)(note)
+        return model
+
+    beside = Beside(make, tmp_path, update="step")
+    with beside.runtime:
+        for _ in range(3):
+            batches = rows()
+            seen.clear()
+            beside.bring(batches)
+            found = list(seen)
+            for part in batches:
+                beside.loss(beside.plain, part).backward()
+                beside.plain.zero_grad()
+            assert all(map(same, found, seen[len(found) :]))
+            assert len(found) == len(batches)
+        assert beside.why_not == AROUND
+
+
+def test_what_such_a_hook_makes_of_it_counts(tmp_path):
+    def make() -> nn.Module:
+        model = Tied()
+        model.first.weight.register_hook(clamp)
+        return model
+
+    beside = Beside(make, tmp_path, update="step")
+    with beside.runtime:
+        for _ in range(3):
+            step_and_compare_gradients(beside, rows())
+
+
+def test_a_hook_that_comes_later_is_noticed_before_backward(tmp_path):
+    beside = Beside(Tied, tmp_path, update="step")
+    with beside.runtime:
+        for _ in range(2):
+            step_and_compare_gradients(beside, rows())
+        for model in (beside.model, beside.plain):
+            model.first.weight.register_hook(clamp)
+        batches = rows()
+        with pytest.raises(tiermem.TiermemError, match=r"another way .*zero_grad.* do it again"):
+            beside.bring(batches)
+        beside.ours.zero_grad()
+        for _ in range(2):
+            step_and_compare_gradients(beside, batches)
+
+
+def test_a_hook_of_a_weight_that_one_segment_uses_is_in_nobodys_way(tmp_path):
+    def make() -> nn.Module:
+        model = Chain()
+        model.layers[1].up.weight.register_hook(clamp)
+        return model
+
+    beside = Beside(make, tmp_path, update="step")
+    with beside.runtime:
+        for _ in range(3):
+            step_and_compare_gradients(beside, rows())
+        assert beside.why_not is None

@@ -18,7 +18,8 @@ positions may be two units; not if two units' values would have to be brought fo
 Several segments may use one tensor: a parameter (tied words), or what several units are given (what an encoder has
 made). The engine adds up its gradients one by one, those of the last use first. So each segment begins with what later
 ones have given, and adds its own to that: a parameter's gradient is kept back until the first segment that uses it has
-its turn, and a unit is given what an earlier one was given of the same tensor.
+its turn, and a unit is given what an earlier one was given of the same tensor. Hooks of a parameter see the sum of all
+of its gradients in plain PyTorch; so one that has some is used by one segment, or these are joined.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import node_number, sequence_number, version
+from tiermem.zero3.engine import has_hooks, node_number, sequence_number, version
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -219,7 +220,7 @@ class Cuts:
                     continue
                 if (owner := owners.setdefault(node, number)) != number:
                     leaf: Any = getattr(node, "variable", None)
-                    if id(leaf) in self._cutting.parameters:
+                    if id(leaf) in self._cutting.parameters and not has_hooks(leaf):
                         self._uses.setdefault(id(leaf), set()).add(number)
                     else:
                         found.update(range(number + 1, owner + 1))

@@ -102,6 +102,15 @@ def node_number(node: torch.autograd.graph.Node) -> int:
         raise _moved("torch.autograd.graph.Node._sequence_nr") from error
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody wants to see the gradient of `parameter`; one hook behind its accumulation is our own."""
+    try:
+        before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
+    except AttributeError as error:
+        raise _moved("torch.Tensor._backward_hooks or _post_accumulate_grad_hooks") from error
+    return bool(before) or len(behind or ()) > 1
+
+
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept out of dynamo's sight: it looks into what backward calls, where a whole step is compiled."""
     if "torch._dynamo" not in sys.modules:  # importing it costs seconds
