@@ -18,6 +18,7 @@ import tiermem
 from tiermem.zero3.fibers import OwnStack
 
 AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
+AGAIN = "a checkpoint computes units again that backward has not come to"
 
 
 class Around(Chain):
@@ -429,8 +430,55 @@ def test_a_device_that_has_room_for_one_unit_and_what_reentrant_checkpoints_comp
     with beside.runtime:
         for _ in range(3):
             beside.step(rows())
-        assert beside.why_not is None
+        assert beside.why_not == AGAIN
         beside.compare()
+
+
+class Checkpoints(Chain):
+    """`around`: what each checkpoint is around, a layer or all of them; `last`: nothing is behind them."""
+
+    def __init__(self, around: str, *, reentrant: bool, last: bool = False) -> None:
+        super().__init__()
+        self.around, self.reentrant = around, reentrant
+        self.first = nn.Linear(16, 16)
+        self.head = nn.Identity() if last else nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        for step in self.layers if self.around == "each" else [super().forward]:
+            x = checkpoint(step, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("around", "reentrant", "last", "reason"),
+    [
+        ("each", False, False, None),
+        ("each", False, True, None),
+        ("each", True, False, AGAIN),
+        ("each", True, True, AROUND),
+        ("all", False, False, AGAIN),
+        ("all", False, True, AGAIN),
+        ("all", True, False, AGAIN),
+        ("all", True, True, AROUND),
+    ],
+)
+def test_what_checkpoints_compute_again_is_brought_once_for_all_micro_batches(
+    around, reentrant, last, reason, update, tmp_path
+):
+    """Where backward would come to it in the segment of another unit graphs are not cut, once that has been seen."""
+    beside = Beside(lambda: Checkpoints(around, reentrant=reentrant, last=last), tmp_path, update=update)
+    brought = []
+    with beside.runtime:
+        for count in (4, 4, 4, 2):
+            before = beside.runtime._house.gatherer.statistics().gathers
+            beside.step(rows(count))
+            brought.append(beside.runtime._house.gatherer.statistics().gathers - before)
+        assert beside.why_not == reason
+        beside.compare()
+    assert brought[0] == brought[2] == brought[3]
+    assert (brought[1] > brought[0]) == (reason == AGAIN)
 
 
 @pytest.mark.parametrize("settings", [{}, {"device": "simulated", "device_memory": "1MiB"}])

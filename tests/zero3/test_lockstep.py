@@ -79,6 +79,9 @@ class Script:
     def looked_back(self) -> None:
         raise AssertionError("there is no backward")
 
+    def strayed(self) -> None:
+        raise AssertionError("nothing is computed again")
+
     def keeps_back(self, _: object) -> bool:
         return False
 

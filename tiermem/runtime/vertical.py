@@ -155,6 +155,11 @@ class Passage:
         if self._cuts is not None:
             self._cuts.looked_back()
 
+    def strayed(self) -> None:
+        """A unit was computed again out of turn."""
+        if self._cuts is not None:
+            self._cuts.strayed()
+
     @property
     def left(self) -> list[int | None]:
         """The units backward has not been through yet."""

@@ -40,11 +40,13 @@ class Cutting:
     """Where the graphs of a model can be cut, as far as is known.
 
     `why_not`: None while nothing speaks against it. `joined`: the entries of units, counted from 1, where they cannot.
+    `why_no_more`: what does from the next call on; this one goes on as it has begun.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], needed: Callable[[int], object]) -> None:
         """`parameters`: whose gradients may be kept back. `needed(unit)`: whether a graph needs its values."""
         self.why_not: str | None = None
+        self.why_no_more: str | None = None
         self.joined: set[int] = set()
         self.parameters = {id(parameter) for parameter in parameters}
         self.needed = needed
@@ -61,6 +63,7 @@ class Cutting:
     def succeeded(self, count: int) -> None:
         """All of `count` micro-batches have been through the model."""
         self._looked_at = self._looked_at or count > 1
+        self.why_not = self.why_not or self.why_no_more
 
 
 class _Segment:
@@ -115,6 +118,10 @@ class Cuts:
         """Another backward went from one unit to another, before the micro-batch's own."""
         if self._open:
             self._cutting.why_not = "the loss goes backward through several units itself"
+
+    def strayed(self) -> None:
+        """Backward computes a unit again that is not its segment's, and so brings it for each micro-batch."""
+        self._cutting.why_no_more = "a checkpoint computes units again that backward has not come to"
 
     def close(self, loss: torch.Tensor) -> None:
         """Backward begins at `loss`. Raises TiermemError if the graph was cut and should not have been."""

@@ -43,6 +43,9 @@ class Computation(Protocol):
     def looked_back(self) -> None:
         """It came to another unit inside a backward."""
 
+    def strayed(self) -> None:
+        """On its way back it computes a unit again for itself, which others then do, too."""
+
     @property
     def left(self) -> Sequence[int | None]:
         """The units that `go_back` has still to go through, the next one last."""
@@ -188,9 +191,16 @@ class Lockstep:
     def make_way(self, unit: int) -> None:
         """`unit` is computed again on the way back: there may be no room for it beside another that others wait for.
 
-        What a reentrant checkpoint computes again begins in the part before it, as the graph has it.
+        A checkpoint around several units computes all of them where backward comes to the last, and a reentrant one
+        where backward comes to what is in front of it, since that is when its node of the graph was made. Who does so
+        in lockstep waits, and needs no room. Who cannot wait has each of them brought for itself.
         """
-        if self._running is None and self._held != unit:
+        walker = self._running
+        computation, due = (self._returning, self._due) if walker is None else (walker.computation, walker.unit)
+        if computation is None or unit == due or (walker is not None and walker.fiber.anywhere):
+            return
+        computation.strayed()
+        if walker is None:
             self._let_go()
 
     def _advance(self, walker: _Walker) -> None:
