@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,21 @@ def test_killed_while_a_ticket_is_written(torn: str, tmp_path: Path) -> None:
     ticket.write(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-1" / TICKET).write_text(torn)
     assert find_checkpoint(tmp_path, ticket) == tmp_path / "checkpoint-2"
+
+
+def test_a_ticket_that_finds_no_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is made again, into the same folder, on a disk that has become full."""
+    before = Ticket.new(tmp_path / "checkpoint-2", 2)
+    (tmp_path / "checkpoint-2").mkdir()
+    before.write(tmp_path / "checkpoint-2")
+
+    def fails(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=rf"No space left on device, writing \d+ bytes.*{TICKET}"):
+        Ticket.new(tmp_path / "checkpoint-2", 2).write(tmp_path / "checkpoint-2")
+    assert find_checkpoint(tmp_path, before) == tmp_path / "checkpoint-2"
 
 
 def test_a_runtime_without_a_commit_cannot_be_resumed(tmp_path: Path) -> None:

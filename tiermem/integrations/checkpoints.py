@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tiermem.errors import ResumeError
+from tiermem.output_file import write_whole
 from tiermem.runtime import Runtime
 
 TICKET = "tiermem.json"
@@ -70,8 +71,8 @@ class Ticket:
         return {KEY: asdict(self)}
 
     def write(self, folder: Path) -> None:
-        """Put it into its folder."""
-        (folder / TICKET).write_text(json.dumps(asdict(self)), "utf-8")
+        """Put it into its folder. Raises OSError naming path and bytes."""
+        write_whole(folder / TICKET, json.dumps(asdict(self)))
 
 
 def find_checkpoint(output_dir: Path, ticket: Ticket) -> Path:

@@ -46,7 +46,7 @@ def make_plan_below(
     accesses = schedule.accesses
     there = _stays_above(accesses, rooms if above is None else above, device, settled)
     reaches = [
-        not _is_of(access.key, settled)
+        not access.key.is_of(settled)
         and access.key.kind is not Kind.TRANSIT
         and (access.lane is Lane.UPDATE or access.key.kind is not Kind.PARAM or position not in there)
         for position, access in enumerate(accesses)
@@ -71,7 +71,7 @@ def _stays_above(
     places = [
         position
         for position, access in enumerate(accesses)
-        if not _is_of(access.key, settled) and (access.lane is Lane.COMPUTE or access.key.kind is Kind.PARAM)
+        if not access.key.is_of(settled) and (access.lane is Lane.COMPUTE or access.key.kind is Kind.PARAM)
     ]
     here, following = [accesses[position] for position in places], _following(accesses)
     # What the update has changed or used up, the device's copy is of no use any more.
@@ -80,16 +80,11 @@ def _stays_above(
         or (access.key.kind is Kind.GRAD and accesses[following[position]].lane is Lane.UPDATE)
         for position, access in zip(places, here, strict=True)
     ]
-    taken = sum(nbytes for key, nbytes in rooms.items() if _is_of(key, settled))
+    taken = sum(nbytes for key, nbytes in rooms.items() if key.is_of(settled))
     course, capacity = Course(here, rooms, device), device.capacity - taken
     course.ends = [ends or changed for ends, changed in zip(course.ends, updated, strict=True)]
     stays = make_cyclic(course, capacity, sweep(course, capacity, Farthest)) if here else []
     return {position for position, kept in zip(places, stays, strict=True) if kept}
-
-
-def _is_of(key: PageKey, units: Collection[int]) -> bool:
-    """Whether the page is one of these units'; those of activations are numbered, but of no unit."""
-    return key.unit in units and key.kind is not Kind.ACTIVATION
 
 
 def _following(accesses: Sequence[Access]) -> list[int]:

@@ -65,8 +65,8 @@ class Chain:
         return self.top if lane is Lane.COMPUTE or unit in self.settled else Tier.HOST
 
     def settles(self, key: PageKey) -> bool:
-        """Whether the page is one of a settled unit; those of activations are numbered, but of no unit."""
-        return key.unit in self.settled and key.kind is not Kind.ACTIVATION
+        """Whether the page is one of a settled unit."""
+        return key.is_of(self.settled)
 
     def keeps(self, key: PageKey) -> bool:
         """Whether the page stays in HOST by choice."""

@@ -7,6 +7,7 @@ anything and moves nothing. Guarantees that keys are hashable, immutable, and me
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,10 @@ class PageKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"unit {self.unit} {self.kind.value} tile {self.tile}"
+
+    def is_of(self, units: Collection[int]) -> bool:
+        """Whether the page is one of these units'; those of activations are numbered, but of no unit."""
+        return self.unit in units and self.kind is not Kind.ACTIVATION
 
 
 _EDGES = {(source, target): f"{source.name.lower()}->{target.name.lower()}" for source in Tier for target in Tier}
