@@ -101,14 +101,16 @@ def test_ties_keep_their_marks() -> None:
         master = torch.randn(numel, generator=torch.Generator().manual_seed(1))
         bits = master.view(torch.int32)
         bits[::2] = (bits[::2] & -0x10000) | 0x8000
-        from tiermem.optim.split import joined, split
+        from tiermem.optim.split import complete, split
 
         part, parameter = planes.part(0, numel), torch.empty(numel, dtype=torch.bfloat16)
         split(master, parameter, part.remainder, part.marks, torch.empty(numel, dtype=torch.int32))
         run = Run(0, numel, Settings(0.0, 0.9, 0.95, 1e-8, 0.0, 1))
         for _ in range(3):
             adamw_tile(parameter, torch.randn(numel).to(torch.bfloat16), planes, [run], Workspace())
-        assert torch.equal(joined(parameter, part.remainder, part.marks), master)
+        found = parameter.to(torch.float32)
+        complete(found, part.remainder, part.marks, torch.empty(numel, dtype=torch.int32))
+        assert torch.equal(found, master)
 
 
 def test_a_gradient_that_is_not_a_number_makes_parameters_so() -> None:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tiermem.optim.split import (
     BitMarks,
     BitMasks,
+    Marks,
     SignMarks,
     SignMasks,
+    complete,
     join,
     join_masked,
-    joined,
     split,
     split_masked,
 )
@@ -31,6 +32,12 @@ def from_bits(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits.astype(np.uint32).view(np.int32).copy()).view(torch.float32)
 
 
+def completed(parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks) -> torch.Tensor:
+    master = parameter.to(torch.float32)
+    complete(master, remainder, marks, torch.empty(master.numel(), dtype=torch.int32))
+    return master
+
+
 def check_round_trip(master: torch.Tensor, moment: torch.Tensor) -> None:
     numel = master.numel()
     parameter = torch.empty(numel, dtype=torch.bfloat16)
@@ -41,7 +48,7 @@ def check_round_trip(master: torch.Tensor, moment: torch.Tensor) -> None:
     split(master, parameter, remainder, marks, scratch)
     assert torch.equal(parameter.view(torch.int16), master.to(torch.bfloat16).view(torch.int16))
     assert torch.equal(exp_avg_sq.abs().view(torch.int32), moment.abs().view(torch.int32))
-    copy = joined(parameter, remainder, marks)
+    copy = completed(parameter, remainder, marks)
     join(parameter, remainder, marks, back, scratch)
     assert torch.equal(copy.view(torch.int32), back.view(torch.int32))
     nan = master.isnan()
@@ -50,7 +57,7 @@ def check_round_trip(master: torch.Tensor, moment: torch.Tensor) -> None:
     assert torch.equal(exp_avg_sq.view(torch.int32), moment.view(torch.int32))
     plane, other = torch.zeros(-(-numel // 8), dtype=torch.uint8), torch.empty(numel)
     split(master, parameter, remainder, BitMarks(plane), scratch)
-    assert torch.equal(joined(parameter, remainder, BitMarks(plane)).view(torch.int32), copy.view(torch.int32))
+    assert torch.equal(completed(parameter, remainder, BitMarks(plane)).view(torch.int32), copy.view(torch.int32))
     join(parameter, remainder, BitMarks(plane), other, scratch)
     assert torch.equal(other.view(torch.int32), back.view(torch.int32))
     assert not plane.any()

@@ -206,6 +206,58 @@ def test_a_hundred_runs_one_after_the_other_leave_nothing(warm_python, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+BESIDE = """
+    import sys, threading, psutil, torch, tiermem
+    from tiermem.memory.heap import trim_heap
+    torch.set_num_threads(1)
+    process, width = psutil.Process(), 2048
+    # Trained layers with a PARAM page of 8 MiB each; frozen ones, each of another size, with pages of up to 10 MiB.
+    wide = [torch.nn.Linear(width, width + 128 * number) for number in range(4)]
+    narrow = [torch.nn.Linear(width + 128 * number, width) for number in range(4)]
+    model = torch.nn.Sequential(*(layer for pair in zip(wide, narrow) for layer in pair))
+    for layer in narrow:
+        layer.requires_grad_(False)
+    config = tiermem.Config(
+        host_memory="256MiB", swap_dirs=[sys.argv[1]], device="cpu", tile_size="8MiB", moments=sys.argv[2]
+    )
+
+    def most_beside(act):
+        # Bytes of resident memory at the highest, above those at the start.
+        trim_heap()
+        before, over, most = process.memory_info().rss, threading.Event(), [0]
+
+        def watch():
+            while not over.wait(0.0005):
+                most.append(process.memory_info().rss - before)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        act()
+        over.set()
+        watcher.join()
+        return max(most)
+
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(torch.randn(4, width).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime.commit().wait()  # so that nothing is left to be written from the budget's memory
+        masters = [most_beside(lambda: runtime.master(layer.weight)) for layer in wide]
+        snapshots = [most_beside(lambda: runtime.snapshot(f"{sys.argv[1]}/{n}").wait()) for n in range(2)]
+    print(max(masters), max(snapshots))
+    """
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_what_a_snapshot_and_a_master_take_beside_the_budget(moments, warm_python, tmp_path):
+    """Not a heap that grows with all that goes through it: that was 50 MiB more; nor a page that is not needed."""
+    master, snapshot = run(warm_python, BESIDE, str(tmp_path), moments)
+    assert master < (19 + 6) * MIB, f"{master / MIB:.1f} MiB, of which 19 are the master"
+    assert snapshot < (10 + 8 + 10) * MIB, f"{snapshot / MIB:.1f} MiB, of which 18 are a PARAM page and a STATE tile"
+
+
 def test_swap_files_are_as_large_as_said_and_gone_after_close(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -16,14 +16,12 @@ import torch
 from swap import AlignedBuffer, Mark, Priority, SwapSpace
 from tiermem.checkpoint.manifest import FIRST, MASTER, SECOND, VALUE
 from tiermem.errors import InvariantError
-from tiermem.optim.masters import StateStore
+from tiermem.optim.masters import SLICE_NUMEL, CutBuffers, StateStore
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.shards import Shard as RankShard
-
-_SLICE_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +126,7 @@ class MarkedShard:
         self._holdings = holdings_of(shards)
         self._states = states
         self._store = StateStore(pages, states)
+        self._buffers = CutBuffers()
         # The parameters that have moments here; of several ranks those that have any on one of them, here as zeros.
         self.moments = {each.slot.parameter for each in self._holdings if self._has_moments(each.unit, each.slot)}
 
@@ -148,7 +147,7 @@ class MarkedShard:
             return
         for cut in self._store.cuts(holding.unit, slot.parameter):
             for part in _slices(cut):
-                planes = self._store.read_cut(holding.unit, slot.parameter, part)
+                planes = self._store.read_cut(holding.unit, slot.parameter, part, self._buffers)
                 yield from zip((MASTER, FIRST, SECOND) if holding.has_moments else (MASTER,), planes, strict=False)
 
     def _has_moments(self, unit: int, slot: Slot) -> bool:
@@ -160,6 +159,6 @@ class MarkedShard:
 
 def _slices(cut: TileRange) -> Iterator[TileRange]:
     """Joining a master takes several times its memory: never for a whole tile at once."""
-    for begin in range(0, cut.length, _SLICE_NUMEL):
-        length = min(_SLICE_NUMEL, cut.length - begin)
+    for begin in range(0, cut.length, SLICE_NUMEL):
+        length = min(SLICE_NUMEL, cut.length - begin)
         yield replace(cut, begin=cut.begin + begin, begin_in_tile=cut.begin_in_tile + begin, length=length)

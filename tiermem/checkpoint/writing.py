@@ -29,7 +29,7 @@ from tiermem.checkpoint.manifest import (
 )
 from tiermem.checkpoint.shard import Holding, Shard
 from tiermem.checkpoint.tensor_file import bytes_of
-from tiermem.checkpoint.tensor_writer import TensorSpec
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
 from tiermem.errors import InvariantError
 from tiermem.zero3.layout import contiguous_stride
 
@@ -82,12 +82,17 @@ def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = 
         ]
         writer = draft.tensors(name, specs)
         for holding in group:
-            for plane, values in shard.blocks(holding):
-                writer.write(_tensor_name(holding, plane), bytes_of(values))
+            _write_holding(writer, shard, holding)
         written = writer.finish()
         kept += [(holding.slot.parameter, _kept(holding, len(files), written.tensors)) for holding in group]
         files.append(DataFile(name, rank, written.nbytes, written.header))
     return Part(tuple(files), tuple(kept))
+
+
+def _write_holding(writer: TensorWriter, shard: Shard, holding: Holding) -> None:
+    """On its own, so that the last block, which may be a view of a page, is not kept while the next page is read."""
+    for plane, values in shard.blocks(holding):
+        writer.write(_tensor_name(holding, plane), bytes_of(values))
 
 
 def write_buffers(draft: Draft, buffers: Mapping[str, torch.Tensor]) -> Part:

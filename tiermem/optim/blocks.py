@@ -58,12 +58,14 @@ class Blocks:
         return Blocks(self.codes[begin : begin + length], self.scales[first : first + block_count(length)])
 
     def load(self, book: CodeBook, out: torch.Tensor, scratch: BlockScratch) -> None:
-        """Write the values to `out`: float32, as long as whole blocks; what lies beyond the elements becomes 0."""
+        """Write the values to `out`: float32, as long as the elements, or as whole blocks: then 0 lies beyond them."""
         numel = self.codes.numel()
         book.decode(self.codes, scratch.index[:numel], out[:numel])
         out[numel:].zero_()
-        rows = out.view(-1, BLOCK_NUMEL)
-        rows.mul_(self.scales[:, None])
+        whole = out.numel() // BLOCK_NUMEL
+        out[: whole * BLOCK_NUMEL].view(-1, BLOCK_NUMEL).mul_(self.scales[:whole, None])
+        if whole < self.scales.numel():
+            out[whole * BLOCK_NUMEL :].mul_(self.scales[whole])
 
     def store(self, book: CodeBook, values: torch.Tensor, scratch: BlockScratch) -> None:
         """Keep `values` (float32, as long as whole blocks, 0 beyond the elements); they are overwritten."""

@@ -8,21 +8,24 @@ no update of the unit is pending. All functions wait for pages and raise their e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from tiermem.errors import InvariantError
+from tiermem.optim.blocks import BlockScratch
 from tiermem.optim.planes import BlockPlanes, StatePlanes, tile_planes
-from tiermem.optim.split import joined, split
+from tiermem.optim.split import complete, split
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.window import HeldPages
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
 
 Planes = StatePlanes | BlockPlanes
+
+SLICE_NUMEL = 1 << 18  # elements whose master is put together, or whose moments are translated, at one time
 
 
 class StatePager(Protocol):
@@ -33,6 +36,19 @@ class StatePager(Protocol):
 
     def is_written(self, key: PageKey) -> bool:
         """Whether the page has contents."""
+
+
+class CutBuffers:
+    """Memory for what `read_cut` gives, `SLICE_NUMEL` elements at most, used again by each call.
+
+    Not taken anew each time: blocks of this size are aligned, and glibc seldom finds room for one where another of the
+    same size was freed as long as anything small is allocated in between. A thread's heap then grows with the bytes
+    that have gone through it, up to its 64 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.master, self.first, self.second = (torch.empty(SLICE_NUMEL) for _ in range(3))
+        self.scratch = BlockScratch(SLICE_NUMEL)
 
 
 class StateStore:
@@ -60,24 +76,24 @@ class StateStore:
             if not exact or self._pager.is_written(_state_key(unit, cut)):
                 self._write(state, cut, partial(_begin, master))
 
-    def read_master(self, unit: int, parameter: int) -> torch.Tensor:
-        """The float32 master of a parameter, 1-D."""
+    def read_master(self, unit: int, parameter: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The float32 master of a parameter, 1-D; written to `out` (float32, 1-D) if there is one."""
         state, segment = self._find(unit, parameter)
-        out = torch.empty(segment.numel, dtype=torch.float32)
-        narrow = self._parameter(state, segment.start, segment.numel)
+        out = torch.empty(segment.numel) if out is None else out
+        scratch = _scratch_for(segment.numel)
+        self._read_parameter(state, segment.start, out)
         for cut in state.cuts(segment):
-            part = slice(cut.begin, cut.begin + cut.length)
-            if not self._read(state, cut, partial(_copy_master, narrow[part], out[part])):
-                out[part] = narrow[part]
+            self._read(state, cut, partial(_complete, out[cut.begin : cut.begin + cut.length], scratch))
         return out
 
     def read_moments(self, unit: int, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
         """First and second moment of a parameter, float32, 1-D; zeros before its first update."""
         state, segment = self._find(unit, parameter)
         first, second = torch.zeros(segment.numel), torch.zeros(segment.numel)
+        scratch = _scratch_for(segment.numel)
         for cut in state.cuts(segment):
             part = slice(cut.begin, cut.begin + cut.length)
-            self._read(state, cut, partial(_copy_moments, first[part], second[part]))
+            self._read(state, cut, partial(_copy_moments, first[part], second[part], scratch))
         return first, second
 
     def cuts(self, unit: int, parameter: int) -> list[TileRange]:
@@ -85,21 +101,25 @@ class StateStore:
         state, segment = self._find(unit, parameter)
         return state.cuts(segment)
 
-    def read_cut(self, unit: int, parameter: int, cut: TileRange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def read_cut(
+        self, unit: int, parameter: int, cut: TileRange, buffers: CutBuffers
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Master and both moments of a part of a parameter, each float32 and 1-D; its tile is read once.
 
-        A part of a cut begins at a multiple of 256 elements from its start, and ends at one or where the cut does.
+        They lie in `buffers`, until these are used again. A part of a cut begins at a multiple of 256 elements from its
+        start, and ends at one or where the cut does.
         """
         state, segment = self._find(unit, parameter)
-        narrow = self._parameter(state, segment.start + cut.begin, cut.length)
-        master, first, second = (torch.zeros(cut.length) for _ in range(3))
+        master, first, second = (each[: cut.length] for each in (buffers.master, buffers.first, buffers.second))
+        self._read_parameter(state, segment.start + cut.begin, master)
 
         def copy(planes: Planes) -> None:
-            _copy_master(narrow, master, planes)
-            _copy_moments(first, second, planes)
+            _complete(master, buffers.scratch, planes)
+            _copy_moments(first, second, buffers.scratch, planes)
 
         if not self._read(state, cut, copy):
-            master.copy_(narrow)
+            first.zero_()
+            second.zero_()
         return master, first, second
 
     def store_cut(
@@ -127,13 +147,13 @@ class StateStore:
             raise InvariantError(f"unit {unit} has no optimizer state")
         return state, state.segment_of(parameter)
 
-    def _parameter(self, state: UnitState, start: int, numel: int) -> torch.Tensor:
-        """A copy of elements of the PARAM page, counted from the first that is updated here."""
+    def _read_parameter(self, state: UnitState, start: int, out: torch.Tensor) -> None:
+        """Fill `out` with elements of the PARAM page, `start` counted from the first that is updated here."""
         key = PageKey(state.unit, Kind.PARAM)
         held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
         try:
-            begin, itemsize = state.param_start + start, state.dtype.itemsize
-            return held.tensor(key)[begin * itemsize : (begin + numel) * itemsize].view(state.dtype).clone()
+            begin, itemsize = (state.param_start + start) * state.dtype.itemsize, state.dtype.itemsize
+            out.copy_(held.tensor(key)[begin : begin + out.numel() * itemsize].view(state.dtype))
         finally:
             held.release()
 
@@ -174,19 +194,29 @@ def _begin(master: torch.Tensor, planes: Planes) -> None:
         split(master, narrow, planes.remainder, planes.marks, torch.empty_like(master, dtype=torch.int32))
 
 
-def _copy_master(narrow: torch.Tensor, out: torch.Tensor, planes: Planes) -> None:
-    if planes.master is not None:
-        out.copy_(planes.master)
-    elif planes.remainder is not None:
-        out.copy_(joined(narrow, planes.remainder, planes.marks))
-    else:
-        out.copy_(narrow)
+def _complete(master: torch.Tensor, scratch: BlockScratch, planes: Planes) -> None:
+    """Turn parameters in float32 into masters, in place."""
+    for piece, part in _slices(planes, scratch):
+        if part.master is not None:
+            master[piece].copy_(part.master)
+        elif part.remainder is not None:
+            complete(master[piece], part.remainder, part.marks, scratch.index.view(torch.int32)[: part.numel])
 
 
-def _copy_moments(first: torch.Tensor, second: torch.Tensor, planes: Planes) -> None:
-    kept = planes.read_moments()
-    first.copy_(kept[0])
-    second.copy_(kept[1])
+def _copy_moments(first: torch.Tensor, second: torch.Tensor, scratch: BlockScratch, planes: Planes) -> None:
+    for piece, part in _slices(planes, scratch):
+        part.read_moments(first[piece], second[piece], scratch)
+
+
+def _slices(planes: Planes, scratch: BlockScratch) -> Iterator[tuple[slice, Planes]]:
+    """The planes in parts that fit the scratch, which is whole blocks or as long as all there is."""
+    for begin in range(0, planes.numel, scratch.index.numel()):
+        length = min(scratch.index.numel(), planes.numel - begin)
+        yield slice(begin, begin + length), planes.part(begin, length)
+
+
+def _scratch_for(numel: int) -> BlockScratch:
+    return BlockScratch(min(numel, SLICE_NUMEL))
 
 
 def _set_moments(first: torch.Tensor, second: torch.Tensor, planes: Planes) -> None:

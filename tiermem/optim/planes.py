@@ -57,10 +57,12 @@ class StatePlanes:
         piece = slice(begin, begin + length)
         return StatePlanes(*_cut(self.remainder, self.master, piece), self.exp_avg[piece], self.exp_avg_sq[piece])
 
-    def read_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of both moments, float32."""
-        second = self.exp_avg_sq.clone()
-        return self.exp_avg.clone(), second if self.remainder is None else second.abs_()
+    def read_moments(self, first: torch.Tensor, second: torch.Tensor, _: BlockScratch) -> None:
+        """Copy both moments, float32, to `first` and `second`."""
+        first.copy_(self.exp_avg)
+        second.copy_(self.exp_avg_sq)
+        if self.remainder is not None:
+            second.abs_()
 
     def store_moments(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Overwrite both moments; the master stays."""
@@ -117,14 +119,10 @@ class BlockPlanes:
         blocks = self.exp_avg.part(begin, length), self.exp_avg_sq.part(begin, length)
         return BlockPlanes(*_cut(self.remainder, self.master, piece), bits, *blocks)
 
-    def read_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of both moments, float32."""
-        whole = block_count(self.numel) * BLOCK_NUMEL
-        first, second = torch.empty(whole), torch.empty(whole)
-        scratch = BlockScratch(self.numel)
+    def read_moments(self, first: torch.Tensor, second: torch.Tensor, scratch: BlockScratch) -> None:
+        """Copy both moments, float32, to `first` and `second`."""
         self.exp_avg.load(signed_book(), first, scratch)
         self.exp_avg_sq.load(unsigned_book(), second, scratch)
-        return first[: self.numel], second[: self.numel]
 
     def store_moments(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Overwrite both moments with these, rounded; the master stays."""

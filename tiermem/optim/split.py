@@ -97,24 +97,22 @@ def join(
     All tensors are 1-D of one length: `parameter` bfloat16, `remainder` int16, `master` float32, `scratch` int32 with
     undefined contents.
     """
-    bits = master.view(torch.int32)
     master.copy_(parameter)
+    marks.clear(complete(master, remainder, marks, scratch))
+
+
+def complete(master: torch.Tensor, remainder: torch.Tensor, marks: Marks, scratch: torch.Tensor) -> Indices:
+    """Turn the parameters of a slice in float32, `master`, into its masters; return the elements whose mark is set.
+
+    Nothing else is changed. Tensors as for `join`.
+    """
+    bits = master.view(torch.int32)
     scratch.copy_(remainder)
     bits.add_(scratch)
     ties = _ties(remainder, scratch)
-    marked = ties[marks.of(ties)]
+    marked: Indices = ties[marks.of(ties)]
     bits.numpy()[marked] += _STEP
-    marks.clear(marked)
-
-
-def joined(parameter: torch.Tensor, remainder: torch.Tensor, marks: Marks) -> torch.Tensor:
-    """Return the masters of a slice as a new float32 tensor; nothing is changed."""
-    master = parameter.to(torch.float32)
-    bits = master.view(torch.int32)
-    bits.add_(remainder.to(torch.int32))
-    ties = _ties(remainder, torch.empty_like(bits))
-    bits.numpy()[ties[marks.of(ties)]] += _STEP
-    return master
+    return marked
 
 
 def split(

@@ -203,7 +203,7 @@ class Runtime(Closing):
 
         def read() -> None:
             for piece in house.owned(unit, slot):
-                whole[piece.begin : piece.begin + piece.length] = house.states.read_master(unit, slot.parameter)
+                house.states.read_master(unit, slot.parameter, whole[piece.begin : piece.begin + piece.length])
 
         house.look(unit, slot, read, whole)
         return whole.as_strided(slot.shape, slot.stride)
