@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,17 @@ def test_what_a_resume_refuses(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="expected its folder in"):
         resumed(tmp_path, out=tmp_path / "elsewhere")
     (tmp_path / "out" / "checkpoint-4" / TICKET).unlink()
-    with pytest.raises(ResumeError, match="belongs to no commit"):
+    with pytest.raises(ResumeError, match=r"belongs to no commit of a runtime: there is no tiermem.json in it\."):
         resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"))
     (tmp_path / "out" / "checkpoint-4" / TICKET).write_text("[1]")
-    with pytest.raises(ResumeError, match="belongs to no commit"):
+    with pytest.raises(
+        ResumeError, match=r"its tiermem.json is damaged: expected JSON with id, .*found 3 bytes, b'\[1\]'"
+    ):
         resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"))
+    with pytest.raises(
+        ResumeError, match=r"expected its folder in .*, found 'checkpoint-4', but its tiermem.json is dam"
+    ):
+        resumed(tmp_path)
 
 
 def test_a_commit_with_another_ticket(tmp_path: Path) -> None:
@@ -188,19 +194,19 @@ def test_killed_while_a_ticket_is_written(torn: str, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, ticket) == tmp_path / "checkpoint-2"
 
 
-def test_a_ticket_that_finds_no_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is made again, into the same folder, on a disk that has become full."""
-    before = Ticket.new(tmp_path / "checkpoint-2", 2)
-    (tmp_path / "checkpoint-2").mkdir()
-    before.write(tmp_path / "checkpoint-2")
-
-    def fails(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match=rf"No space left on device, writing \d+ bytes.*{TICKET}"):
-        Ticket.new(tmp_path / "checkpoint-2", 2).write(tmp_path / "checkpoint-2")
-    assert find_checkpoint(tmp_path, before) == tmp_path / "checkpoint-2"
+def test_a_full_disk_leaves_the_ticket_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint whose folder is written a second time, or whose step is."""
+    before = Ticket.new(tmp_path, 2)
+    before.write(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large, writing \d+ bytes.*tiermem.json"):
+            Ticket.new(tmp_path, 4).write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert Ticket.of_folder(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == [TICKET]
 
 
 def test_a_runtime_without_a_commit_cannot_be_resumed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Ticket:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Ticket | None:
-        """The ticket in a folder; None if there is none, or none that is whole: a run ended while it was written."""
+        """The ticket in a folder; None if there is none, or none that is whole (`why_no_ticket`)."""
         try:
             return cls(**json.loads((folder / TICKET).read_text("utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
@@ -71,8 +71,18 @@ class Ticket:
         return {KEY: asdict(self)}
 
     def write(self, folder: Path) -> None:
-        """Put it into its folder. Raises OSError naming path and bytes."""
+        """Put it into its folder, in place of another one; whole, or that one stays. Raises OSError."""
         write_whole(folder / TICKET, json.dumps(asdict(self)))
+
+
+def why_no_ticket(folder: Path) -> str:
+    """In words, what keeps a folder from having a ticket."""
+    try:
+        found = (folder / TICKET).read_bytes()
+    except FileNotFoundError:
+        return f"there is no {TICKET} in it"
+    names = ", ".join(each.name for each in fields(Ticket))
+    return f"its {TICKET} is damaged: expected JSON with {names}, found {len(found)} bytes, {found[:80]!r}"
 
 
 def find_checkpoint(output_dir: Path, ticket: Ticket) -> Path:
@@ -80,9 +90,14 @@ def find_checkpoint(output_dir: Path, ticket: Ticket) -> Path:
     for path in output_dir.glob(f"*/{TICKET}"):
         if Ticket.of_folder(path.parent) == ticket:
             return path.parent
+    there = output_dir / ticket.checkpoint
+    found = "none"
+    if there.is_dir():
+        other = Ticket.of_folder(there)
+        found = f"{there.name!r}, but " + (why_no_ticket(there) if other is None else "of another commit")
     raise ResumeError(
         f"the runtime holds the state of {ticket.checkpoint} (step {ticket.global_step}), expected its folder in "
-        f"{str(output_dir)!r}, found none; pass the output_dir of that run. To begin anew from its weights, export "
+        f"{str(output_dir)!r}, found {found}; pass the output_dir of that run. To begin anew from its weights, export "
         "them with runtime.save_pretrained and offload with weights="
     )
 

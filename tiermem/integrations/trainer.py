@@ -23,6 +23,7 @@ from tiermem.integrations.checkpoints import (
     load_weights,
     make_durable,
     set_aside,
+    why_no_ticket,
 )
 from tiermem.integrations.refusals import (
     choose_clipping,
@@ -188,9 +189,10 @@ class Trainer(transformers.Trainer):
         """Nothing is read: the pages hold it already. Raises ResumeError if they do not."""
         found = Ticket.of_folder(Path(resume_from_checkpoint))
         if found is None:
+            why = why_no_ticket(Path(resume_from_checkpoint))
             raise ResumeError(
-                f"{resume_from_checkpoint!r} belongs to no commit of a runtime: it has weights at most. To begin anew "
-                "from them, offload the model with weights= and leave resume_from_checkpoint out"
+                f"{resume_from_checkpoint!r} belongs to no commit of a runtime: {why}. It has weights at most: to "
+                "begin anew from them, offload the model with weights= and leave resume_from_checkpoint out"
             )
         held, steps = self._state_of or (Ticket.of_commit(self.runtime.committed), None)
         if held != found or steps != self.runtime.statistics().steps:
