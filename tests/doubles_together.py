@@ -30,6 +30,18 @@ class Chain(nn.Module):
         return x
 
 
+class Tied(Chain):
+    """What is before the layers and what is behind them have one weight, as words have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(super().forward(torch.tanh(self.first(x))))
+
+
 def leased_pages(runtime: tiermem.Runtime) -> list[Any]:
     """Pages that somebody goes on holding.
 

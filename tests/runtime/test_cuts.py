@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_models import Block
-from doubles_together import Beside, Chain, leased_pages, rows, squares
+from doubles_together import Beside, Chain, Tied, leased_pages, rows, squares
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -111,18 +111,6 @@ class TwoStacks(nn.Module):
         for layer in self.decoder:
             x = layer(x, read=(read, gate))
         return x * read.detach()
-
-
-class Tied(Chain):
-    """What is before the layers and what is behind them have one weight, as words have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(super().forward(torch.tanh(self.first(x))))
 
 
 class Ones(torch.autograd.Function):

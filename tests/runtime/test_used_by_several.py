@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doubles_together import Beside, Chain, rows
+from doubles_together import Beside, Chain, Tied, rows
 from doubles_training import same
 from torch import nn
 
@@ -117,18 +117,6 @@ class ReadByJoined(Read):
         x = first(x, read)
         x = x + self.shift(read)
         return third(second(x, read), read)
-
-
-class Tied(Chain):
-    """What is before the layers and what is behind them have one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(super().forward(torch.tanh(self.first(x))))
 
 
 def step_and_compare_gradients(beside: Beside, batches: list[torch.Tensor]) -> None:

@@ -158,7 +158,7 @@ class MarkedShard:
 
 
 def _slices(cut: TileRange) -> Iterator[TileRange]:
-    """Joining a master takes several times its memory: never for a whole tile at once."""
+    """Parts that `CutBuffers` have room for: a master and moments take several times the memory of what is kept."""
     for begin in range(0, cut.length, SLICE_NUMEL):
         length = min(SLICE_NUMEL, cut.length - begin)
         yield replace(cut, begin=cut.begin + begin, begin_in_tile=cut.begin_in_tile + begin, length=length)
