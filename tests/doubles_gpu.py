@@ -7,9 +7,10 @@ and backward are the device's in either case.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from doubles_models import Stack, small_llama
@@ -157,3 +158,49 @@ def paged(
         weights = {name: runtime.parameter(parameter).cpu() for name, parameter in model.named_parameters()}
         statistics = runtime.statistics()
     return losses, weights, statistics
+
+
+class MadeOn:
+    """torch, but what is drawn at random is drawn on the processor and put on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(self._device)
+
+    def randint(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape).to(self._device)
+
+
+class HostAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on masters in host memory of parameters that are on a device."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
+        groups = list(params)
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        masters = [{**group, "params": [self._master(each) for each in group["params"]]} for group in groups]
+        super().__init__(masters, fused=True, **settings)
+
+    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
+        master = parameter.detach().cpu().clone().requires_grad_()
+        self._pairs.append((parameter, master))
+        return master
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter, master in self._pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.cpu()
+        answer = super().step(closure)
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+        return answer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter, _ in self._pairs:
+            parameter.grad = None
