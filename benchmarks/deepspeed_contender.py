@@ -1,25 +1,39 @@
 """DeepSpeed ZeRO-Infinity: stage 3, parameters and optimizer states on NVMe, read and written in a pipeline.
 
 Run by the interpreter of an environment that has deepspeed (benchmarks/README.md says how to make one); tiermem is not
-needed there. Without a GPU it runs with DS_ACCELERATOR=cpu, and its operators are compiled on first use.
+needed there. Its operators are compiled on first use. Settings: `device`: "cpu" (the default) or "cuda";
+`zero_optimization` and `aio`, whose entries replace those below.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-import sys
-
-import deepspeed
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Phases, Workload, measure, read_job
+from workloads import (
+    BETAS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    WORKLOADS,
+    Phases,
+    Workload,
+    device_details,
+    finish,
+    measure,
+    read_job,
+)
+
+JOB = read_job()
+DEVICE = torch.device(JOB.settings.get("device", "cpu"))
+os.environ.setdefault("DS_ACCELERATOR", DEVICE.type)  # read when deepspeed is imported
+
+import deepspeed  # noqa: E402
 
 # Fewer, and its optimizer stops with an assertion: four tensors a group, three groups in flight.
 OPTIMIZER_BUFFERS = 12
@@ -30,6 +44,7 @@ SUB_GROUP_SIZE = 20_000_000
 
 def configuration(workload: Workload, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's configuration; `settings` replaces entries of "zero_optimization" and "aio"."""
+    pinned = DEVICE.type == "cuda"
     largest_parameter = workload.width * max(workload.mlp_width, workload.vocabulary)
     zero = {
         "stage": 3,
@@ -39,7 +54,7 @@ def configuration(workload: Workload, directory: Path, settings: dict[str, Any])
             "nvme_path": str(directory),
             "buffer_count": 5,
             "buffer_size": largest_parameter,
-            "pin_memory": False,
+            "pin_memory": pinned,
         },
         "offload_optimizer": {
             "device": "nvme",
@@ -47,7 +62,7 @@ def configuration(workload: Workload, directory: Path, settings: dict[str, Any])
             "buffer_count": OPTIMIZER_BUFFERS,
             "pipeline_read": True,
             "pipeline_write": True,
-            "pin_memory": False,
+            "pin_memory": pinned,
         },
         **settings.get("zero_optimization", {}),
     }
@@ -75,13 +90,13 @@ def become_the_only_rank() -> None:
 
 def main() -> None:
     """Train as the command line says; print the outcome."""
-    job = read_job()
+    job = JOB
     workload = WORKLOADS[job.workload]
     baseline = resident_bytes()
     become_the_only_rank()
     config = configuration(workload, job.directory, job.settings)
     with redirect_stdout(sys.stderr):
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        deepspeed.init_distributed(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", verbose=False)
         torch.manual_seed(job.seed)
         with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
             model = workload.model()
@@ -90,18 +105,23 @@ def main() -> None:
     phases = Phases()
 
     def step(tokens: torch.Tensor) -> float:
+        batch = tokens.to(DEVICE)
         with redirect_stdout(sys.stderr):
             with phases("forward"):
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = engine(input_ids=batch, labels=batch).loss
             with phases("backward"):
                 engine.backward(loss)
             with phases("update"):
                 engine.step()
+            finish(DEVICE)
         return float(loss.detach())
 
     parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    version = {"version": f" {deepspeed.__version__}"}
-    measure(job, step, parameters=parameters, baseline=baseline, details=lambda: version, phases=phases)
+
+    def details() -> dict[str, Any]:
+        return {"version": f" {deepspeed.__version__}", **device_details(DEVICE)}
+
+    measure(job, step, parameters=parameters, baseline=baseline, details=details, phases=phases)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training step with the model's state beyond the GPU: tiermem beside PyTorch in memory and FSDP2's CPU offload.
+"""A training step with the model's state beyond the GPU: tiermem beside PyTorch in memory, FSDP2 and DeepSpeed.
 
 Owns the choice of the model and of budgets for the machine it finds itself on, and the tables. Does not train: each
 contender is a process of its own (see train_step.py). Guarantees to end in the time it is given: what does not fit in
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workload = "quick" if options.simulated else choose_workload(machine, options.seconds)
     parameters = count_parameters(workload)
     runs: list[dict[str, Any]] = []
-    wanted = [each for each in contenders(parameters, machine) if options.only in each.name]
+    wanted = [each for each in contenders(parameters, machine, options.deepspeed) if options.only in each.name]
     for number, contender in enumerate(wanted):
         print(f"{workload}: {contender.name}", file=sys.stderr)
         left = ends - time.monotonic()
@@ -85,6 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--simulated", action="store_true", help="a tiny model, no GPU, no result file")
     parser.add_argument("--seconds", type=float, default=330.0, help="for everything together")
     parser.add_argument("--only", default="", metavar="TEXT", help="only contenders with this in their name")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--json", type=Path, help="write what was measured here instead of a result file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes")
@@ -133,7 +134,7 @@ def tokens_of(workload: str) -> int:
     return WORKLOADS[workload].rows * WORKLOADS[workload].length
 
 
-def contenders(parameters: int, machine: Machine) -> list[Contender]:
+def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) -> list[Contender]:
     """Return who takes part, and with which budgets.
 
     The device budget is an eighth of the state at most, so that paging is what is measured, however large the GPU.
@@ -150,13 +151,25 @@ def contenders(parameters: int, machine: Machine) -> list[Contender]:
         "moments on swap": parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor,
         "everything on swap": floor,
     }
+    script, offload = "deepspeed_contender.py", {"device": "cpu", "pin_memory": bool(machine.device)}
+    in_memory = {"sub_group_size": 10**9, "offload_param": offload, "offload_optimizer": offload}
+    peers = (
+        [
+            Contender("DeepSpeed ZeRO-3, CPU offload", script, deepspeed, {**place, "zero_optimization": in_memory}),
+            Contender("DeepSpeed ZeRO-3, NVMe offload", script, deepspeed, place),
+        ]
+        if deepspeed is not None
+        else []
+    )
     return [
         Contender("PyTorch, all on the device", "plain_contender.py", sys.executable, place),
         Contender(PEER, "fsdp_contender.py", sys.executable, place),
+        *peers[:1],
         *(
             Contender(f"tiermem, {name}", "tiermem_contender.py", sys.executable, {**paged, "host_memory": nbytes})
             for name, nbytes in budgets.items()
         ),
+        *peers[1:],
     ]
 
 

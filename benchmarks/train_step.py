@@ -156,6 +156,8 @@ def run_one(plan: Plan, workload: str, contender: Contender) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=plan.directory) as directory:
         command = [*command_of(contender, workload, directory)]
         command += ["--warm-up", str(plan.warm_up), "--steps", str(plan.steps)]
+        if plan.timeout is not None:  # a few steps are better than none
+            command += ["--seconds", f"{0.7 * plan.timeout:.0f}"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, env=environment(), check=False, timeout=plan.timeout
@@ -177,7 +179,7 @@ def command_of(contender: Contender, workload: str, directory: str) -> list[str]
 
 def environment() -> dict[str, str]:
     """Return the environment in which a contender finds tiermem."""
-    return {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, [os.getenv("PYTHONPATH")])])}
 
 
 def run_in_turns(plan: Plan, workload: str) -> list[dict[str, Any]]:

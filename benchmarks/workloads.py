@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from common import drive_bytes, peak_resident_bytes, thread_seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
+_BEGAN = time.monotonic()  # of this process, nearly
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -87,6 +89,7 @@ class Job:
     directory: Path
     settings: dict[str, Any]
     in_turns: bool = False
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ def read_job() -> Job:
     parser.add_argument("--directory", type=Path, default=Path())
     parser.add_argument("--settings", type=json.loads, default={}, help="a JSON object")
     parser.add_argument("--in-turns", action="store_true", help="do a step for each line on stdin, until it ends")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of this process, after which no step begins")
     return Job(**vars(parser.parse_args()))
 
 
@@ -164,7 +168,10 @@ def measure(
     details: Callable[[], dict[str, Any]] = dict,
     phases: Phases | None = None,
 ) -> None:
-    """Run `step` (tokens to loss) for warm-up and measured steps; print the outcome. `details` is asked at the end."""
+    """Run `step` (tokens to loss) for warm-up and measured steps; print the outcome. `details` is asked at the end.
+
+    When the job's time is up fewer steps are measured, but one.
+    """
     workload = WORKLOADS[job.workload]
     seconds, losses, read, written = [], [], [], []
     first = job.warm_up if not job.in_turns else 1
@@ -172,6 +179,8 @@ def measure(
     for number in in_turns() if job.in_turns else range(job.warm_up + job.steps):
         if number == first:
             spent = thread_seconds()
+        if number > first and time.monotonic() - _BEGAN > job.seconds:
+            break
         tokens = workload.tokens(seed=job.seed, step=number)
         read_before, written_before = drive_bytes()
         started = time.perf_counter()

@@ -111,6 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything together")
     parser.add_argument("--tests", metavar="EXPRESSION", help="only these tests, as for pytest -k")
     parser.add_argument("--contenders", default="", metavar="TEXT", help="only contenders with this in their name")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed, to stand beside it")
     parser.add_argument("--directory", type=Path, help="where swap files go (default: the system's temporary folder)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the result goes")
     return parser.parse_args(arguments)
@@ -176,6 +177,7 @@ def run_benchmark(scratch: Path, options: argparse.Namespace, seconds: float, ra
     answer = scratch / "benchmark.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_step.py"), "--seconds", f"{max(0.0, seconds - 5):.0f}"]
     command += ["--json", str(answer), "--directory", str(scratch), "--only", options.contenders]
+    command += ["--deepspeed", options.deepspeed] if options.deepspeed else []
     done = run([*command, *(["--simulated"] if options.simulated else [])], seconds, dict(os.environ))
     if answer.exists():
         raw.update(json.loads(answer.read_text(encoding="utf-8")))
@@ -187,7 +189,7 @@ def run_benchmark(scratch: Path, options: argparse.Namespace, seconds: float, ra
 def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> Outcome:
     """Run a command in the checkout, and end it and all it has started when its time is up."""
     started = time.monotonic()
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as words:
         # A session of its own: a contender that was left behind would keep the GPU's memory from those that follow.
         running = subprocess.Popen(
