@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiermem.optim import compiled
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
-from tiermem.optim.shares import MOST_THREADS, Shares, cut, update_threads
+from tiermem.optim.shares import MOST_BESIDE_A_DEVICE, MOST_THREADS, Job, Loop, Shares, cut, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 
@@ -42,7 +42,7 @@ def test_shares_run_at_the_same_time() -> None:
 
     for _ in range(2):
         done.clear()
-        shares.run(192, 64, loop)
+        shares.run([Job(192, 64, loop)])
         assert sorted((piece.start, piece.stop) for piece in done) == [(0, 64), (64, 128), (128, 192)]
     assert threading.current_thread().name in seen
     shares.close()
@@ -52,8 +52,8 @@ def test_shares_run_at_the_same_time() -> None:
 
 def test_what_is_short_is_done_by_the_caller() -> None:
     shares, seen = Shares(4, least_numel=1000), []
-    shares.run(1999, 1, lambda piece: seen.append((threading.current_thread(), piece)))
-    shares.run(0, 64, lambda piece: seen.append((threading.current_thread(), piece)))
+    shares.run([Job(1999, 1, lambda piece: seen.append((threading.current_thread(), piece)))])
+    shares.run([Job(0, 64, lambda piece: seen.append((threading.current_thread(), piece)))])
     assert seen == [(threading.current_thread(), slice(0, 1999)), (threading.current_thread(), slice(0, 0))]
 
 
@@ -67,7 +67,7 @@ def test_an_error_in_a_share_is_raised_after_all_have_ended(failing: int) -> Non
         ended.set()
 
     with pytest.raises(ArithmeticError, match="this share"):
-        shares.run(128, 64, loop)
+        shares.run([Job(128, 64, loop)])
     assert ended.is_set()
     shares.close()
 
@@ -76,6 +76,31 @@ def test_an_error_in_a_share_is_raised_after_all_have_ended(failing: int) -> Non
 def test_the_update_takes_the_threads_torch_has(torch_has: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_has)
     assert update_threads() == expected
+
+
+@pytest.mark.parametrize(("torch_has", "expected"), [(1, 1), (2, 2), (3, 2), (16, 14), (96, MOST_BESIDE_A_DEVICE)])
+def test_beside_a_device_it_leaves_two_to_others(
+    torch_has: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torch_has)
+    assert update_threads(beside_device=True) == expected
+
+
+@given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 5), st.integers(1, 2000))
+def test_several_loops_are_each_done_once(numels: list[int], threads: int, least_numel: int) -> None:
+    counts = [[0] * numel for numel in numels]
+
+    def loop(own: list[int]) -> Loop:
+        def count(piece: slice) -> None:
+            assert piece.start % 64 == 0
+            own[piece] = [each + 1 for each in own[piece]]
+
+        return count
+
+    shares = Shares(threads, least_numel=least_numel)
+    shares.run([Job(len(own), 64, loop(own)) for own in counts])
+    shares.close()
+    assert all(each == 1 for own in counts for each in own)
 
 
 @pytest.mark.timeout(120)  # the first call compiles

@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiermem.errors import InvariantError
 from tiermem.memory.heap import release_library
 from tiermem.optim.blocks import BLOCK_NUMEL, Blocks
 from tiermem.optim.planes import BlockPlanes, StatePlanes
+from tiermem.optim.shares import Loop
 from tiermem.optim.updates import Settings
 
 Update = Callable[[torch.Tensor, torch.Tensor, Any, Settings, float], None]
@@ -35,24 +37,44 @@ class CompiledLoops:
 
     module: Any
 
-    def update_split(
+    def split(
         self, parameter: torch.Tensor, grad: torch.Tensor, planes: StatePlanes, settings: Settings, grad_scale: float
-    ) -> None:
-        """Update bfloat16 parameters with float32 moments: 1-D, a multiple of 64 elements."""
-        if planes.remainder is not None:
-            moments = planes.exp_avg.numpy(), planes.exp_avg_sq.numpy()
-            narrow = _bits(parameter), planes.remainder.numpy(), _bits(grad)
-            self.module.update_split(*narrow, *moments, _constants(settings, grad_scale))
+    ) -> Loop:
+        """Updates pieces of bfloat16 parameters with float32 moments, cut at multiples of 64 elements.
 
-    def update_coded_split(
+        Raises InvariantError where masters are not split.
+        """
+        if planes.remainder is None:
+            raise InvariantError("a loop for split masters was asked for where masters are not split")
+        moments = planes.exp_avg.numpy(), planes.exp_avg_sq.numpy()
+        arrays = _bits(parameter), planes.remainder.numpy(), _bits(grad), *moments
+        update, constants = self.module.update_split, _constants(settings, grad_scale)
+
+        def loop(piece: slice) -> None:
+            update(*[array[piece] for array in arrays], constants)
+
+        return loop
+
+    def coded_split(
         self, parameter: torch.Tensor, grad: torch.Tensor, planes: BlockPlanes, settings: Settings, grad_scale: float
-    ) -> None:
-        """Update bfloat16 parameters with 8-bit moments: 1-D, whole blocks."""
-        if planes.remainder is not None and planes.mark_bits is not None:
-            masters = _bits(parameter), planes.remainder.numpy(), planes.mark_bits.numpy()
-            self.module.update_coded_split(
-                *masters, _bits(grad), *_coded(planes), self.module.books(), _constants(settings, grad_scale)
-            )
+    ) -> Loop:
+        """Updates pieces of bfloat16 parameters with 8-bit moments, whole blocks.
+
+        Raises InvariantError where masters are not split.
+        """
+        if planes.remainder is None or planes.mark_bits is None:
+            raise InvariantError("a loop for split masters was asked for where masters are not split")
+        left, right, marks = _bits(parameter), planes.remainder.numpy(), planes.mark_bits.numpy()
+        gradient, (codes, scales) = _bits(grad), _coded(planes)
+        update, books, constants = self.module.update_coded_split, self.module.books(), _constants(settings, grad_scale)
+
+        def loop(piece: slice) -> None:
+            blocks = slice(piece.start // BLOCK_NUMEL, -(-piece.stop // BLOCK_NUMEL))
+            bits = slice(piece.start // 8, -(-piece.stop // 8))
+            own = (codes[0][piece], codes[1][piece]), (scales[0][blocks], scales[1][blocks])
+            update(left[piece], right[piece], marks[bits], gradient[piece], *own, books, constants)
+
+        return loop
 
     def update_coded(
         self, master: torch.Tensor, grad: torch.Tensor, planes: BlockPlanes, settings: Settings, grad_scale: float
@@ -61,6 +83,14 @@ class CompiledLoops:
         self.module.update_coded(
             master.numpy(), grad.numpy(), *_coded(planes), self.module.books(), _constants(settings, grad_scale)
         )
+
+    def update_split(self, parameter: torch.Tensor, *others: Any) -> None:
+        """What `split` gives, on all of it."""
+        self.split(parameter, *others)(slice(0, parameter.numel()))
+
+    def update_coded_split(self, parameter: torch.Tensor, *others: Any) -> None:
+        """What `coded_split` gives, on all of it."""
+        self.coded_split(parameter, *others)(slice(0, parameter.numel()))
 
 
 def are_wanted(dtype: torch.dtype, moments: str) -> bool:

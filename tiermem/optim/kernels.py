@@ -34,7 +34,7 @@ from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
 from tiermem.optim.codebook import CodeBook, signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, MixedPlanes, StatePlanes
-from tiermem.optim.shares import Shares
+from tiermem.optim.shares import Job, Shares
 from tiermem.optim.split import join, join_masked, split, split_masked
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT, UnitState
 from tiermem.optim.updates import Settings
@@ -141,9 +141,12 @@ def adamw_tile(
             f"a tile of {parameter.numel()} {parameter.dtype} parameters came with {grad.numel()} gradients of "
             f"{grad.dtype} and {planes.numel} moments"
         )
+    jobs: list[Job] = []
     for run in runs:
         whole = slice(run.begin, run.begin + run.length)
-        _update_run(parameter[whole], grad[whole], planes.part(run.begin, run.length), run, (workspace, grad_scale))
+        part = planes.part(run.begin, run.length)
+        jobs += _update_run(parameter[whole], grad[whole], part, run, (workspace, grad_scale))
+    workspace.shares.run(jobs)
 
 
 def update_by_torch(
@@ -164,12 +167,24 @@ def _update_run(
     planes: StatePlanes | BlockPlanes,
     run: Run,
     scaling: tuple[Workspace, float],
-) -> None:
+) -> list[Job]:
+    """Update what torch is to update of a run; return what is left to loops: other elements, so the order is free."""
     settings = run.settings
-    begin = _update_compiled(parameter, grad, planes, settings, scaling)
-    if begin == run.length:
-        return
-    parameter, grad, planes = parameter[begin:], grad[begin:], planes.part(begin, run.length - begin)
+    begin, jobs = _update_compiled(parameter, grad, planes, settings, scaling)
+    if begin < run.length:
+        part = planes.part(begin, run.length - begin)
+        _update_rest(parameter[begin:], grad[begin:], part, settings, scaling)
+    return jobs
+
+
+def _update_rest(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    planes: StatePlanes | BlockPlanes,
+    settings: Settings,
+    scaling: tuple[Workspace, float],
+) -> None:
+    """By torch's operations."""
     workspace, grad_scale = scaling
     workspace.step.fill_(settings.step)
     if isinstance(planes, StatePlanes):
@@ -198,8 +213,8 @@ def _update_compiled(
     planes: StatePlanes | BlockPlanes,
     settings: Settings,
     scaling: tuple[Workspace, float],
-) -> int:
-    """Update as many elements as the compiled loops can, from the first one on; return how many."""
+) -> tuple[int, list[Job]]:
+    """How many elements compiled loops update, from the first one on, and those of them that are still to be run."""
     workspace, grad_scale = scaling
     numel = parameter.numel()
     coded = isinstance(planes, BlockPlanes)
@@ -208,23 +223,17 @@ def _update_compiled(
     # Who has no use for the loops does not pay for numba's memory.
     loops = workspace.loops if end and (coded or planes.remainder is not None) else None
     if loops is None:
-        return 0
-
-    def update(piece: slice) -> None:
-        part = planes.part(piece.start, piece.stop - piece.start)
-        if isinstance(part, StatePlanes):
-            loops.update_split(parameter[piece], grad[piece], part, settings, grad_scale)
-        elif part.remainder is not None:
-            loops.update_coded_split(parameter[piece], grad[piece], part, settings, grad_scale)
-        else:
-            _update_coded(loops, parameter[piece], grad[piece], part, settings, scaling)
-
-    if coded and planes.remainder is None:
-        for piece in workspace.slices(0, end, coded=True):  # one at a time: they need scratch
-            update(piece)
+        return 0, []
+    if isinstance(planes, StatePlanes):
+        loop = loops.split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
+    elif planes.remainder is not None:
+        loop = loops.coded_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
     else:
-        workspace.shares.run(end, block, update)
-    return end
+        for piece in workspace.slices(0, end, coded=True):  # one at a time: they need scratch
+            part = planes.part(piece.start, piece.stop - piece.start)
+            _update_coded(loops, parameter[piece], grad[piece], part, settings, scaling)
+        return end, []
+    return end, [Job(end, block, loop)]
 
 
 def _update_coded(

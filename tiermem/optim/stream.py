@@ -171,17 +171,32 @@ class UnitStream:
                 await self._use(state, update, await self._load(state, update, param, item))
             return
         window = Window(self._depth)
-        loader = asyncio.ensure_future(self._load_all(state, update, param, work, window))
+        tasks = [asyncio.ensure_future(self._load_all(state, update, param, work, window))]
         try:
-            for _ in work:
-                await self._use(state, update, await window.next())
-                window.leave()
+            for number in range(len(work)):
+                loaded = await window.next()
+                tasks.append(asyncio.ensure_future(self._use_and_leave(state, update, loaded, window)))
+                # A kernel is asked for before the one before it is through: the worker goes from one to the other.
+                if number:
+                    await tasks[-2]
+            await tasks[-1]
         except BaseException as error:
             window.close()
             # Not cancelled: a lease granted to a cancelled wait would be held for ever.
-            await asyncio.wait([loader])
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # looked at: the first one is raised
             window.fail_waiting(error)
             raise
+
+    async def _use_and_leave(self, state: UnitState, update: UnitUpdate, loaded: Loaded, window: Window) -> None:
+        try:
+            await self._use(state, update, loaded)
+        except BaseException as error:
+            window.put(error)  # whoever waits for the next tile may do so for want of this one's room
+            raise
+        window.leave()
 
     async def _use(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> None:
         """Run the kernel on a tile that is held, and give it back."""

@@ -79,7 +79,7 @@ class Window:
 
     def __init__(self, depth: int) -> None:
         self._room = asyncio.Semaphore(depth)
-        self._loaded: asyncio.Queue[Loaded | Exception] = asyncio.Queue()
+        self._loaded: asyncio.Queue[Loaded | BaseException] = asyncio.Queue()
         self._closed = False
 
     async def enter(self) -> bool:
@@ -87,14 +87,14 @@ class Window:
         await self._room.acquire()
         return not self._closed
 
-    def put(self, item: Loaded | Exception) -> None:
-        """Hand over a tile, or the error that ends loading."""
+    def put(self, item: Loaded | BaseException) -> None:
+        """Hand over a tile, or the error that ends loading or use."""
         self._loaded.put_nowait(item)
 
     async def next(self) -> Loaded:
-        """The next tile. Raises the loader's error."""
+        """The next tile. Raises the error that was put."""
         item = await self._loaded.get()
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             raise item
         return item
 

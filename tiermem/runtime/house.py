@@ -21,9 +21,11 @@ from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
 from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.kernels import Workspace
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import UpdateQueue
+from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
 from tiermem.planner.device import DeviceFootprint
@@ -200,7 +202,7 @@ def _furnish(
     make = partial(Materializer, device=storage.torch_device, shards=shards, broadcast=broadcast)
     materializer = make(pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights)
     parameters = fill_pages(blueprint, storage, states, materializer)
-    updater = Updater(pager, blueprint.states, depth=footprint.depth, above=_above(blueprint, storage))
+    updater = _updater(blueprint, storage)
     names = [layout.name for layout in layouts]
     conductor = _conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
@@ -268,6 +270,13 @@ def _queue(
     # In the first backward a compiler would come on top of the activations.
     prepare = compiled_loops if narrow and blueprint.device is None else None
     return GatedQueue(queue, wait_open, changed, prepare=prepare)
+
+
+def _updater(blueprint: Blueprint, storage: Storage) -> Updater:
+    """Who updates, with as many threads as nobody else wants."""
+    shares, above = Shares(update_threads(beside_device=storage.torch_device.type != "cpu")), _above(blueprint, storage)
+    depth, workspace = blueprint.footprint.depth, Workspace(shares=shares)
+    return Updater(storage.pager, blueprint.states, depth=depth, workspace=workspace, above=above)
 
 
 def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
