@@ -29,7 +29,7 @@ def main() -> None:
             rank=0,
             world_size=1,
         )
-        model = WORKLOADS[job.workload].model()
+        model = WORKLOADS[job.workload].model(device).cpu()  # a processor is slow at random numbers
         settings = {
             "mesh": init_device_mesh(device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

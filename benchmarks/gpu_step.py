@@ -28,8 +28,8 @@ THEME = "gpu_step"
 WARM_UP, STEPS = 2, 5
 PEER = "FSDP2, CPUOffloadPolicy"
 GIB = 1 << 30
-# What a contender is given at least, while there is that much, and from when on the large model is worth beginning.
-_LEAST_SECONDS, _LARGE_SECONDS = 45.0, 1200.0
+# What a contender is given at least, while there is that much, and from when on larger models are worth beginning.
+_LEAST_SECONDS, _MIDDLE_SECONDS, _LARGE_SECONDS = 45.0, 600.0, 1200.0
 # What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
 _PARAMETER, _GRADIENT, _STATE = 2, 2, 10
 # FSDP2 holds fp32 parameters, gradients and two moments in host memory.
@@ -112,9 +112,9 @@ def look(directory: Path) -> Machine:
 def choose_workload(machine: Machine, seconds: float) -> str:
     """Return the largest model whose states the peer can hold in host memory and tiermem on disk, to compare both.
 
-    In a few minutes no large one: only to fill its weights takes each contender one of them.
+    In a few minutes only a small one: to fill its weights takes each contender of a large one a minute.
     """
-    names = ("gpu-large", "gpu") if seconds >= _LARGE_SECONDS else ("gpu",)
+    names = ("gpu-large",) * (seconds >= _LARGE_SECONDS) + ("gpu",) * (seconds >= _MIDDLE_SECONDS) + ("gpu-small",)
     state = _PARAMETER + _GRADIENT + _STATE
     for name in names:
         numel = count_parameters(name)
@@ -137,7 +137,8 @@ def tokens_of(workload: str) -> int:
 def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) -> list[Contender]:
     """Return who takes part, and with which budgets.
 
-    The device budget is an eighth of the state at most, so that paging is what is measured, however large the GPU.
+    The device budget is an eighth of the state at most, so that paging is what is measured, however large the GPU; with
+    everything on swap, less than a fortieth.
     """
     state = parameters * (_PARAMETER + _GRADIENT + _STATE)
     place: dict[str, Any] = {"device": "cuda"}
@@ -145,11 +146,11 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
     if not machine.device:
         place, paged = {"device": "cpu"}, {"device": "simulated:bandwidth=2GB/s,latency=20us", "commits": False}
     floor = 2 * GIB if machine.device else 4 << 20
-    paged["device_memory"] = max(floor, state // 8)
+    usual = max(floor, state // 8)
     budgets = {
-        "states on host": state * 5 // 4 + floor,
-        "moments on swap": parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor,
-        "everything on swap": floor,
+        "states on host": (state * 5 // 4 + floor, usual),
+        "moments on swap": (parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor, usual),
+        "everything on swap": (floor, max(floor // 16, state // 42)),
     }
     script, offload = "deepspeed_contender.py", {"device": "cpu", "pin_memory": bool(machine.device)}
     in_memory = {"sub_group_size": 10**9, "offload_param": offload, "offload_optimizer": offload}
@@ -166,8 +167,13 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
         Contender(PEER, "fsdp_contender.py", sys.executable, place),
         *peers[:1],
         *(
-            Contender(f"tiermem, {name}", "tiermem_contender.py", sys.executable, {**paged, "host_memory": nbytes})
-            for name, nbytes in budgets.items()
+            Contender(
+                f"tiermem, {name}",
+                "tiermem_contender.py",
+                sys.executable,
+                {**paged, "host_memory": host, "device_memory": device},
+            )
+            for name, (host, device) in budgets.items()
         ),
         *peers[1:],
     ]
@@ -191,8 +197,11 @@ def table(runs: Sequence[dict[str, Any]], workload: str) -> str:
             f"{name} {statistics.median(nbytes[-STEPS:]) / seconds / 1e9:.2f}"
             for name, nbytes in details.get("edges", {}).items()
         )
+        measured = f"{min(run['seconds']):.3f} to {max(run['seconds']):.3f}"
+        if len(run["seconds"]) < STEPS:
+            measured += f", {len(run['seconds'])} of {STEPS} steps"
         lines.append(
-            f"| {run['contender']} | {seconds:.3f} ({min(run['seconds']):.3f} to {max(run['seconds']):.3f}) "
+            f"| {run['contender']} | {seconds:.3f} ({measured}) "
             f"| {speed:.0f} | {6 * run['parameters'] * speed / 1e12:.2f} | {peer / seconds if peer else 0:.2f} "
             f"| {f'{statistics.median(stall):.3f} s' if stall else ''} | {edges} "
             f"| {details.get('peak_device_bytes', 0) / 1e9:.2f} GB | {run['peak_rss_bytes'] / 1e9:.2f} GB |"

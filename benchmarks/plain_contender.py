@@ -13,7 +13,7 @@ def main() -> None:
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
     device = torch.device(job.settings.get("device", "cpu"))
-    model = WORKLOADS[job.workload].model().to(device, torch.bfloat16)
+    model = WORKLOADS[job.workload].model(device).to(device, torch.bfloat16)
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)

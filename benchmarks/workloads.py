@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,10 @@ class Workload:
             use_cache=False,
         )
 
-    def model(self) -> LlamaForCausalLM:
-        """Return the unmodified model of transformers."""
-        return LlamaForCausalLM(self.config())
+    def model(self, device: torch.device | None = None) -> LlamaForCausalLM:
+        """Return the unmodified model of transformers, in float32; its weights are drawn on `device`, if given."""
+        with torch.device(device) if device is not None else nullcontext():
+            return LlamaForCausalLM(self.config())
 
     def tokens(self, *, seed: int, step: int) -> torch.Tensor:
         """Return the batch of a step: int64 of shape [rows, length]."""
@@ -72,7 +73,8 @@ WORKLOADS = {
     "io-bound": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=64),
     # An eighth of its tokens: eight micro-batches of these are a step of the line above.
     "io-bound-eighth": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=8),
-    # For GPUs: 1.4 and 6.7 billion parameters, 22 and 108 GB of training state.
+    # For GPUs: 0.7, 1.4 and 6.7 billion parameters, 12, 22 and 108 GB of training state.
+    "gpu-small": Workload(12, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
     "gpu": Workload(24, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
     "gpu-large": Workload(32, 4096, 11008, heads=32, vocabulary=32000, rows=4, length=1024),
 }

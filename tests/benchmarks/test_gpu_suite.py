@@ -236,12 +236,14 @@ def step() -> ModuleType:
 
 
 def test_the_model_is_the_largest_that_the_peer_can_hold(step: ModuleType) -> None:
-    sizes = {name: step.count_parameters(name) for name in ("gpu-large", "gpu")}
+    sizes = {name: step.count_parameters(name) for name in ("gpu-large", "gpu", "gpu-small")}
     assert 6.5e9 < sizes["gpu-large"] < 7e9
     assert 1.2e9 < sizes["gpu"] < 1.5e9
-    chosen = [step.choose_workload(step.Machine(gib << 30, 80 << 30), 3600.0) for gib in (16, 64, 256)]
-    assert chosen == ["io-bound", "gpu", "gpu-large"]
-    assert step.choose_workload(step.Machine(256 << 30, 80 << 30), 330.0) == "gpu", "five large ones are not soon built"
+    assert 0.7e9 < sizes["gpu-small"] < 0.8e9
+    chosen = [step.choose_workload(step.Machine(gib << 30, 80 << 30), 3600.0) for gib in (12, 16, 64, 256)]
+    assert chosen == ["io-bound", "gpu-small", "gpu", "gpu-large"]
+    small = step.choose_workload(step.Machine(256 << 30, 80 << 30), 330.0)
+    assert small == "gpu-small", "seven large ones are not soon built"
     disks = [step.choose_workload(step.Machine(256 << 30, 80 << 30, gib << 30), 3600.0) for gib in (10, 64, 200)]
     assert disks == ["io-bound", "gpu", "gpu-large"]
 
