@@ -150,7 +150,7 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
     budgets = {
         "states on host": (state * 5 // 4 + floor, usual),
         "moments on swap": (parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor, usual),
-        "everything on swap": (floor, max(floor // 16, state // 42)),
+        "everything on swap": (floor, max(floor // 16 if machine.device else floor, state // 42)),
     }
     script, offload = "deepspeed_contender.py", {"device": "cpu", "pin_memory": bool(machine.device)}
     in_memory = {"sub_group_size": 10**9, "offload_param": offload, "offload_optimizer": offload}
