@@ -141,10 +141,12 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
     everything on swap, less than a fortieth.
     """
     state = parameters * (_PARAMETER + _GRADIENT + _STATE)
+    # Nothing is clipped here: an update that is begun in backward is for good.
+    tuned = {"commits": False, "update": "backward", "update_on": "auto"}
     place: dict[str, Any] = {"device": "cuda"}
-    paged: dict[str, Any] = {"device": "cuda", "commits": False}
+    paged: dict[str, Any] = {"device": "cuda", **tuned}
     if not machine.device:
-        place, paged = {"device": "cpu"}, {"device": "simulated:bandwidth=2GB/s,latency=20us", "commits": False}
+        place, paged = {"device": "cpu"}, {"device": "simulated:bandwidth=2GB/s,latency=20us", **tuned}
     floor = 2 * GIB if machine.device else 4 << 20
     usual = max(floor, state // 8)
     budgets = {

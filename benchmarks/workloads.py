@@ -73,8 +73,8 @@ WORKLOADS = {
     "io-bound": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=64),
     # An eighth of its tokens: eight micro-batches of these are a step of the line above.
     "io-bound-eighth": Workload(10, 2048, 5464, heads=16, vocabulary=8192, rows=1, length=8),
-    # For GPUs: 0.7, 1.4 and 6.7 billion parameters, 12, 22 and 108 GB of training state.
-    "gpu-small": Workload(12, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
+    # For GPUs: 0.5, 1.4 and 6.7 billion parameters, 9, 22 and 108 GB of training state.
+    "gpu-small": Workload(8, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
     "gpu": Workload(24, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
     "gpu-large": Workload(32, 4096, 11008, heads=32, vocabulary=32000, rows=4, length=1024),
 }

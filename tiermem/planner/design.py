@@ -14,7 +14,7 @@ from tiermem.errors import ConfigError
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
-from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers
+from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers, wished_tile
 from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
@@ -269,11 +269,12 @@ def _shared_out(
 ) -> tuple[Footprint, DeviceFootprint | None]:
     """As `runtime.shares.share_out`."""
     host, ahead = settings.host_memory, settings.look_ahead
-    tile = settings.tile_nbytes or planned_tile(host + settings.beside_pages)
+    budget, tile = host + settings.beside_pages, settings.tile_nbytes
     settle = device is not None and settings.update_on == "auto"
     sizes = unit_sizes(workload, settings.division, each=settle)
     if device is None:
-        return plan_footprint(sizes, host, tile, ahead), None
+        return plan_footprint(sizes, host, tile or planned_tile(budget), ahead), None
+    tile = tile or wished_tile(unit_sizes(workload, settings.division, each=True), host, budget)
     return plan_tiers(sizes, host, device, tile, ahead, settle=settle)
 
 

@@ -39,7 +39,8 @@ from tiermem.planner.footprint import (
     rounded,
     state_tile_nbytes,
 )
-from tiermem.planner.tilesizes import SMALLEST_TILE
+from tiermem.planner.resting import resting_nbytes
+from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile
 
 # Units whose update nothing follows in backward that it could hide behind: the first of the model.
 _EXPOSED = 2
@@ -89,6 +90,11 @@ class DeviceFootprint:
     def passing(self) -> int:
         """The largest frame, bytes, that finds its place whatever is leased; 0: none does."""
         return max(0, self.nbytes - self.taken.nbytes) // (self.taken.count + 1)
+
+
+def wished_tile(units: Sequence[UnitSize], host: int, budget: int) -> int:
+    """Bytes of state that a tile should have beside a device; `host`: bytes for pages, of `budget`."""
+    return planned_tile(budget, beside_device=sum(map(resting_nbytes, units)) <= host)
 
 
 def plan_tiers(

@@ -36,14 +36,14 @@ def resting_units(
     free = int(_SHARE * budget) - sum(rounded(unit.param_nbytes) for unit in units if unit.kept)
     found = []
     for number, unit in enumerate(units):
-        nbytes = _resting_nbytes(unit)
+        nbytes = resting_nbytes(unit)
         if unit.trainable_numel and number not in elsewhere and nbytes <= free:
             free -= nbytes
             found.append(number)
     return tuple(found)
 
 
-def _resting_nbytes(unit: UnitSize) -> int:
+def resting_nbytes(unit: UnitSize) -> int:
     """Bytes of a unit's parameters (those kept by choice are there anyway), gradients and state."""
     states = unit.trainable_numel * unit.state_itemsize + unit.wide_numel * unit.wide_itemsize
     parameters = 0 if unit.kept else rounded(unit.param_nbytes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tiermem.config import Config
 from tiermem.errors import BudgetError, ConfigError, ResumeError
-from tiermem.planner.device import DeviceFootprint, device_most, plan_tiers
+from tiermem.planner.device import DeviceFootprint, device_most, plan_tiers, wished_tile
 from tiermem.planner.footprint import Footprint, UnitSize, plan_footprint
 from tiermem.planner.tilesizes import planned_tile
 from tiermem.runtime.devices import device_budget
@@ -36,9 +36,12 @@ def share_out(
         BudgetError: a budget is too small; names the largest unit and the least that works.
         ResumeError: the tiles of the commit do not fit into the budgets.
     """
-    ahead, tile_nbytes = config.look_ahead_nbytes, config.tile_nbytes or planned_tile(host_nbytes + beside)
-    settle = config.update_on == "auto"
+    ahead, settle = config.look_ahead_nbytes, config.update_on == "auto"
     device_nbytes = device_budget(config, lambda: device_most(sizes, settle=settle))
+    wished = planned_tile(host_nbytes + beside)
+    if device_nbytes is not None:
+        wished = wished_tile(sizes, host_nbytes, host_nbytes + beside)
+    tile_nbytes = config.tile_nbytes or wished
 
     agreed = least(device_nbytes or 0)
     if device_nbytes is not None:
