@@ -142,7 +142,7 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
     """
     state = parameters * (_PARAMETER + _GRADIENT + _STATE)
     # Nothing is clipped here: an update that is begun in backward is for good.
-    tuned = {"commits": False, "update": "backward", "update_on": "auto"}
+    tuned = {"commits": False, "update": "backward"}
     place: dict[str, Any] = {"device": "cuda"}
     paged: dict[str, Any] = {"device": "cuda", **tuned}
     if not machine.device:
