@@ -7,7 +7,7 @@ and backward are the device's in either case.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from doubles_models import Stack, small_llama
 from torch import nn
 
 import tiermem
+from tiermem.runtime.blueprint import draw
 
 MIB = 1 << 20
 STEPS = 5
@@ -95,14 +96,16 @@ TRIALS = {
 
 
 def resident(
-    trial: Trial, place: str, *, update_on: str = "host"
+    trial: Trial, place: str, *, settled: Container[str] = ()
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and final weights of the model on the device, with masters on the processor, or there ("auto")."""
+    """Losses and final weights of the model on the device, with masters on the processor, those of `settled` there."""
     device = torch_place(place)
     torch.manual_seed(1)
     model = trial.make()
-    updating = device if update_on == "auto" else torch.device("cpu")
-    masters = [parameter.detach().clone().to(updating).requires_grad_() for parameter in model.parameters()]
+    masters = [
+        parameter.detach().clone().to(device if name in settled else "cpu").requires_grad_()
+        for name, parameter in model.named_parameters()
+    ]
     model.to(device)
     optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
     losses = []
@@ -110,7 +113,7 @@ def resident(
         loss = trial.loss(model, tokens(step, device))
         loss.backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.to(updating)
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.device)
             parameter.grad = None
         optimizer.step()
         with torch.no_grad():
@@ -118,6 +121,30 @@ def resident(
                 parameter.copy_(master)
         losses.append(loss.detach().cpu())
     return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def config_of(
+    place: str, directory: Path, *, update: str, host: int, device: int, update_on: str = "host"
+) -> tiermem.Config:
+    return tiermem.Config(
+        device=place,
+        device_memory=device,
+        host_memory=host,
+        swap_dirs=[directory],
+        param_dtype="float32",
+        update=update,  # type: ignore[arg-type]
+        update_on=update_on,  # type: ignore[arg-type]
+        poison=True,
+        stall_timeout=30.0,  # less than a test has: what stalls says so itself
+    )
+
+
+def settled_names(trial: Trial, config: tiermem.Config) -> set[str]:
+    """The parameters that such a run updates on the device: a GPU's AdamW has last bits of its own."""
+    blueprint = draw(trial.make(), config, None)
+    assert blueprint.device is not None
+    layouts = [layout for layout in blueprint.layouts if layout.unit in blueprint.device.settled]
+    return {name for layout in layouts for slot in layout.slots for name in slot.names}
 
 
 def paged(
@@ -134,17 +161,7 @@ def paged(
     """The same with tiermem, released memory overwritten by NaN. `activations`: from how many bytes on in pages."""
     torch.manual_seed(1)
     model = trial.make()
-    config = tiermem.Config(
-        device=place,
-        device_memory=device,
-        host_memory=host,
-        swap_dirs=[directory],
-        param_dtype="float32",
-        update=update,  # type: ignore[arg-type]
-        update_on=update_on,  # type: ignore[arg-type]
-        poison=True,
-        stall_timeout=30.0,  # less than a test has: what stalls says so itself
-    )
+    config = config_of(place, directory, update=update, host=host, device=device, update_on=update_on)
     losses = []
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)

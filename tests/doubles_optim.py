@@ -194,6 +194,7 @@ class FakeBook:
         self.gradients: dict[int, torch.Tensor] = {}
         self.used: dict[int, torch.Tensor] = {}
         self.lent: set[int] = set()
+        self.unknown: set[int] = set()  # as if a device were not through with them
 
     def set(self, parameter: int, gradient: torch.Tensor) -> None:
         self.gradients[parameter] = gradient.clone()
@@ -205,6 +206,12 @@ class FakeBook:
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         known = self.used | self.gradients
         return [torch.linalg.vector_norm(known[p]) for p in parameters]
+
+    def are_known(self, parameters: Sequence[int]) -> bool:
+        return self.unknown.isdisjoint(parameters)
+
+    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        return self.norms(parameters)
 
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         self.lent.difference_update(parameters)

@@ -67,6 +67,9 @@ class Sharded:
         self.changing.add(unit)
         return True
 
+    def known_since(self) -> list[int]:
+        return []
+
     def finish_step(self) -> None:
         before = self.scheduler.order.expected
         self.scheduler.finish_step()

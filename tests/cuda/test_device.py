@@ -172,11 +172,12 @@ def waiting(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_forward_and_backward_never_wait_for_the_device(cuda, tmp_path):
-    """torch reports every call that waits; the norm of the gradients is looked at in optimizer.step() only."""
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_forward_and_backward_never_wait_for_the_device(update, cuda, tmp_path):
+    """torch reports every call that waits; norms of gradients are waited for in optimizer.step() only."""
     trial = TRIALS["fused attention"]
     config = tiermem.Config(
-        device="cuda", device_memory=8 * MIB, host_memory=64 * MIB, swap_dirs=[tmp_path], update="step"
+        device="cuda", device_memory=8 * MIB, host_memory=64 * MIB, swap_dirs=[tmp_path], update=update
     )
     model = trial.make()
     with tiermem.offload(model, config):

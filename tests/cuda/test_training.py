@@ -7,7 +7,18 @@ import re
 
 import pytest
 import torch
-from doubles_gpu import MIB, STEPS, TRIALS, Trial, paged, resident, tokens, torch_place
+from doubles_gpu import (
+    MIB,
+    STEPS,
+    TRIALS,
+    Trial,
+    config_of,
+    paged,
+    resident,
+    settled_names,
+    tokens,
+    torch_place,
+)
 
 import tiermem
 from tiermem.runtime.blueprint import draw
@@ -49,7 +60,9 @@ def test_units_that_stay_there_have_the_bits_of_the_devices_own_adamw(name, upda
     trial = TRIALS[name]
     budgets = {"host": 64 * MIB, "device": 64 * MIB}
     losses, weights, statistics = paged(trial, place, tmp_path, update=update, update_on="auto", **budgets)
-    wanted_losses, wanted = resident(trial, place, update_on="auto")
+    settled = settled_names(trial, config_of(place, tmp_path, update=update, update_on="auto", **budgets))
+    assert settled >= weights.keys()
+    wanted_losses, wanted = resident(trial, place, settled=settled)
     assert all(map(torch.equal, losses, wanted_losses))
     for parameter, values in weights.items():
         assert torch.equal(values, wanted[parameter]), parameter
@@ -67,7 +80,8 @@ def test_activations_in_pages_change_no_bits(name, update_on, place, tmp_path):
     losses, weights, statistics = paged(
         trial, place, tmp_path, update="forward", update_on=update_on, activations=threshold, **budgets
     )
-    wanted_losses, wanted = resident(trial, place, update_on=update_on)
+    config = config_of(place, tmp_path, update="forward", update_on=update_on, **budgets)
+    wanted_losses, wanted = resident(trial, place, settled=settled_names(trial, config))
     assert all(map(torch.equal, losses, wanted_losses))
     for parameter, values in weights.items():
         assert torch.equal(values, wanted[parameter]), parameter

@@ -15,6 +15,7 @@ from swap import DirectIOWarning
         "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
         "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
         "Found GPU0 Quadro P2000 which is of compute capability (CC) 6.1.\nThe following list shows the CCs ...",
+        "RNN module weights are not part of single contiguous chunk of memory. This means they need to be ...",
         "\n    Found GPU0 Quadro P2000 which is of cuda capability 6.1.\n    Minimum and Maximum ...",
         "only 0 B of 64.00 MiB of host memory could be page-locked (operation not supported): the rest works, but ...",
     ],

@@ -230,6 +230,30 @@ def test_without_room_backward_waits_for_the_step(harness: Harness) -> None:
     assert harness.counters.snapshot().total.speculated == 1
 
 
+@pytest.mark.parametrize("harness", [("backward",), ("auto",)], indirect=True)
+def test_nobody_waits_for_a_device_to_say_that_gradients_are_finite(harness: Harness) -> None:
+    """A unit whose norms are not known yet is put off, and told of when they are; or it waits for the step."""
+    ours = AdamW(harness.faces, lr=0.01)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    late, (first, *others) = harness.service.late, [state.unit for state in harness.units]
+    for step in range(3):
+        harness.backward(step, complete=False)
+        harness.book.unknown = set(range(6))
+        assert not any(harness.service.gradients_complete(unit) for unit in reversed([first, *others]))
+        assert late.known_since() == []
+        assert harness.updater.statistics().queued == 0
+        harness.book.unknown = {segment.parameter for segment in harness.units[0].segments}
+        assert late.known_since() == others[::-1], "in the order in which they were put off"
+        assert late.known_since() == [], "told once"
+        assert all(harness.service.gradients_complete(unit) for unit in reversed(others))
+        ours.step()
+        torchs.step()
+        ours.zero_grad()
+        harness.book.unknown = set()
+        assert late.known_since() == [], "that step is over"
+        harness.check_same()
+
+
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
 @pytest.mark.parametrize("ending", ["step", "zero_grad"])
 def test_without_clipping_early_updates_are_for_good(harness: Harness, ending: str) -> None:

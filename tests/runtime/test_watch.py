@@ -36,6 +36,9 @@ class Told:
         self.calls.append(("complete", unit))
         return unit == 1
 
+    def known_since(self) -> list[int]:
+        return [7]
+
 
 def test_spans_follow_each_other_and_everything_is_passed_on() -> None:
     timeline, told = Timeline(), Told()
@@ -48,6 +51,7 @@ def test_spans_follow_each_other_and_everything_is_passed_on() -> None:
     result.register_hook(lambda gradient: watch.unit_needed(1))
     result.backward()
     assert [watch.gradients_complete(unit) for unit in (0, 1)] == [False, True]
+    assert watch.known_since() == [7]
     assert told.calls == [("needed", 0), ("needed", 0), ("needed", 1), ("needed", 1), ("complete", 0), ("complete", 1)]
     first, second, third = timeline.events()
     assert [event.name for event in (first, second, third)] == ["forward a", "forward b", "backward b"]

@@ -17,6 +17,7 @@ from collections.abc import Container, Mapping, MutableMapping, Sequence
 import torch
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.optim.late import LateNorms
 from tiermem.optim.scales import Scales
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import GradientBook, SettingsSource, StepResult, UpdateQueue
@@ -52,6 +53,7 @@ class UpdateCoordinator:
         self._robbed: MutableMapping[SettingsSource, int] = weakref.WeakKeyDictionary()
         # Optimizers that clip by calls between backward and step.
         self._calling: set[SettingsSource] = set()
+        self.late = LateNorms(gradients, lambda unit: [p for p in gradients.present(unit) if p in self._source_of])
 
     # What an optimizer asks (UpdateService).
 
@@ -103,6 +105,7 @@ class UpdateCoordinator:
         if source.max_grad_norm is not None:
             norm = self._clip(source, source.max_grad_norm)
         parameters = self._with_gradient(source)
+        self.late.forget()
         finite, clipped = self._scales.are_finite(parameters), self._scales.change(parameters)
         early, spent = self._speculation.settings(source), self.spent
         if early and finite and not clipped and source.settings(early) == early:
@@ -218,12 +221,15 @@ class UpdateCoordinator:
     def start_early(self, unit: int) -> bool:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.
 
-        Returns False, and changes nothing, where that cannot be: a gradient is not finite, somebody has clipped
-        already, there is no room on disk, or it was tried in this step and taken back. Neither is a `patient` unit
-        updated where that might have to be undone: what it is made of is to stay in memory or on a device, while a copy
-        of that in SWAP would cost as much as paging it does.
+        Returns False, and changes nothing, where that cannot be: a gradient is not finite, or a device has yet to say
+        whether it is (`late` tells when it has), somebody has clipped already, there is no room on disk, or it was
+        tried in this step and taken back. Neither is a `patient` unit updated where that might have to be undone: what
+        it is made of is to stay in memory or on a device, while a copy of that in SWAP would cost as much as paging it
+        does.
         """
         if unit in self._patient and not self._for_good:
+            return False
+        if self.late.put_off(unit):
             return False
         present = self._gradients.present(unit)
         mine = [p for p in present if p in self._source_of]

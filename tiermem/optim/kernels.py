@@ -40,6 +40,8 @@ from tiermem.optim.tiles import SEGMENT_ALIGNMENT, UnitState
 from tiermem.optim.updates import Settings
 
 SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
+# On a device a slice is some fifteen kernels, each of which takes longer to ask for than to do on less than this.
+DEVICE_SLICE_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Scales:
     def are_finite(self, parameters: Sequence[int]) -> bool:
         """Whether the norm of each of these gradients is finite, and what it is to be multiplied by."""
         factors = (self._factors.get(p, 1.0) for p in parameters)
-        return all(map(is_finite, factors)) and are_finite(self._gradients.norms(parameters))
+        return all(map(is_finite, factors)) and are_finite(self._gradients.read_norms(parameters))
 
     def change(self, parameters: Collection[int]) -> bool:
         """Whether any of these gradients is to be multiplied by other than 1."""

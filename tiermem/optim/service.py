@@ -81,6 +81,12 @@ class GradientBook(Protocol):
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         """The 2-norm of each parameter's whole gradient, 0-dim, in the gradient's dtype. May wait for I/O."""
 
+    def are_known(self, parameters: Sequence[int]) -> bool:
+        """Whether their norms can be read without waiting for a device; else they are on their way from now on."""
+
+    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """As `norms`, in host memory if all of them are known."""
+
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:
         """An update now owns these gradients: they are no longer present, and the next contribution starts anew."""
 

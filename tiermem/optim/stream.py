@@ -21,10 +21,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
-from tiermem.optim.kernels import Run, Workspace, adamw_tile
+from tiermem.optim.kernels import DEVICE_SLICE_NUMEL, Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
-from tiermem.optim.tiles import UnitState
+from tiermem.optim.tiles import UnitState, aligned
 from tiermem.optim.updates import UnitUpdate
 from tiermem.optim.window import Loaded, UpdatedPages, Window, Work
 from tiermem.pager.page import Intent, Kind, PageKey
@@ -253,7 +253,9 @@ class UnitStream:
         """As `_run_kernel`, on the device: whoever has the frames next, on whatever thread, comes after it."""
         if self._above is not None and self._workspace_above is None:
             self._above.enter()
-            self._workspace_above = Workspace(device=self._above.device)
+            numel = max(self.units[unit].tile_length(0) for unit in self._above.units & self.units.keys())
+            numel = min(aligned(numel), DEVICE_SLICE_NUMEL)
+            self._workspace_above = Workspace(numel, device=self._above.device)
         try:
             self._run_kernel(state, update, loaded, self._workspace_above)
         finally:

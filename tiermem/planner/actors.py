@@ -185,6 +185,7 @@ class ComputeActor:
         self._written: set[PageKey] = set()  # gradient tiles
         self._started: set[int] = set()
         self._lagging: dict[int, None] = {}
+        self._limit = world.design.lag()
         self.phases: dict[str, float] = {}
 
     def step(self) -> Steps:
@@ -291,7 +292,7 @@ class ComputeActor:
         self._update.request(unit, undone=design.undone)
         self._lagging[unit] = None
         self._lagging = {lagging: None for lagging in self._lagging if self._update.pending(lagging)}
-        while sum(design.lag_nbytes(lagging) for lagging in self._lagging) > design.footprint.lag:
+        while sum(design.lag_nbytes(lagging) for lagging in self._lagging) > self._limit:
             oldest = next(iter(self._lagging))
             yield from self._update.wait(oldest)
             del self._lagging[oldest]

@@ -7,6 +7,7 @@ not fit is a BudgetError that names what is missing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -201,6 +202,11 @@ class Design:
         shard = self.shard(unit)
         page = 0 if shard.layout.kept else rounded(shard.nbytes)
         return page + shard.trainable_numel * self.workload.itemsize
+
+    def lag(self) -> int:
+        """Bytes of units whose update may lag behind the computation, as `runtime.house` has it."""
+        fits = self.nbytes(Kind.PARAM, Kind.GRAD, Kind.STATE) <= self.settings.host_memory
+        return sys.maxsize if fits else self.footprint.lag
 
     @property
     def kept(self) -> frozenset[int]:

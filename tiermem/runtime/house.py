@@ -7,6 +7,7 @@ leaves no file, thread or hook behind.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -311,4 +312,6 @@ def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blu
     }
     # Ranks that have all parameters complete a unit from each other after its update: all of them, or none.
     agreed = any(shard.whole for shard in blueprint.shards)
-    return BackwardThrottle(coordinator, queue, sizes, limit=blueprint.footprint.lag, agreed=agreed)
+    fits = blueprint.swap_nbytes(1) <= blueprint.host_nbytes  # then gradients that wait keep nobody out
+    limit = sys.maxsize if fits else blueprint.footprint.lag
+    return BackwardThrottle(coordinator, queue, sizes, limit=limit, agreed=agreed)

@@ -68,6 +68,14 @@ class GradientLedger:
         """The 2-norm of each parameter's accumulated gradient."""
         return [self.scheduler.gradients.norm(number) for number in parameters]
 
+    def are_known(self, parameters: Sequence[int]) -> bool:
+        """Whether their norms can be read without waiting for a device; else they are on their way from now on."""
+        return self.scheduler.gradients.are_known(parameters)
+
+    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """The norms, in host memory if all of them are known."""
+        return self.scheduler.gradients.read_norms(parameters)
+
     def claimed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - part of the protocol
         """An update owns these gradients now."""
         self._claimed.update(parameters)

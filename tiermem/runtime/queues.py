@@ -7,7 +7,7 @@ twice, and that the errors of the updater reach whoever asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from tiermem.optim.coordinator import UpdateCoordinator
@@ -65,6 +65,10 @@ class BackwardThrottle:
             self._queue.wait(oldest)
             self._caught_up(oldest)
         return begun
+
+    def known_since(self) -> Sequence[int]:
+        """Pass it on."""
+        return self._coordinator.late.known_since()
 
     def _caught_up(self, unit: int) -> None:
         del self._lagging[unit]

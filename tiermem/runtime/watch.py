@@ -48,6 +48,10 @@ class ComputeWatch:
         """Pass it on."""
         return self._listener.gradients_complete(unit)
 
+    def known_since(self) -> Sequence[int]:
+        """Pass it on."""
+        return self._listener.known_since()
+
     def close(self) -> None:
         """The unit that was last needed is no longer what is computed."""
         if self._title:

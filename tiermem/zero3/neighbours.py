@@ -27,6 +27,9 @@ class Listener(Protocol):
         Returns whether an update takes them now, after which no more may come.
         """
 
+    def known_since(self) -> Sequence[int]:
+        """Units whose gradients no update took because a device was not through with them, and now it is."""
+
 
 class Gradients(Protocol):
     """Where gradients go: `reduce.GradientStore`, or with several ranks `exchange.RankGradients`."""
@@ -79,6 +82,12 @@ class Gradients(Protocol):
 
     def norm(self, parameter: int) -> torch.Tensor:
         """The L2 norm of a gradient accumulated so far, 0-d."""
+
+    def are_known(self, parameters: Sequence[int]) -> bool:
+        """Whether these norms can be read without waiting for a device; else they are on their way from now on."""
+
+    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """The norms, in host memory if all of them are known."""
 
     def read(self, parameter: int) -> torch.Tensor | None:
         """A copy of a gradient in the parameter's shape."""

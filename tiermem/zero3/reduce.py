@@ -19,6 +19,7 @@ from torch import nn
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
+from tiermem.zero3.norm_reader import NormReader
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
 from tiermem.zero3.sources import Lease, Pager, PendingLease
 from tiermem.zero3.waiting import Waiting
@@ -37,6 +38,7 @@ class StepGradients:
         self._trainable = tuple(tuple(slot.parameter for slot in layout.trainable) for layout in layouts)
         self._written: set[PageKey] = set()
         self._norms: dict[int, torch.Tensor] = {}
+        self._reader = NormReader()
 
     def numbers(self, unit: int) -> tuple[int, ...]:
         """The global numbers of the unit's parameters that have a gradient in this step (on some rank), by place."""
@@ -50,11 +52,20 @@ class StepGradients:
         """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
         return self._norms[parameter]
 
+    def are_known(self, parameters: Sequence[int]) -> bool:
+        """Whether these norms can be read without waiting for a device; else they are on their way from now on."""
+        return self._reader.are_known({number: self.norm(number) for number in parameters})
+
+    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """The norms, in host memory if all of them are known."""
+        return self._reader.read({number: self.norm(number) for number in parameters})
+
     def reset(self) -> None:
         """Begin a new step: the pages now belong to whoever took note of them."""
         self._end()
         self._written.clear()
         self._norms.clear()
+        self._reader.clear()
 
     def drop(self) -> None:
         """Forget this step's gradients and their pages."""

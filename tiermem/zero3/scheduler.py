@@ -308,6 +308,8 @@ class GatherScheduler:
         self.order.contribution(parameter)
         if self.order.all_arrived(self.gradients.trainable(unit)):
             self.announce(unit)
+            for late in self._listener.known_since() if self._early else ():
+                self.announce(late)
             self.gradients.release(unit)
             self.gradients.expect(self.order.upcoming_gradients())
         elif self.lockstep is None and self.order.batch_arrived(unit, self.gradients.trainable(unit)):

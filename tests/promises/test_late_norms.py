@@ -1,0 +1,42 @@
+"""Where a device says late whether gradients are finite, updates begin later, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from doubles_scenarios import LATE_ONLY, SCENARIOS
+from doubles_training import check, offloaded, plain
+
+from tiermem.optim.late import LateNorms
+from tiermem.zero3.norm_reader import NormReader
+
+SOME = (
+    "stack, tied embedding",
+    "module used twice",
+    "branches",
+    "parts of a unit without gradient",
+    "exception inside a unit",
+    "checkpoint, reentrant",
+    "two backwards a step",
+    "optimizer of some parameters",
+    "max_grad_norm",
+)
+
+
+@pytest.mark.parametrize("budget", ["generous", "least"])
+@pytest.mark.parametrize("answers", [(False,), (False, True), (False, False, False, True), (True, True, False)])
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [(name, update) for name in SOME for update in ("backward", "auto")] + [(name, "auto") for name in LATE_ONLY],
+)
+def test_same_numbers(name, update, answers, budget, tmp_path, monkeypatch):
+    scenario, answer, told = (SCENARIOS | LATE_ONLY)[name], itertools.cycle(answers), []
+    known_since = LateNorms.known_since
+    monkeypatch.setattr(NormReader, "are_known", lambda reader, norms: next(answer))
+    monkeypatch.setattr(LateNorms, "known_since", lambda late: told.append(known_since(late)) or told[-1])
+    found = offloaded(scenario.make, scenario.script, tmp_path, update=update, budget=budget, units=scenario.units)
+    monkeypatch.undo()
+    check(found, plain(scenario.make, scenario.script))
+    if (name, update) == ("stack, tied embedding", "backward"):
+        assert any(told) == (True in answers), "some are told of behind others"
