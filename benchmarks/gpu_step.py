@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from workloads import WORKLOADS
 THEME = "gpu_step"
 WARM_UP, STEPS = 2, 5
 PEER = "FSDP2, CPUOffloadPolicy"
+_OURS, _DEEPSPEED = "tiermem_contender.py", "deepspeed_contender.py"
 GIB = 1 << 30
 # What a contender is given at least, while there is that much, and from when on larger models are worth beginning.
 _LEAST_SECONDS, _MIDDLE_SECONDS, _LARGE_SECONDS = 45.0, 600.0, 1200.0
+_MORE = 1.3  # times an equal part of what is left
 # What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
 _PARAMETER, _GRADIENT, _STATE = 2, 2, 10
 # FSDP2 holds fp32 parameters, gradients and two moments in host memory.
@@ -59,10 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [each for each in contenders(parameters, machine, options.deepspeed) if options.only in each.name]
     for number, contender in enumerate(wanted):
         print(f"{workload}: {contender.name}", file=sys.stderr)
+        if options.traces is not None and contender.script == _OURS:
+            trace = options.traces / f"{contender.name.replace(',', '').replace(' ', '-')}.json"
+            contender = replace(contender, settings={**contender.settings, "trace": str(trace)})  # noqa: PLW2901
         left = ends - time.monotonic()
         # One that takes long leaves something to those behind it.
-        share = min(left, max(_LEAST_SECONDS, 2 * left / (len(wanted) - number)))
-        plan = Plan((workload,), (contender,), 1, WARM_UP, STEPS, options.directory, timeout=share)
+        share = min(left, max(_LEAST_SECONDS, _MORE * left / (len(wanted) - number)))
+        warm_up = WARM_UP if contender.script != _DEEPSPEED else 1  # it learns nothing in a second step
+        plan = Plan((workload,), (contender,), 1, warm_up, STEPS, options.directory, timeout=share)
         run = run_one(plan, workload, contender) if left > 0 else {"error": "not run: the time was up"}
         runs.append({"contender": contender.name, "settings": contender.settings, **run})
         if options.json is not None:  # as each ends: whoever started this may end it
@@ -87,6 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="only contenders with this in their name")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
+    parser.add_argument("--traces", type=Path, help="where the timelines of tiermem's runs go")
     parser.add_argument("--json", type=Path, help="write what was measured here instead of a result file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes")
     return parser.parse_args(arguments)
@@ -141,43 +148,37 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
     everything on swap, less than a fortieth.
     """
     state = parameters * (_PARAMETER + _GRADIENT + _STATE)
-    # Nothing is clipped here: an update that is begun in backward is for good.
-    tuned = {"commits": False, "update": "backward"}
     place: dict[str, Any] = {"device": "cuda"}
-    paged: dict[str, Any] = {"device": "cuda", **tuned}
+    paged: dict[str, Any] = {"device": "cuda", "commits": False}
     if not machine.device:
-        place, paged = {"device": "cpu"}, {"device": "simulated:bandwidth=2GB/s,latency=20us", **tuned}
+        place, paged = {"device": "cpu"}, {"device": "simulated:bandwidth=2GB/s,latency=20us", "commits": False}
     floor = 2 * GIB if machine.device else 4 << 20
     usual = max(floor, state // 8)
-    budgets = {
-        "states on host": (state * 5 // 4 + floor, usual),
-        "moments on swap": (parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor, usual),
-        "everything on swap": (floor, max(floor // 16 if machine.device else floor, state // 42)),
+    least = max(floor // 16 if machine.device else floor, state // 42)
+    host, moments = state * 5 // 4 + floor, parameters * (_PARAMETER + _GRADIENT) * 5 // 4 + floor
+    # Nothing is clipped here: with "backward" an update is begun there, for good.
+    budgets: dict[str, dict[str, Any]] = {
+        "states on host": {"host_memory": host, "device_memory": usual},
+        'states on host, update="backward"': {"host_memory": host, "device_memory": usual, "update": "backward"},
+        "moments on swap": {"host_memory": moments, "device_memory": usual, "update": "backward"},
+        "everything on swap": {"host_memory": floor, "device_memory": least, "update": "backward"},
     }
-    script, offload = "deepspeed_contender.py", {"device": "cpu", "pin_memory": bool(machine.device)}
+    ours = [Contender(f"tiermem, {name}", _OURS, sys.executable, {**paged, **own}) for name, own in budgets.items()]
+    offload = {"device": "cpu", "pin_memory": bool(machine.device)}
     in_memory = {"sub_group_size": 10**9, "offload_param": offload, "offload_optimizer": offload}
-    peers = (
-        [
-            Contender("DeepSpeed ZeRO-3, CPU offload", script, deepspeed, {**place, "zero_optimization": in_memory}),
-            Contender("DeepSpeed ZeRO-3, NVMe offload", script, deepspeed, place),
-        ]
+    settings = {"CPU offload": {**place, "zero_optimization": in_memory}, "NVMe offload": place}
+    peers = [
+        Contender(f"DeepSpeed ZeRO-3, {name}", _DEEPSPEED, deepspeed, own)
+        for name, own in settings.items()
         if deepspeed is not None
-        else []
-    )
+    ]
     return [
         Contender("PyTorch, all on the device", "plain_contender.py", sys.executable, place),
         Contender(PEER, "fsdp_contender.py", sys.executable, place),
         *peers[:1],
-        *(
-            Contender(
-                f"tiermem, {name}",
-                "tiermem_contender.py",
-                sys.executable,
-                {**paged, "host_memory": host, "device_memory": device},
-            )
-            for name, (host, device) in budgets.items()
-        ),
+        *ours[:-1],
         *peers[1:],
+        *ours[-1:],
     ]
 
 

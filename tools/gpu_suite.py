@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ import time
 import traceback
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 470.0
 # Of that, at most: tests rather stop than leave nothing to the benchmark.
 _TEST_SECONDS, _SANITIZER_SECONDS, _BENCH_SECONDS = 150.0, 60.0, 330.0
+_MOST_WORKERS = 8
 _LAST = 10.0  # of the tests' time: when it begins no further test does, and there is a report of those that were run
 _ONE_TEST = 60  # seconds: a test that hangs is ended, and its stack shown
 _KEPT = 4000  # characters of what a failing test, or part, said
@@ -58,6 +61,9 @@ class Part:
     output: str = ""
 
 
+Wanted = tuple[str, float, Callable[[float], Part]]  # a part's name, the seconds it may take, how it is run
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a command: seconds, what went wrong (None: nothing), whether it was ended, the end of its words."""
@@ -78,27 +84,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = write(options, parts, raw)  # now: what keeps it from being written is not found out behind the tests
     with tempfile.TemporaryDirectory(prefix="tiermem-gpu-suite-", dir=options.directory) as folder:
         scratch = Path(folder)
-        wanted: dict[str, tuple[float, Callable[[float], Part]]] = {
-            "tests": (_TEST_SECONDS, lambda seconds: run_tests(scratch, options, seconds)),
-            "compute-sanitizer": (_SANITIZER_SECONDS, run_sanitizer),
-            "benchmark": (_BENCH_SECONDS, lambda seconds: run_benchmark(scratch, options, seconds, raw)),
-        }
-        if options.simulated:
-            del wanted["compute-sanitizer"]
-        for name, (most, carry_out) in wanted.items():
-            parts.append(attempt(name, carry_out, min(most, ends - time.monotonic())))
+        tests: Wanted = ("tests", _TEST_SECONDS, lambda seconds: run_tests(scratch, options, seconds))
+        sanitizer: Wanted = ("compute-sanitizer", _SANITIZER_SECONDS, run_sanitizer)
+        bench: Wanted = ("benchmark", _BENCH_SECONDS, lambda seconds: run_benchmark(scratch, options, seconds, raw))
+        # What is timed is alone.
+        for together in ([tests] if options.simulated else [tests, sanitizer], [bench]):
+            with ThreadPoolExecutor(len(together)) as threads:
+                under_way = [threads.submit(attempt, *each, ends) for each in together]
+                parts += [future.result() for future in under_way]
             path = write(options, parts, raw)
-            part = parts[-1]
-            print(f"{_VERDICTS[part.passed]}  {part.name} ({part.seconds:.0f} s): {part.summary}")
+            for part in parts[-len(together) :]:
+                print(f"{_VERDICTS[part.passed]}  {part.name} ({part.seconds:.0f} s): {part.summary}")
     print(f"written: {path}")
     return 1 if any(part.passed is False for part in parts) else 0
 
 
-def attempt(name: str, carry_out: Callable[[float], Part], seconds: float) -> Part:
-    """Run a part; one that cannot even be run has failed, and does not keep the others from being run."""
+def attempt(name: str, most: float, carry_out: Callable[[float], Part], ends: float) -> Part:
+    """Run a part for `most` seconds and not beyond `ends`.
+
+    One that cannot even be run has failed, and does not keep the others from being run.
+    """
     started = time.monotonic()
     try:
-        return carry_out(seconds)
+        return carry_out(min(most, ends - started))
     except Exception as error:  # noqa: BLE001 - whatever it is, it goes into the result
         said = "".join(traceback.format_exception(error))[-_KEPT:]
         return Part(name, False, time.monotonic() - started, f"{type(error).__name__}: {error}", said)
@@ -113,6 +121,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", default="", metavar="TEXT", help="only contenders with this in their name")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed, to stand beside it")
     parser.add_argument("--directory", type=Path, help="where swap files go (default: the system's temporary folder)")
+    parser.add_argument("--traces", type=Path, help="where the timelines of tiermem's runs go, if they are wanted")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the result goes")
     return parser.parse_args(arguments)
 
@@ -138,6 +147,9 @@ def run_tests(scratch: Path, options: argparse.Namespace, seconds: float) -> Par
     # One line a test: if all of it has to be ended, the last one says where it was.
     command += ["-vv", "-o", f"timeout={_ONE_TEST}", "-o", f"faulthandler_timeout={_ONE_TEST - 10}"]
     command += ["-k", options.tests] if options.tests else []
+    workers = min(_MOST_WORKERS, (os.cpu_count() or 1) // 2)
+    if workers > 1 and importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(workers), "-p", "no:benchmark"]  # that plug-in warns of the other one
     done = run(command, seconds, environment)
     if not report.exists():  # ended from outside, as where a test hangs: what had failed before is known all the same
         before = failures.read_text(encoding="utf-8")[: 2 * _KEPT] if failures.exists() else ""
@@ -178,6 +190,7 @@ def run_benchmark(scratch: Path, options: argparse.Namespace, seconds: float, ra
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_step.py"), "--seconds", f"{max(0.0, seconds - 5):.0f}"]
     command += ["--json", str(answer), "--directory", str(scratch), "--only", options.contenders]
     command += ["--deepspeed", options.deepspeed] if options.deepspeed else []
+    command += ["--traces", str(options.traces.resolve())] if options.traces else []
     done = run([*command, *(["--simulated"] if options.simulated else [])], seconds, dict(os.environ))
     if answer.exists():
         raw.update(json.loads(answer.read_text(encoding="utf-8")))

@@ -97,7 +97,6 @@ def test_a_part_that_cannot_be_run_stops_no_other_and_is_written_down_at_once(
     assert suite.main(places) == 1
     assert written == [
         [],
-        ["tests"],
         ["tests", "compute-sanitizer"],
         ["tests", "compute-sanitizer", "benchmark"],
     ]
