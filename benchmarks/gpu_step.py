@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, contender in enumerate(wanted):
         print(f"{workload}: {contender.name}", file=sys.stderr)
         if options.traces is not None and contender.script == _OURS:
-            trace = options.traces / f"{contender.name.replace(',', '').replace(' ', '-')}.json"
+            trace = options.traces / f"{re.sub(r'[^a-z]+', '-', contender.name).strip('-')}.json"
             contender = replace(contender, settings={**contender.settings, "trace": str(trace)})  # noqa: PLW2901
         left = ends - time.monotonic()
         # One that takes long leaves something to those behind it.
