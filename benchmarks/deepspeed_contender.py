@@ -32,6 +32,8 @@ from workloads import (
 JOB = read_job()
 DEVICE = torch.device(JOB.settings.get("device", "cpu"))
 os.environ.setdefault("DS_ACCELERATOR", DEVICE.type)  # read when deepspeed is imported
+if DEVICE.type == "cuda":  # for its compiler; it does not understand "9.0a", say
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, torch.cuda.get_device_capability(DEVICE)))
 
 import deepspeed  # noqa: E402
 
