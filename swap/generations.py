@@ -113,7 +113,8 @@ class Generations:
                 extent = copy.extent
                 self._in_place.add(key)
             else:
-                extent = self._take(key, nbytes, slot=1 - copy.extent.slot % 2 if copy is not None else 0)
+                slot = 1 - copy.extent.slot % 2 if copy is not None else 0
+                extent = self._spares.take(key, nbytes) or replace(self.allocate(nbytes), slot=slot)
             self._writing[key] = extent
             return extent
 
@@ -295,17 +296,20 @@ class Generations:
                 spare=self._spares.nbytes,
             )
 
-    def _take(self, key: Hashable, nbytes: int, *, slot: int) -> Extent:
-        spare = self._spares.take(key, nbytes)
-        while spare is None:
-            try:
-                return replace(self._space.allocate(nbytes), slot=slot)
-            except SwapFullError as error:
-                if not self.trim():
-                    raise SwapFullError(
-                        f"{error}; {len(self._marks)} marks hold copies: release one, or make room for another copy"
-                    ) from error
-        return spare
+    def allocate(self, nbytes: int) -> Extent:
+        """Room in the space for what is kept in no generations; spares are given up for it. Raises SwapFullError.
+
+        `nbytes`: a multiple of `ALIGNMENT`. It is given back to the space itself.
+        """
+        with self._lock:
+            while True:
+                try:
+                    return self._space.allocate(nbytes)
+                except SwapFullError as error:
+                    if not self.trim():
+                        raise SwapFullError(
+                            f"{error}; {len(self._marks)} marks hold copies: release one, or make room for another copy"
+                        ) from error
 
     def _end_write(self, key: Hashable, extent: Extent) -> bool:
         """Take the write off the list; return whether it was in place."""

@@ -7,6 +7,7 @@ afterwards however the measurement ends, and that room is left on the drive. See
 
 from swap.bench.cases import PATTERNS, Case, Measurement, Pattern, choose_best, percentile
 from swap.bench.ground import Ground, check_room
+from swap.bench.leftovers import remove_leftovers
 from swap.bench.plan import Order, Plan, make_plan
 from swap.bench.report import BenchReport
 from swap.bench.sweep import run_bench
@@ -24,5 +25,6 @@ __all__ = [
     "choose_best",
     "make_plan",
     "percentile",
+    "remove_leftovers",
     "run_bench",
 ]

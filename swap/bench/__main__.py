@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from swap.bench.leftovers import remove_leftovers
 from swap.bench.plan import Order, make_plan
 from swap.bench.sweep import run_bench
 from swap.blocks import align_down
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         plan = make_plan(_order(options))
+        for left in remove_leftovers(plan.order.directories):
+            print_line(f"removed {left}, left behind by a process that was killed")
         sys.stderr.write(
             f"about {plan.estimate_seconds():.0f} seconds, {plan.write_nbytes / 1e9:.1f} GB to be laid out\n"
         )

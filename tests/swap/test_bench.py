@@ -21,11 +21,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SwapTimeoutError, SystemCalls
-from swap.bench import PATTERNS, Case, Ground, Measurement, Order, choose_best, make_plan, percentile, run_bench
+from swap.bench import (
+    PATTERNS,
+    Case,
+    Ground,
+    Measurement,
+    Order,
+    choose_best,
+    make_plan,
+    percentile,
+    remove_leftovers,
+    run_bench,
+)
+from swap.bench.__main__ import main
 from swap.bench.cases import Sample
 from swap.bench.load import Load, Series, Target, run_case
 from swap.bench.sweep import settled_at
-from swap.files import DATA_OFFSET
+from swap.files import DATA_OFFSET, SwapFile
 
 MIB = 1 << 20
 TINY = Order((Path(),), nbytes=4 * MIB, seconds=0.05, block_sizes=(MIB,), queue_depths=(2,))
@@ -294,6 +306,45 @@ def test_whatever_ends_it_ends_the_file(tmp_path: Path, number: signal.Signals) 
     if number != signal.SIGKILL:
         assert (code, rest.splitlines()[-1]) == (130, "swap.bench: interrupted")
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from swap import SystemCalls
+from swap.bench import Ground
+
+class Killing(SystemCalls):
+    def fallocate(self, fd, offset, nbytes):
+        super().fallocate(fd, offset, nbytes)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Ground.open([sys.argv[1]], nbytes=1 << 24, buffer_nbytes=1 << 20, system=Killing())
+"""
+
+
+def test_a_file_whose_maker_was_killed_is_removed_by_the_next_measurement(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("*.swapfile")
+    assert left.stat().st_size > 1 << 24
+    assert main([str(tmp_path), "--mebibytes", "8", "--seconds", "0.05", "--quick"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert f"removed {left.with_suffix('')}, left behind" in capfd.readouterr().err
+
+
+def test_only_what_nobody_holds_and_is_ours_is_removed(tmp_path: Path) -> None:
+    held = SwapFile.open(tmp_path, name="tiermem-bench-7-0123abcd", nbytes=MIB)
+    kept = {"tiermem-bench-7-0123abcd.swapfile", "tiermem-bench-7-0123abcd.lock"}
+    for name in ("tiermem-bench-8-0123abcd.swapfile", "tiermem-bench-9-0123abcd.lock", "tiermem-bench-mine.swapfile"):
+        (tmp_path / name).write_text("not a file of ours")
+        kept.add(name)
+    (tmp_path / "tiermem-bench-10-0123abcd.lock").touch()  # killed before it had a file
+    assert remove_leftovers([tmp_path, tmp_path / "none"]) == [str(tmp_path / "tiermem-bench-10-0123abcd")]
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    held.close(remove=True)
 
 
 def test_the_module_alone_reports_and_refuses_in_one_line(tmp_path: Path) -> None:

@@ -297,6 +297,20 @@ def test_spares_are_given_up_when_others_need_the_room() -> None:
     assert generations.statistics().spare == 0
 
 
+def test_spares_are_given_up_for_what_has_no_generations() -> None:
+    space, generations = make(4)
+    write(generations, "a", 2 * UNIT)
+    mark = generations.mark()
+    write(generations, "a", 2 * UNIT)
+    with pytest.raises(SwapFullError, match="1 marks hold copies"):
+        generations.allocate(UNIT)
+    generations.release(mark)
+    extent = generations.allocate(2 * UNIT)
+    assert generations.statistics().spare == 0
+    space.free(extent)
+    assert space.allocator.allocated == 2 * UNIT
+
+
 def test_a_committed_step_and_one_that_may_be_undone_need_three_copies_and_no_new_room() -> None:
     """Steady state: a mark that stays, and one that comes and goes with each write."""
     space, generations = make(6)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from swap.bench import BenchReport, Order, Plan, check_room, make_plan, run_bench
+from swap.bench import BenchReport, Order, Plan, check_room, make_plan, remove_leftovers, run_bench
 from swap.blocks import align_down
 from tiermem.cli.disk import check_output
 from tiermem.cli.options import path_option, size_of
@@ -103,6 +103,8 @@ def bench(
 
 def measure(plan: Plan, console: Console) -> BenchReport:
     """Carry the plan out with a progress bar on `console`. Waits; raises what `run_bench` raises."""
+    for left in remove_leftovers(plan.order.directories):
+        console.print(f"removed {left}, left behind by a process that was killed", highlight=False, soft_wrap=True)
     check_room(plan.order.directories, plan.order.nbytes)
     estimate = plan.estimate_seconds()
     console.print(

@@ -73,7 +73,7 @@ class Extents:
                     self._scratched[key] = self.scratch.allocate(nbytes)
                 return self._scratched[key][1]
             if key not in self._plain:
-                self._plain[key] = Copy(self.space.allocate(align_up(nbytes)), None)
+                self._plain[key] = Copy(self.generations.allocate(align_up(nbytes)), None)
             return self._plain[key].extent
 
     def takes_checksum(self, key: PageKey) -> bool:
