@@ -253,8 +253,9 @@ class UnitStream:
         """As `_run_kernel`, on the device: whoever has the frames next, on whatever thread, comes after it."""
         if self._above is not None and self._workspace_above is None:
             self._above.enter()
-            numel = max(self.units[unit].tile_length(0) for unit in self._above.units & self.units.keys())
-            numel = min(aligned(numel), DEVICE_SLICE_NUMEL)
+            states = [self.units[unit] for unit in self._above.units & self.units.keys()]
+            numel = aligned(max(min(state.tile_numel, state.numel) for state in states))  # 0: all is with other ranks
+            numel = min(numel, DEVICE_SLICE_NUMEL)
             self._workspace_above = Workspace(numel, device=self._above.device)
         try:
             self._run_kernel(state, update, loaded, self._workspace_above)
