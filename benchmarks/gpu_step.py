@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import torch
 from common import RESULTS, describe_surroundings, write_result
+from gpu_prediction import predict_steps
 from train_step import PACKAGES, Contender, Plan, run_one
 from workloads import WORKLOADS
 
@@ -33,6 +34,7 @@ GIB = 1 << 30
 # What a contender is given at least, while there is that much, and from when on larger models are worth beginning.
 _LEAST_SECONDS, _MIDDLE_SECONDS, _LARGE_SECONDS = 45.0, 600.0, 1200.0
 _MORE = 1.3  # times an equal part of what is left
+_PREDICTION_SECONDS = 40.0  # to measure the machine, and to simulate
 # What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
 _PARAMETER, _GRADIENT, _STATE = 2, 2, 10
 # FSDP2 holds fp32 parameters, gradients and two moments in host memory.
@@ -74,9 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs.append({"contender": contender.name, "settings": contender.settings, **run})
         if options.json is not None:  # as each ends: whoever started this may end it
             report(options, *summed_up(workload, parameters, runs))
+    ours = [contender for contender in wanted if contender.script == _OURS]
+    machine_found: dict[str, object] = {}
+    if ours and (options.simulated or ends - time.monotonic() > _PREDICTION_SECONDS):
+        print(f"{workload}: what tiermem plan says", file=sys.stderr)
+        predicted, machine_found = predict_steps(ours, workload, options.directory, quick=options.simulated)
+        runs = [{**run, "predicted": predicted.get(run["contender"])} for run in runs]
     body, raw = summed_up(workload, parameters, runs)
     print(body)
-    report(options, body, raw)
+    report(options, body, {**raw, "machine": machine_found})
     return 0 if all(run["error"] is None for run in runs) else 1
 
 
@@ -184,15 +192,16 @@ def contenders(parameters: int, machine: Machine, deepspeed: str | None = None) 
 
 
 def table(runs: Sequence[dict[str, Any]], workload: str) -> str:
-    """Return the runs as a Markdown table of medians. TFLOP/s counts six operations a parameter and token."""
+    """Return the runs as a Markdown table of medians. TFLOP/s counts six operations a parameter and token.
+
+    "As planned" is what `tiermem plan` says of the step on this machine.
+    """
     peer = next((statistics.median(run["seconds"]) for run in runs if run["contender"] == PEER and not run["error"]), 0)
-    lines = [
-        "| contender | s/step | tokens/s | TFLOP/s | times FSDP2 | stall | GB/s per edge | peak device | peak host |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = "contender | s/step | tokens/s | TFLOP/s | times FSDP2 | stall | GB/s per edge | peak device | peak host"
+    lines = [f"| {columns} | as planned |", "|---|---|---|---|---|---|---|---|---|---|"]
     for run in runs:
         if run["error"] is not None:
-            lines.append(f"| {run['contender']} | {run['error']} | | | | | | | |")
+            lines.append(f"| {run['contender']} | {run['error']} | | | | | | | | |")
             continue
         seconds, details = statistics.median(run["seconds"]), run["details"]
         speed = tokens_of(workload) / seconds
@@ -208,7 +217,8 @@ def table(runs: Sequence[dict[str, Any]], workload: str) -> str:
             f"| {run['contender']} | {seconds:.3f} ({measured}) "
             f"| {speed:.0f} | {6 * run['parameters'] * speed / 1e12:.2f} | {peer / seconds if peer else 0:.2f} "
             f"| {f'{statistics.median(stall):.3f} s' if stall else ''} | {edges} "
-            f"| {details.get('peak_device_bytes', 0) / 1e9:.2f} GB | {run['peak_rss_bytes'] / 1e9:.2f} GB |"
+            f"| {details.get('peak_device_bytes', 0) / 1e9:.2f} GB | {run['peak_rss_bytes'] / 1e9:.2f} GB "
+            f"| {'' if run.get('predicted') is None else format(run['predicted'], '.3f') + ' s'} |"
         )
     return "\n".join(lines)
 

@@ -268,6 +268,7 @@ def test_the_table(step: ModuleType) -> None:
             "contender": "tiermem, states on host",
             **good,
             "seconds": [1.0] * 5,
+            "predicted": 0.9125,
             "details": {"stall_seconds": [0.1] * 7, "edges": {"host->device": [10**9] * 7}},
         },
         {"contender": "tiermem, late", "error": "not run: the time was up"},
@@ -276,5 +277,7 @@ def test_the_table(step: ModuleType) -> None:
     assert "| 1.00 |" in peer
     assert "5.00 GB" in peer
     assert "| 2.00 | 0.100 s | host->device 1.00 |" in ours
+    assert ours.endswith("| 3.00 GB | 0.912 s |")
+    assert peer.endswith("| 3.00 GB |  |"), "only ours are planned"
     assert "| 64 | 0.38 |" in ours, "64 tokens, a billion parameters, six operations each"
     assert "not run: the time was up" in late

@@ -189,9 +189,9 @@ def test_this_machine_is_measured_once_and_again_when_asked(
 ) -> None:
     calls: list[object] = []
 
-    def quick(directories: Any) -> Machine:
+    def quick(directories: Any, config: Config) -> Machine:
         calls.append(directories)
-        return measure_machine(directories, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
+        return measure_machine(directories, config, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
 
     monkeypatch.setattr(machines, "measure_machine", quick)
     found = answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
@@ -216,11 +216,12 @@ def test_room_is_what_is_free_now_and_a_file_system_counts_once(
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    measured = machines.this_machine(directories)
+    config = Config(swap_dirs=[str(directory) for directory in directories])
+    measured = machines.this_machine(directories, config)
     assert measured.drive.capacity <= disk.capacity_bytes(directories[:1])
     monkeypatch.setattr(disk, "free_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(measure, "available_host_memory", lambda: 8 << 30)
-    now = machines.this_machine(directories)
+    now = machines.this_machine(directories, config)
     assert (now.drive.capacity, now.host.memory, now.drive.read) == (1 << 20, 6 << 30, measured.drive.read)
     (tmp_path / "run.json").write_text("{}")  # a file that names no directories: the current one is meant
     arguments = ["llama-tiny", "--config", str(tmp_path / "run.json"), "--host-memory", "8MiB"]
@@ -257,9 +258,9 @@ def test_a_home_that_cannot_be_used_is_done_without(
     for name in ("exists", "read_text", "mkdir", "unlink"):
         monkeypatch.setattr(Path, name, denied)
     machine = object()
-    monkeypatch.setattr(machines, "measure_machine", lambda directories: machine)
+    monkeypatch.setattr(machines, "measure_machine", lambda directories, config: machine)
     monkeypatch.setattr(machines, "machine_to_dict", lambda machine: {})
-    assert machines.this_machine([]) is machine
+    assert machines.this_machine([], Config(device="cpu", swap_dirs=["."])) is machine
 
 
 def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:

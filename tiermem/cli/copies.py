@@ -49,12 +49,24 @@ def measure_copies(nbytes: int = COPY_BYTES) -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(device), "bytes": nbytes, "gigabytes_per_second": found}
 
 
-def _rate(copy: Callable[[], object], nbytes: int) -> float:
+def pinned_rates(device: torch.device, nbytes: int = COPY_BYTES) -> tuple[float, float]:
+    """Bytes a second to `device` and from it, with page-locked memory, one way after the other.
+
+    Raises torch.OutOfMemoryError, or RuntimeError where host memory cannot be locked.
+    """
+    near = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    to_device = _rate(lambda: near.copy_(pinned, non_blocking=True), nbytes, device)
+    return 1e9 * to_device, 1e9 * _rate(lambda: pinned.copy_(near, non_blocking=True), nbytes, device)
+
+
+def _rate(copy: Callable[[], object], nbytes: int, device: torch.device | None = None) -> float:
+    """GB/s; `device`: where the copies go, the current one if none is named."""
     seconds = []
     for _ in range(_REPEATS):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         started = time.perf_counter()
         copy()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
     return nbytes / statistics.median(seconds[1:]) / 1e9  # the first one finds everything cold

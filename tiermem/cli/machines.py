@@ -1,8 +1,9 @@
 """Which machine a plan is for: this one, measured, or one that a small file describes.
 
 Owns the search for a profile (a shipped name, a TOML file, or this machine) and the cache of measurements. Does not
-measure by itself. Guarantees that a cached measurement says when it was made, that one of other directories, processors
-or numbers of threads is not taken for it, and that a file which cannot be understood is refused, not guessed at.
+measure by itself. Guarantees that a cached measurement says when it was made, that one of other directories,
+processors, numbers of threads or devices is not taken for it, and that a file which cannot be understood is refused,
+not guessed at.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 from tiermem.cli.disk import check_directory
 from tiermem.cli.measure import measure_machine, with_room_now
+from tiermem.cli.measure_device import rates_key
+from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
 
@@ -53,22 +56,22 @@ def load_profile(profile: str) -> Machine:
         raise ConfigError(f"{profile}: {error}") from error
 
 
-def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine:
-    """This machine with swap files in `directories`: the cached measurement, or with `again` a new one.
+def this_machine(directories: Sequence[Path], config: Config, *, again: bool = False) -> Machine:
+    """This machine with swap files in `directories` and the device of `config`: the cached measurement, or a new one.
 
-    Its rates are kept; what is free of its memory and of the disks is looked up each time. Raises ConfigError for a
-    directory that cannot be used.
+    `again`: a new one in any case. Rates are kept; what is free of memory, of the device's too, and of the disks is
+    looked up each time. Raises ConfigError for a directory that cannot be used, and a device that is not there.
     """
     for directory in directories:
         check_directory(directory)
-    file = cache_file(directories)
+    file = cache_file(directories, rates_key(config))
     if file is None:
-        return measure_machine(directories)
+        return measure_machine(directories, config)
     if not again:
         # None yet, damaged, of an older version, or not ours to read: measured anew.
         with contextlib.suppress(OSError, ValueError):
-            return with_room_now(machine_from_dict(json.loads(file.read_text(encoding="utf-8"))), directories)
-    machine = measure_machine(directories)
+            return with_room_now(machine_from_dict(json.loads(file.read_text(encoding="utf-8"))), directories, config)
+    machine = measure_machine(directories, config)
     with contextlib.suppress(OSError):  # a home that cannot be written: the measurement is good all the same
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
@@ -77,13 +80,15 @@ def this_machine(directories: Sequence[Path], *, again: bool = False) -> Machine
     return machine
 
 
-def cache_file(directories: Sequence[Path]) -> Path | None:
-    """Where the measurement of these directories is kept: one file for each drive, core count and thread count.
+def cache_file(directories: Sequence[Path], device: str = "") -> Path | None:
+    """Where the measurement of these directories is kept: one file for each drive, core and thread count, and device.
+
+    `device`: what its rates depend on, as text.
 
     None for a user without a home, such as a number that a container runs as.
     """
     drives = sorted({directory.stat().st_dev for directory in directories if directory.exists()})
-    key = json.dumps([drives, len(directories), os.cpu_count(), torch.get_num_threads(), torch.__version__])
+    key = json.dumps([drives, len(directories), os.cpu_count(), torch.get_num_threads(), torch.__version__, device])
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

@@ -8,12 +8,12 @@ own and gone afterwards, and that what runs beside something else is timed while
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import itertools
 import os
 import platform
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +25,8 @@ import torch
 from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import check_directory, free_together
+from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
+from tiermem.cli.timing import median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
@@ -41,6 +43,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # A product of the size of a small model's layers on a few hundred tokens, and a tile as training updates.
 _ROWS, _WIDTH = 512, 1024
 _TILE, _TILES = 1 << 20, 12
+# And beside a device, where threads take long turns at large ones (`optim/README.md`).
+_LARGE_TILE, _LARGE_TILES = 8 << 20, 4
 _SECONDS = 0.25
 _DRIVE_SECONDS = 0.7
 _PROBE_BYTES = 256 << 20
@@ -50,48 +54,61 @@ _LEAST_FREE = 64 << 20
 
 def measure_machine(
     directories: Sequence[Path],
+    config: Config | None = None,
     *,
     seconds: float = _SECONDS,
     drive_seconds: float = _DRIVE_SECONDS,
     nbytes: int = _PROBE_BYTES,
 ) -> Machine:
-    """Measure drives and processors: about `seconds` for each rate, `drive_seconds` for each pattern on the drives.
+    """Measure drives, processors and the device of `config`: about `seconds` for each rate, `drive_seconds` for each
+    pattern on the drives.
 
-    Raises ConfigError for a directory that is missing or full, SwapError for one that cannot be used.
+    Raises ConfigError for a directory that is missing or full and for a device that is not there, SwapError for a
+    directory that cannot be used.
     """
+    config = config or Config(device="cpu", swap_dirs=[str(directory) for directory in directories])
+    beside_device = is_real(config)
+    numel, update = _TILE, _update
+    if beside_device:
+        numel, update = _LARGE_TILE, functools.partial(_update, beside_device=True)
     drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
     products, updates, copies = {}, {}, {}
     for name, dtype in _DTYPES.items():
-        products[name] = 2.0 * _ROWS * _WIDTH * _WIDTH / _time(_product(dtype), seconds)
-        updates[name] = _TILE / _time(_update(dtype), seconds)
-        copies[name] = _TILE * dtype.itemsize / _time(_move_gradient(dtype), seconds)
-    beside_update, beside_compute = _beside(_product(torch.bfloat16), _update(torch.bfloat16), seconds)
+        products[name] = 2.0 * _ROWS * _WIDTH * _WIDTH / median_seconds(_product(dtype), seconds)
+        updates[name] = numel / median_seconds(update(dtype), seconds)
+        copies[name] = _TILE * dtype.itemsize / median_seconds(_move_gradient(dtype), seconds)
+    beside_update, beside_compute = _beside(_product(torch.bfloat16), update(torch.bfloat16), seconds)
     with _moving(directories[0]):
-        slowed = [_time(work(torch.bfloat16), seconds) for work in (_product, _update)]
+        slowed = [median_seconds(work(torch.bfloat16), seconds) for work in (_product, update)]
+    products["float16"], updates["float16"] = products["bfloat16"], updates["bfloat16"]
     alone = 2.0 * _ROWS * _WIDTH * _WIDTH / products["bfloat16"]
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    conditions = [f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", rates_key(config)]
     return Machine(
         name=platform.node() or "this machine",
-        source=f"measured {now}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        source=f"measured {now}, {', '.join(filter(None, conditions))}",
         host=Host(
             memory=_host_memory(directories),
             cores=os.cpu_count() or 1,
-            flops=products | {"float16": products["bfloat16"]},
-            update_rate=updates | {"float16": updates["bfloat16"]},
+            flops=products,
+            update_rate=updates,
             copy_rate=min(copies.values()),
             compute_beside_update=beside_update,
             update_beside_compute=beside_compute,
             compute_beside_io=max(0.0, slowed[0] / alone - 1),
-            update_beside_io=max(0.0, slowed[1] * updates["bfloat16"] / _TILE - 1),
+            update_beside_io=max(0.0, slowed[1] * updates["bfloat16"] / numel - 1),
         ),
         drive=drive,
+        device=measure_device(config, products, seconds=seconds),
     )
 
 
-def with_room_now(machine: Machine, directories: Sequence[Path]) -> Machine:
+def with_room_now(machine: Machine, directories: Sequence[Path], config: Config) -> Machine:
     """The machine as it was measured, with the memory and the disk that are free now. Raises as `measure_machine`."""
+    device = machine.device
     return replace(
         machine,
+        device=None if device is None else replace(device, memory=device_room(config)),
         host=replace(machine.host, memory=_host_memory(directories)),
         drive=replace(machine.drive, capacity=free_together(directories)),
     )
@@ -135,7 +152,7 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
         }
         small, place = space.allocate(4096), buffer.view[:4096]
         _wait([space.start_write(small, place)])
-        latency = min(_once(lambda: _wait([space.start_read(small, place)])) for _ in range(20))
+        latency = min(seconds_of(lambda: _wait([space.start_read(small, place)])) for _ in range(20))
         for view in views:
             view.release()
         place.release()
@@ -165,37 +182,22 @@ def _wait(requests: Sequence[Request]) -> None:
         request.wait()
 
 
-def _once(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return max(time.perf_counter() - started, 1e-9)
-
-
 def _mean(work: Callable[[], None], seconds: float) -> float:
     """Mean seconds of one call, over as many as fit into `seconds`, three at least."""
     count, taken = 0, 0.0
     while count < 3 or taken < seconds:
-        taken += _once(work)
+        taken += seconds_of(work)
         count += 1
     return taken / count
 
 
-def _time(work: Callable[[], None], seconds: float) -> float:
-    """Median seconds of one call, over as many as fit into `seconds`, three at least."""
-    work()
-    taken: list[float] = []
-    while len(taken) < 3 or sum(taken) < seconds:
-        taken.append(_once(work))
-    return sorted(taken)[len(taken) // 2]
-
-
 def _beside(one: Callable[[], None], other: Callable[[], None], seconds: float) -> tuple[float, float]:
     """How much longer each takes while the other runs, in shares of its time alone."""
-    alone = (_time(one, seconds), _time(other, seconds))
+    alone = (median_seconds(one, seconds), median_seconds(other, seconds))
     found: list[float] = []
     for work, beside, undisturbed in ((one, other, alone[0]), (other, one, alone[1])):
         with _repeating(beside):
-            found.append(max(0.0, _time(work, seconds) / undisturbed - 1))
+            found.append(max(0.0, median_seconds(work, seconds) / undisturbed - 1))
     return found[0], found[1]
 
 
@@ -247,14 +249,18 @@ def _product(dtype: torch.dtype) -> Callable[[], None]:
     return multiply
 
 
-def _update(dtype: torch.dtype) -> Callable[[], None]:
+def _update(dtype: torch.dtype, *, beside_device: bool = False) -> Callable[[], None]:
     """Tiles in turn, more than caches hold, as they come from the drive in training."""
-    parameters = [torch.randn(_TILE).to(dtype) for _ in range(_TILES)]
-    gradient = torch.randn(_TILE).to(dtype)
-    state = UnitState(0, dtype, (Segment(0, 0, _TILE),), _TILE, _TILE)
-    planes = [tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0) for _ in range(_TILES)]
-    workspace, turn = Workspace(shares=Shares(update_threads())), itertools.cycle(range(_TILES))
-    runs = [Run(0, _TILE, Settings(lr=1e-6, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=10))]
+    numel, count = (_LARGE_TILE, _LARGE_TILES) if beside_device else (_TILE, _TILES)
+    parameters = [torch.randn(numel).to(dtype) for _ in range(count)]
+    gradient = torch.randn(numel).to(dtype)
+    state = UnitState(0, dtype, (Segment(0, 0, numel),), numel, numel)
+    planes = [tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0) for _ in range(count)]
+    workspace, turn = (
+        Workspace(shares=Shares(update_threads(beside_device=beside_device))),
+        itertools.cycle(range(count)),
+    )
+    runs = [Run(0, numel, Settings(lr=1e-6, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=10))]
 
     def update() -> None:
         tile = next(turn)

@@ -99,7 +99,7 @@ def find_machine(options: PlanOptions, config: Config) -> Machine:
     """The machine that the options name, or this one."""
     if options.machine is not None:
         return load_profile(options.machine)
-    return this_machine(config.swap_paths or (Path.cwd(),), again=options.measure)
+    return this_machine(config.swap_paths or (Path.cwd(),), config, again=options.measure)
 
 
 def plan_settings(config: Config, machine: Machine, ranks: int, workload: Workload, *, copies: int = 1) -> PlanSettings:

@@ -85,9 +85,11 @@ def tune(
     text: options.Text = None,
     tokenizer: options.TokenizerFile = None,
     host_memory: options.HostMemory = None,
+    device_memory: options.DeviceMemory = None,
     swap_dir: options.SwapDir = None,
     update: options.Update = None,
     param_dtype: options.ParamDtype = None,
+    moments: options.Moments = None,
     config: options.ConfigFile = None,
     gradient_checkpointing: options.GradientCheckpointing = False,
     machine: options.Machine = None,
@@ -119,7 +121,8 @@ def tune(
     asked = [directory.absolute() for directory in named_directories(config, swap_dir or ()) or [Path.cwd()]]
     if output is not None:
         check_output("--output", output)
-    overrides = {"host_memory": host_memory, "update": update, "param_dtype": param_dtype}
+    overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
+    overrides |= {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:
         settings = make_config(load_config(config, directories), directories, overrides)
         choice = tune_steps.Choice(machine=machine, again=measure, steps=steps, best=best, output=output)

@@ -53,7 +53,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
     machine = (
         load_profile(choice.machine)
         if choice.machine is not None
-        else this_machine(config.swap_paths, again=choice.again)
+        else this_machine(config.swap_paths, config, again=choice.again)
     )
 
     def measure(candidate: Config) -> float:

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiermem.errors import ConfigError
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
-from tiermem.planner.device import DeviceFootprint, device_least, least_below, plan_tiers, wished_tile
+from tiermem.planner.device import DeviceFootprint, device_least, device_most, least_below, plan_tiers, wished_tile
 from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
@@ -225,8 +224,8 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     Raises BudgetError where a tier cannot hold what it must at one time, ConfigError for ranks that do not fill nodes,
     or do not divide into copies.
     """
-    _, per_node = divided(settings.ranks, machine)
-    budget = device_memory(machine, settings) // _FRAME * _FRAME if machine.device is not None else None
+    _, per_node = machine.divided(settings.ranks)
+    budget = device_memory(workload, machine, settings) // _FRAME * _FRAME if machine.device is not None else None
     footprint, device = _shared_out(workload, settings, budget)
     drive, rates = machine.drive, machine.host
     drives = drive.count / per_node
@@ -284,22 +283,12 @@ def _shared_out(
     return plan_tiers(sizes, host, device, tile, ahead, settle=settle)
 
 
-def divided(ranks: int, machine: Machine) -> tuple[int, int]:
-    """(nodes, ranks on each) for so many ranks. Raises ConfigError if nodes would differ."""
-    per_node = min(ranks, machine.ranks_per_node)
-    if ranks % per_node:
-        raise ConfigError(f"expected a multiple of the node's {per_node} ranks, found {ranks}")
-    if ranks > 1 and machine.link is None:
-        raise ConfigError(
-            f"{machine.name}: for {ranks} ranks, expected a [link] in the profile (bytes a second), found none; "
-            "it is not measured: write a profile like tiermem/planner/profiles/dgx-h100.toml and name it with --machine"
-        )
-    return ranks // per_node, per_node
-
-
-def device_memory(machine: Machine, settings: PlanSettings) -> int:
-    """Bytes of device memory that one rank may use; zero without a device."""
-    return 0 if machine.device is None else settings.device_memory or machine.device.memory
+def device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:
+    """Bytes of device memory that one rank uses: as `runtime.devices.device_budget` has it; zero without a device."""
+    if machine.device is None or settings.device_memory:
+        return 0 if machine.device is None else settings.device_memory or 0
+    sizes = unit_sizes(workload, settings.division, each=True)
+    return min(machine.device.memory, device_most(sizes, settle=settings.update_on == "auto"))
 
 
 def least_device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:

@@ -80,8 +80,8 @@ class Device:
 
     Attributes:
         memory: bytes that model state may take on one.
-        flops: operations a second in matrix products of one, by dtype, as its maker says.
-        efficiency: the share of `flops` that training reaches.
+        flops: operations a second of one, by dtype: in matrix products, as its maker says, or measured in training.
+        efficiency: the share of `flops` that training reaches; 1.0 where they were measured there.
         to_device, to_host: bytes a second between host memory and one of them, each direction.
         count: how many there are in one node.
         simulated: whether the node's own processors play it, and computation shares them with the update.
@@ -127,6 +127,18 @@ class Machine:
     def ranks_per_node(self) -> int:
         """How many ranks share a node's memory, drives and processors when the node is full."""
         return self.device.count if self.device is not None else 1
+
+    def divided(self, ranks: int) -> tuple[int, int]:
+        """(nodes, ranks on each) for so many ranks. Raises ConfigError if nodes would differ, and without a [link]."""
+        per_node = min(ranks, self.ranks_per_node)
+        if ranks % per_node:
+            raise ConfigError(f"expected a multiple of the node's {per_node} ranks, found {ranks}")
+        if ranks > 1 and self.link is None:
+            raise ConfigError(
+                f"{self.name}: for {ranks} ranks, expected a [link] in the profile (bytes a second), found none; it is "
+                "not measured: write a profile like tiermem/planner/profiles/dgx-h100.toml and name it with --machine"
+            )
+        return ranks // per_node, per_node
 
     def flops(self, dtype: str) -> float:
         """Operations a second of one rank's matrix products in `dtype`. Raises ConfigError if that is not known."""

@@ -16,7 +16,6 @@ from tiermem.planner.design import (
     Design,
     PlanSettings,
     device_memory,
-    divided,
     least_device_memory,
     least_host_memory,
     make_design,
@@ -104,13 +103,13 @@ def predict(
 
     Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.
     """
-    _, per_node = divided(settings.ranks, machine)
+    _, per_node = machine.divided(settings.ranks)
     least = least_host_memory(workload, settings.ranks, copies=settings.copies, device=machine.device is not None)
     missing: dict[str, int] = {}
     if settings.host_memory < least:
         missing["host_memory"] = least - settings.host_memory
         return _without(workload, machine, settings, missing, least)
-    lacking = least_device_memory(workload, machine, settings) - device_memory(machine, settings)
+    lacking = least_device_memory(workload, machine, settings) - device_memory(workload, machine, settings)
     if lacking > 0:
         missing["device_memory"] = lacking
         return _without(workload, machine, settings, missing, least)
