@@ -13,6 +13,7 @@ from doubles_rank_scenarios import CLIP, WORDS, Experts, Odd, config_for, llama,
 from torch import nn
 
 import tiermem
+from tiermem.memory.heap import trim_heap
 from tiermem.zero3.buckets import Buckets
 
 
@@ -354,7 +355,11 @@ def _kept(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None
 
 
 def memory() -> int:
-    """Bytes of this process that are no file's. (Of files a forked process maps anew what its parent had.)"""
+    """Bytes in use by this process that are no file's. (Of files a forked process maps anew what its parent had.)
+
+    What the heap has free goes back first: how much that is, up to 14 MB, depends on which threads were busy together.
+    """
+    trim_heap()
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
