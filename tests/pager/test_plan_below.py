@@ -150,6 +150,36 @@ def test_a_large_device_asks_for_parameters_once_a_step_and_gives_them_back_for_
     assert plan.written == 24 + state + grad
 
 
+@pytest.mark.parametrize("update", UPDATES)
+def test_parameters_are_at_home_on_a_device_with_room_to_spare(update: str) -> None:
+    """Host memory sees them for their update only, and no byte of them goes to disk."""
+    schedule = training(4, 2, update)
+    rooms = rooms_of(schedule)
+    plan = make_plan_below(schedule, rooms, Limits(96), Limits(1000))
+    assert plan.at_home
+    keys, _, positions = below(schedule, plan)
+    parameters = [at for key, at in zip(keys, positions, strict=True) if key.kind is Kind.PARAM]
+    assert [schedule.accesses[at].lane for at in parameters] == [Lane.UPDATE] * 4
+    assert not any(plan.stays[at] for at in parameters)
+    # Gradients and states are all there is, and have all the room.
+    state = sum(nbytes for key, nbytes in rooms.items() if key.kind is Kind.STATE)
+    assert plan.moved <= 2 * (state - 96 + NBYTES[Kind.PARAM] + 2 * (NBYTES[Kind.STATE] + NBYTES[Kind.GRAD])) + 2 * 16
+
+
+@pytest.mark.parametrize(("host", "device", "at_home"), [(96, 80, True), (95, 80, False), (96, 33, False)])
+def test_they_are_not_where_the_device_or_host_memory_is_tight(host: int, device: int, at_home: bool) -> None:
+    """A sixteenth of host memory for the largest of them, and a quarter of the device beside all that is there."""
+    schedule = training(4, 1, "step")
+    assert make_plan_below(schedule, rooms_of(schedule), Limits(host), Limits(device)).at_home is at_home
+
+
+def test_units_settled_on_the_device_are_taken_off_its_room() -> None:
+    schedule = training(3, 2, "backward")
+    rooms = rooms_of(schedule)
+    assert make_plan_below(schedule, rooms, Limits(96), Limits(200), {0}).at_home
+    assert not make_plan_below(schedule, rooms, Limits(96), Limits(50), {0}).at_home
+
+
 def test_nothing_of_a_settled_unit_reaches_host_memory() -> None:
     schedule = training(3, 2, "backward")
     plan = make_plan_below(schedule, rooms_of(schedule), Limits(60), Limits(100), {0, 2})

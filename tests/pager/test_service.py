@@ -525,6 +525,92 @@ def test_read_ahead_goes_up_both_edges() -> None:
     assert asked.granted
 
 
+def at_home(bench: Bench, *numbers: int) -> None:
+    """By the plan these stay on the DEVICE; their updates have been done, and they have gone up."""
+    for number in numbers:
+        update = bench.ask(number, intent=WRITE, lane=Lane.UPDATE)
+        bench.settle()
+        update.frame().contents = 100 + number
+        update.give_back()
+        bench.pages[number].home = DEVICE
+    bench.residency.reclassify()
+    bench.bring(*numbers)
+
+
+def test_what_is_at_home_on_the_device_leaves_host_without_being_written() -> None:
+    bench = Bench(20, device=40)
+    at_home(bench, 0)
+    assert bench.pages[0].valid == {HOST, DEVICE}
+    others = bench.ask(1, 2, lane=Lane.UPDATE)
+    assert bench.moving() == [(1, HOST), (2, HOST)]
+    bench.settle()
+    others.give_back()
+    assert bench.pages[0].valid == {DEVICE}
+    assert bench.moving() == [], "nor is it sent down ahead of time"
+    update = bench.ask(0, intent=WRITE, lane=Lane.UPDATE)
+    bench.settle()
+    assert update.frame().contents == 100
+    assert bench.pages[0].valid == {HOST}
+
+
+def test_without_a_home_it_is_written_before_it_leaves() -> None:
+    bench = Bench(20, device=40)
+    at_home(bench, 0)
+    bench.pages[0].home = None
+    bench.residency.reclassify()
+    bench.ask(1, 2, lane=Lane.UPDATE)
+    assert (0, SWAP) in bench.moving()
+
+
+def test_what_is_at_home_on_the_device_is_saved_when_somebody_wants_that() -> None:
+    bench = Bench(30, device=40, reserve=0)
+    at_home(bench, 0, 1, 2)
+    other = bench.ask(3, lane=Lane.UPDATE)
+    bench.settle()
+    assert sorted(len(page.valid) for page in bench.pages[:3]) == [1, 2, 2]
+    assert bench.service.unsaved() == 30
+    bench.service.flush(1)
+    bench.pump()
+    bench.settle()
+    assert bench.service.unsaved() == 0
+    assert [bench.store[page.key] for page in bench.pages[:3]] == [100, 101, 102]
+    bench.service.flush(-1)
+    other.give_back()
+
+
+def test_what_is_at_home_on_the_device_comes_down_for_want_of_room_there() -> None:
+    bench = Bench(10, device=20, reserve=0)
+    at_home(bench, 0)
+    update = bench.ask(1, lane=Lane.UPDATE)
+    bench.settle()
+    update.give_back()
+    assert bench.pages[0].valid == {DEVICE}
+    asked = bench.ask(2, 3)
+    bench.settle()
+    assert asked.granted
+    assert DEVICE not in bench.pages[0].valid
+    asked.give_back()
+    again = bench.ask(0)
+    bench.settle()
+    assert again.frame().contents == 100
+
+
+def test_what_is_at_home_on_the_device_makes_no_room_for_what_is_fetched_ahead() -> None:
+    bench = Bench(20, device=20, reserve=0)
+    at_home(bench, 0, 1)
+    update = bench.ask(2, 3, lane=Lane.UPDATE)
+    bench.settle()
+    update.give_back()
+    bench.service.ahead._appetite = dict.fromkeys(bench.chain.arenas, Appetite(20, 0))
+    assert [bench.pages[number].valid for number in (0, 1)] == [{DEVICE}, {DEVICE}]
+    bench.order(2, 3, 0, 1)
+    assert bench.on(DEVICE) == {0, 1}
+    assert bench.moving() == []
+    asked = bench.ask(2)
+    bench.settle()
+    assert asked.granted
+
+
 @pytest.mark.parametrize("used_up", [True, False])
 def test_a_gradient_is_fetched_ahead_only_to_be_added_to(used_up: bool) -> None:
     """Until its update is done it has contents; what is written anew behind that must not be moved for it."""

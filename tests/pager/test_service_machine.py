@@ -145,6 +145,15 @@ class ServiceMachine(RuleBasedStateMachine):
             self.service.flush(1 if flush else -1)
         self.settle_events()
 
+    @rule(indices=st.sets(st.integers(0, 5)))
+    def have_a_home_on_the_device(self, indices: set[int]) -> None:
+        """Another plan, by which the copies of other pages on the DEVICE are to stay there."""
+        for index, page in enumerate(self.pages):
+            if not page.kept:
+                page.home = Tier.DEVICE if index in indices and self.chain.top is Tier.DEVICE else None
+        self.residency.reclassify()
+        self.settle_events()
+
     def asked_for(self, indices: list[int]) -> bool:
         wanted = {KEYS[index] for index in indices}
         return any(page.key in wanted for request in self.waiting for page in request.pages)
@@ -248,6 +257,7 @@ class ServiceMachine(RuleBasedStateMachine):
 
     @rule()
     def begin_step(self) -> None:
+        self.service.homes.begin_step()
         self.forecast.begin_step()
         self.settle_events()
 

@@ -88,6 +88,7 @@ class Ahead:
         stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
         self._renewed, self._period = (renewed_gradients(schedule), schedule.period) if schedule else ((), 1)
         self._residency.forecast.set_schedule(schedule, stays, reaches)
+        self._room.homes.follow(at_home=plan is not None and plan.at_home)
         self._residency.reclassify()
 
     def rooms(self) -> dict[PageKey, int]:
@@ -155,7 +156,8 @@ class Ahead:
                     if not self._room.send_off(page, tier):
                         return
             for page in self._residency.census.shared(tier):
-                if page.move is None and not self._room.send_off(page, tier):
+                # Of those at home on the DEVICE a copy in HOST may just have gone.
+                if page.move is None and tier in page.valid and not self._room.send_off(page, tier):
                     return
 
     def read(self) -> None:

@@ -23,6 +23,11 @@ from tiermem.pager.plan import Plan, best_plan
 from tiermem.pager.schedule import Access, Schedule
 from tiermem.pager.sweep import Farthest, make_cyclic, sweep
 
+# For parameters to last on the device, so large a part of it (one over) has to be free: room between them is not in one
+# piece, and one that has to go comes down. And the largest may be no more than such a part of host memory, where it
+# needs a place in one piece for its update, for which pages that were to stay would have to go.
+_SPARE, _LARGEST = 4, 16
+
 
 def make_plan_below(
     schedule: Schedule,
@@ -43,8 +48,16 @@ def make_plan_below(
         settled: units whose pages stay on the device in any case.
         above: bytes that a page takes on the device; None: as many.
     """
-    accesses = schedule.accesses
-    there = _stays_above(accesses, rooms if above is None else above, device, settled)
+    accesses, own = schedule.accesses, rooms if above is None else above
+    roomy = replace(device, capacity=device.capacity - device.capacity // _SPARE)
+    there = _stays_above(accesses, own, roomy, settled, at_home=True)
+    parameters = [index for index, access in enumerate(accesses) if access.key.kind is Kind.PARAM]
+    largest = max((rooms.get(accesses[index].key, 0) for index in parameters), default=0)
+    at_home = largest * _LARGEST <= limits.capacity and all(
+        index in there or accesses[index].key.is_of(settled) for index in parameters
+    )
+    if not at_home:
+        there = _stays_above(accesses, own, device, settled)
     reaches = [
         not access.key.is_of(settled)
         and access.key.kind is not Kind.TRANSIT
@@ -54,19 +67,28 @@ def make_plan_below(
     places = [position for position, reached in enumerate(reaches) if reached]
     here = [accesses[position] for position in places]
     supplied = [position in there for position in places]
-    plan = best_plan(Course(here, rooms, limits, supplied=supplied), limits)
+    course = Course(here, rooms, limits, supplied=supplied)
+    if at_home:  # what the update has made of them goes up at once
+        course.ends = [ends or access.key.kind is Kind.PARAM for ends, access in zip(course.ends, here, strict=True)]
+    plan = best_plan(course, limits)
     stays = [True] * len(accesses)
     for position, kept in zip(places, plan.stays, strict=True):
         stays[position] = kept
-    return replace(plan, stays=tuple(stays), reaches=tuple(reaches))
+    return replace(plan, stays=tuple(stays), reaches=tuple(reaches), at_home=at_home)
 
 
 def _stays_above(
-    accesses: Sequence[Access], rooms: Mapping[PageKey, int], device: Limits, settled: Collection[int]
+    accesses: Sequence[Access],
+    rooms: Mapping[PageKey, int],
+    device: Limits,
+    settled: Collection[int],
+    *,
+    at_home: bool = False,
 ) -> set[int]:
     """The positions at which the device still has the page since its access before.
 
-    The update's accesses to parameters are among them: it takes them from there.
+    The update's accesses to parameters are among them: it takes them from there. `at_home`: as if what it makes of them
+    were there at once.
     """
     places = [
         position
@@ -76,7 +98,7 @@ def _stays_above(
     here, following = [accesses[position] for position in places], _following(accesses)
     # What the update has changed or used up, the device's copy is of no use any more.
     updated = [
-        access.lane is Lane.UPDATE
+        (access.lane is Lane.UPDATE and not at_home)
         or (access.key.kind is Kind.GRAD and accesses[following[position]].lane is Lane.UPDATE)
         for position, access in zip(places, here, strict=True)
     ]

@@ -30,7 +30,7 @@ class _Ledger:
         noted: of each page which of the totals it adds to, and how many bytes.
         droppable, writable: the orders of eviction.
         unordered: pages that belong into one of the orders since they changed; whether into `writable`.
-        shared: pages that could be written down although they are leased, or kept by choice.
+        shared: pages that could be written down although they are leased, kept by choice, or at home on the DEVICE.
         away: pages that have contents but neither a frame on the tier nor an error.
     """
 
@@ -125,7 +125,10 @@ class Census:
             ledger.unordered.clear()
 
     def droppable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
-        """(next use, page) whose copy on `tier` is valid elsewhere and held by nobody, farthest next use first."""
+        """(next use, page) whose copy on `tier` is held by nobody and need not be written, farthest next use first.
+
+        It is valid elsewhere, or at home on the DEVICE.
+        """
         return self._walk(tier, self._tiers[tier].droppable)
 
     def writable(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
@@ -138,7 +141,7 @@ class Census:
         return -1 if farthest is None else farthest
 
     def shared(self, tier: Tier) -> list[Page]:
-        """Pages whose lowest copy is on `tier`, held or kept there, and could be written down all the same."""
+        """Pages whose lowest copy is on `tier`, held there or at home, and could be written down all the same."""
         return list(self._reckoned(tier).shared)
 
     def victims(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
@@ -198,11 +201,13 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
     move, failed, lowest = page.move, page.error is not None, lowest_tier is tier
     leased = page.leases.get(tier)
     free = move is None and not failed and not page.exclusive and tier in page.valid
+    # The lowest copy of a page at home on the DEVICE: there, or below it where it may go as it is.
+    rests = page.home is Tier.DEVICE and lowest and (tier is Tier.DEVICE or page.is_spare_on(tier))
     if leased:
         which = _HELD
-    elif failed or (page.kept and tier is Tier.HOST):
+    elif failed or (page.home is Tier.HOST is tier):
         which = _STUCK
-    elif free and lowest:
+    elif free and lowest and not rests:
         which = _DIRTY
     elif move is not None and move.source is tier and move.is_write_back:
         which = _LEAVING
@@ -210,6 +215,8 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
         which = _OTHER
     ledger.add(page, which + _UNSAVED if lowest and not failed and not page.doomed else which, frame.nbytes)
     if free and not leased and which is not _STUCK:
-        ledger.unordered[page] = lowest
+        ledger.unordered[page] = lowest and not rests
+        if rests:
+            ledger.shared[page] = None
     elif free and lowest:
         ledger.shared[page] = None

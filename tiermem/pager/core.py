@@ -108,6 +108,7 @@ class Core:
 
     def begin_step(self) -> None:
         """The computation is at the beginning again."""
+        self.service.homes.begin_step()
         if not self.residency.forecast.begin_step():
             self.residency.reclassify()
 

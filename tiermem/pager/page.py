@@ -126,7 +126,8 @@ class Page:
 
     Attributes:
         room: bytes a frame for it takes: `nbytes` rounded up to whole blocks.
-        kept: whether its copy in HOST stays there by choice: it is written down, but never evicted.
+        home: where its copy stays. HOST: by choice; it is written down, but never evicted. DEVICE: by the plan; that
+            copy is enough, and is not sent down unless it has to go, or somebody wants it saved. None: nowhere.
         exclusive: whether its one lease was taken to write.
         doomed: whether it is to be discarded as soon as nobody holds or moves it.
         stamp: raised with every change of the facts, so that older entries in queues are known to be outdated.
@@ -135,7 +136,7 @@ class Page:
     key: PageKey
     nbytes: int
     room: int
-    kept: bool = False
+    home: Tier | None = None
     frames: dict[Tier, Frame] = field(init=False, default_factory=dict)
     valid: set[Tier] = field(init=False, default_factory=set)
     move: Move | None = field(init=False, default=None)
@@ -144,6 +145,11 @@ class Page:
     error: BaseException | None = field(init=False, default=None)
     doomed: bool = field(init=False, default=False)
     stamp: int = field(init=False, default=0)
+
+    @property
+    def kept(self) -> bool:
+        """Whether its copy in HOST stays there by choice."""
+        return self.home is Tier.HOST
 
     @property
     def is_leased(self) -> bool:
@@ -156,8 +162,14 @@ class Page:
         return bool(self.valid)
 
     def is_dirty_on(self, tier: Tier) -> bool:
-        """Whether the copy on `tier` is the lowest: it has to be moved down before it may be evicted."""
-        return tier in self.valid and min(self.valid) == tier
+        """Whether the copy on `tier` has to be moved down before it may be evicted: it is the lowest that counts."""
+        return tier in self.valid and min(self.valid) == tier and not self.is_spare_on(tier)
+
+    def is_spare_on(self, tier: Tier) -> bool:
+        """Whether the copy on `tier` is the lowest of a page that is at home on DEVICE and has a copy there."""
+        return (
+            self.home is Tier.DEVICE and tier is Tier.HOST and Tier.DEVICE in self.valid and Tier.SWAP not in self.valid
+        )
 
     def nearest_valid(self, target: Tier) -> Tier:
         """The valid tier from which `target` is reached in the fewest moves; of two the one from which it is faster."""

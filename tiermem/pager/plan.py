@@ -27,12 +27,14 @@ class Plan:
         read: bytes read in a step.
         written: bytes written in a step.
         reaches: by position, whether the access reaches host memory; None: all do, there is no device above it.
+        at_home: whether the device has all parameters all the time, so that they need no copy below.
     """
 
     stays: tuple[bool, ...]
     read: int
     written: int
     reaches: tuple[bool, ...] | None = None
+    at_home: bool = False
 
     @property
     def moved(self) -> int:

@@ -59,6 +59,7 @@ class Protection:
         self._open = True
         self._protected: dict[PageKey, bool] = {}  # whether it had contents
         self._discarded: list[PageKey] = []
+        service.homes.protects = True
 
     def prepare(self, keys: Sequence[PageKey]) -> None:
         """Start to write down what only memory has of these pages, since they will be protected."""

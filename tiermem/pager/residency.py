@@ -26,7 +26,7 @@ from tiermem.memory.arena import Fence
 from tiermem.memory.tiers import Tier
 from tiermem.pager.census import Census
 from tiermem.pager.edges import Chain
-from tiermem.pager.forecast import SETTLED, Forecast
+from tiermem.pager.forecast import LATER, SETTLED, Forecast
 from tiermem.pager.invariants import check_invariants
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.stats import Counters
@@ -85,7 +85,7 @@ class Residency:
                     f"{key} needs {room} bytes on {tier.name} at once, but the budget of that tier is "
                     f"{self.chain.capacity(tier)} bytes; raise the budget or make the units smaller"
                 )
-        page = self.pages[key] = Page(key, nbytes, room, self.chain.keeps(key))
+        page = self.pages[key] = Page(key, nbytes, room, Tier.HOST if self.chain.keeps(key) else None)
         if saved:
             page.valid.add(Tier.SWAP)
             self.census.note(page)
@@ -263,6 +263,8 @@ class Residency:
         if tier is top is not Tier.HOST:
             source = forecast.is_planned and Tier.HOST not in page.valid
             return forecast.next_use(key, last, _ALL if source else _COMPUTE, planned=False)
+        if page.home is Tier.DEVICE and tier is not top and top in page.valid:
+            return LATER + forecast.next_use(key, last, _UPDATE, planned=False)
         if top is not Tier.HOST and forecast.is_planned:
             return forecast.next_use_below(key, last, above=top in page.valid)
         return forecast.next_use(key, last, _UPDATE if tier is not top and top in page.valid else _ALL)

@@ -11,14 +11,20 @@ from contextlib import closing
 
 from swap.requests import Priority
 from tiermem.memory.tiers import Tier
+from tiermem.pager.homes import Homes
 from tiermem.pager.page import Page
 from tiermem.pager.residency import Residency
 
 
 class Room:
-    """Makes room. Used on the pager's loop only."""
+    """Makes room. Used on the pager's loop only.
+
+    Attributes:
+        homes: which pages are at home on the DEVICE; one that has to leave it is not until the next step.
+    """
 
     def __init__(self, residency: Residency) -> None:
+        self.homes = Homes(residency)
         self._residency = residency
 
     def unheld(self, tier: Tier) -> int:
@@ -75,6 +81,7 @@ class Room:
                 if victim is spare:
                     continue
                 if victim.is_dirty_on(tier):
+                    self.homes.displace(victim)
                     self.send_off(victim, tier, spare=page)
                 else:
                     going.append(victim)
@@ -110,6 +117,8 @@ class Room:
                     chosen = self._clearing(page, tier, farther)
                 if next_use <= use or chosen is not None:
                     break
+                if victim.is_dirty_on(tier):
+                    continue  # it is at home there
                 farther.append(victim)
                 missing -= victim.frames[tier].nbytes
         if chosen is None and missing <= 0:

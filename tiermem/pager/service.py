@@ -76,6 +76,7 @@ class Service:
         self.waiting: list[LeaseRequest] = []
         self._residency = residency
         self._room = Room(residency)
+        self.homes = self._room.homes
         self.ahead = Ahead(residency, self._room, appetite)
         self._flushing = 0
         self._sole: LeaseRequest | None = None

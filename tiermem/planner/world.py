@@ -199,6 +199,7 @@ class World:
 
     def begin_step(self) -> None:
         """As `pager.core.Core.begin_step`, and close the step's counters."""
+        self.service.homes.begin_step()
         if not self.residency.forecast.begin_step():
             self.residency.reclassify()
         self.pump.due = True
