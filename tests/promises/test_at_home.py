@@ -1,4 +1,4 @@
-"""Parameters at home on the device: hardly a byte of them goes to disk, unless somebody wants it there; the same numbers."""
+"""Parameters at home on the device: hardly a byte of them goes to disk, but where it is wanted there; the same bits."""
 
 from __future__ import annotations
 
