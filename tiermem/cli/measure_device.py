@@ -7,6 +7,7 @@ stays on the device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,7 +20,7 @@ from tiermem.errors import ConfigError
 from tiermem.memory.links import parse_link
 from tiermem.planner.machine import Device
 from tiermem.planner.workload import BACKWARD_SHARE, unit_flops
-from tiermem.runtime.devices import own_device
+from tiermem.runtime.devices import device_budget, own_device
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # A layer of a model of some billion parameters on some thousand tokens: less does not fill a large device, and more
@@ -45,19 +46,11 @@ def is_real(config: Config) -> bool:
 
 
 def device_room(config: Config) -> int:
-    """Bytes that model state may take there now; zero where the computation works in host memory.
+    """Bytes that model state may take there now, as training has it; zero where the computation works in host memory.
 
     Raises ConfigError for a simulated device without a size.
     """
-    if parse_link(config.device) is not None:
-        if config.device_nbytes is None:
-            raise ConfigError(
-                f"device_memory: expected a size with device={config.device!r}; only a real device has one"
-            )
-        return config.device_nbytes
-    device = own_device(config)
-    # As `runtime.devices` has it: the other half is for activations and torch.
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 0
+    return device_budget(config, lambda: sys.maxsize) or 0
 
 
 def measure_device(config: Config, host_flops: Mapping[str, float], *, seconds: float) -> Device | None:
