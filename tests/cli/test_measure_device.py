@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiermem.cli import machines, main, measure_device
+from tiermem.cli import copies, machines, main, measure_device
 from tiermem.cli.measure import measure_machine
 from tiermem.config import Config
 from tiermem.errors import ConfigError
@@ -150,3 +150,11 @@ def test_auto_takes_no_more_of_a_device_than_the_model_can_use() -> None:
     large = transformer(70_000_000_000, batch=1, seq=64)
     assert device_memory(large, machine, settings) == machine.device.memory
     assert device_memory(work, machines.load_profile("laptop"), settings) == 0
+
+
+def test_copies_are_measured_from_pageable_memory_where_none_can_be_locked() -> None:
+    """As here, where torch finds no CUDA: training would go on with memory that is not locked."""
+    with pytest.warns(UserWarning, match="cannot be page-locked"):
+        memory = copies._locked_if_allowed(4096)
+    assert memory.nbytes == 4096
+    assert not memory.is_pinned()

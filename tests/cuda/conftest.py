@@ -32,6 +32,7 @@ _KNOWN = (
 # memory is locked is a test of its own; drives are not what this is about.
 _OF_THE_MACHINE = (
     "only .* of host memory could be page-locked:UserWarning",
+    "host memory cannot be page-locked:UserWarning",
     "O_DIRECT is refused for :RuntimeWarning",
 )
 

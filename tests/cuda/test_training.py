@@ -104,6 +104,20 @@ def test_states_on_disk_too(place, tmp_path):
     assert statistics.total.bytes_written > 0
 
 
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_parameters_at_home_there(update, place, tmp_path):
+    """Host memory holds a part of the state, the device all parameters: the bits of the resident model."""
+    trial = TRIALS["fused attention"]
+    losses, weights, statistics = paged(trial, place, tmp_path, update=update, host=128 << 10, device=4 * MIB)
+    wanted_losses, wanted = expected("fused attention", place)
+    assert all(map(torch.equal, losses, wanted_losses))
+    for parameter, values in weights.items():
+        assert torch.equal(values, wanted[parameter]), parameter
+    assert statistics.total.bytes_written > 0
+    for tier in statistics.tiers:
+        assert tier.high_water <= tier.budget
+
+
 def test_what_users_see_is_on_the_device(place, tmp_path):
     device = torch_place(place)
     model = TRIALS["convolutions"].make()

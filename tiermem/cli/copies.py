@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -50,14 +51,28 @@ def measure_copies(nbytes: int = COPY_BYTES) -> dict[str, Any]:
 
 
 def pinned_rates(device: torch.device, nbytes: int = COPY_BYTES) -> tuple[float, float]:
-    """Bytes a second to `device` and from it, with page-locked memory, one way after the other.
+    """Bytes a second to `device` and from it, one way after the other, with the host memory that training would have.
 
-    Raises torch.OutOfMemoryError, or RuntimeError where host memory cannot be locked.
+    That is page-locked, and pageable where the system allows no locking. Raises torch.OutOfMemoryError.
     """
     near = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    to_device = _rate(lambda: near.copy_(pinned, non_blocking=True), nbytes, device)
-    return 1e9 * to_device, 1e9 * _rate(lambda: pinned.copy_(near, non_blocking=True), nbytes, device)
+    host = _locked_if_allowed(nbytes)
+    to_device = _rate(lambda: near.copy_(host, non_blocking=True), nbytes, device)
+    return 1e9 * to_device, 1e9 * _rate(lambda: host.copy_(near, non_blocking=True), nbytes, device)
+
+
+def _locked_if_allowed(nbytes: int) -> torch.Tensor:
+    """Host memory that has been written once, so that no copy has to find pages for it."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        warnings.warn(
+            f"host memory cannot be page-locked, so copies are measured from other memory ({error}); see `ulimit -l`",
+            stacklevel=2,
+        )
+        return torch.ones(nbytes, dtype=torch.uint8)
 
 
 def _rate(copy: Callable[[], object], nbytes: int, device: torch.device | None = None) -> float:
