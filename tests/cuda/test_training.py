@@ -19,9 +19,15 @@ from doubles_gpu import (
     tokens,
     torch_place,
 )
+from torch import nn
 
 import tiermem
+from tiermem.pager.homes import Homes
 from tiermem.runtime.blueprint import draw
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
 
 
 @functools.cache
@@ -105,11 +111,23 @@ def test_states_on_disk_too(place, tmp_path):
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
-def test_parameters_at_home_there(update, place, tmp_path):
+def test_parameters_at_home_there(update, place, tmp_path, monkeypatch):
     """Host memory holds a part of the state, the device all parameters: the bits of the resident model."""
-    trial = TRIALS["fused attention"]
-    losses, weights, statistics = paged(trial, place, tmp_path, update=update, host=128 << 10, device=4 * MIB)
-    wanted_losses, wanted = expected("fused attention", place)
+    planned, follow = [], Homes.follow
+
+    def noting(self, *, at_home):
+        planned.append(at_home)
+        follow(self, at_home=at_home)
+
+    monkeypatch.setattr(Homes, "follow", noting)
+    layers, width = 48, 64
+    trial = Trial(
+        lambda: nn.Sequential(nn.Embedding(40, width), *map(nn.Linear, [width] * layers, [width] * layers)), loss
+    )
+    state = 16 * layers * width * width
+    losses, weights, statistics = paged(trial, place, tmp_path, update=update, host=state // 3, device=state)
+    assert any(planned)
+    wanted_losses, wanted = resident(trial, place)
     assert all(map(torch.equal, losses, wanted_losses))
     for parameter, values in weights.items():
         assert torch.equal(values, wanted[parameter]), parameter
