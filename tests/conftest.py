@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from doubles_python import WarmPython
+from doubles_python import WarmInterpreter, WarmPython
 from hypothesis import settings
 
 # No test is judged by how long it takes: the first example may have to compile, and other workers want the processor.
@@ -40,8 +40,28 @@ def _settled_heap() -> None:
     gc.freeze()
 
 
+_SHARED = pytest.StashKey[WarmInterpreter]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the interpreter that all workers will share, whose environment is this one; a GPU's tests need none."""
+    workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if workers and "TIERMEM_GPU_SUITE" not in os.environ:
+        config.stash[_SHARED] = WarmInterpreter()
+        os.environ["TIERMEM_WARM_PYTHON"] = config.stash[_SHARED].path
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The workers are gone."""
+    if _SHARED in config.stash:
+        config.stash[_SHARED].close()
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     """A Python to start in place of `sys.executable`, which has imported everything already."""
-    with contextlib.closing(WarmPython()) as found:
-        yield found
+    if "TIERMEM_WARM_PYTHON" in os.environ:
+        yield WarmPython(os.environ["TIERMEM_WARM_PYTHON"])
+    else:
+        with contextlib.closing(WarmInterpreter()) as found:
+            yield found

@@ -49,14 +49,26 @@ os._exit(status)
 
 
 class WarmPython:
-    """The interpreter, as long as it is not closed; `path` is the program to start."""
+    """An interpreter that another process has; `path` is the program to start."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def run(self, *arguments: str, cwd: Path = ROOT, timeout: float = 250) -> subprocess.CompletedProcess[str]:
+        """Carry out Python with `arguments`."""
+        command = [self.path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, check=False)
+
+
+class WarmInterpreter(WarmPython):
+    """The interpreter, as long as it is not closed."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tiermem-python-")
         address, client = Path(self._folder.name, "socket"), Path(self._folder.name, "python")
         client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
         client.chmod(0o700)
-        self.path = str(client)
+        super().__init__(str(client))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(address))
             listener.listen(16)  # who connects waits until everything is imported
@@ -69,11 +81,6 @@ class WarmPython:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
-
-    def run(self, *arguments: str, cwd: Path = ROOT, timeout: float = 250) -> subprocess.CompletedProcess[str]:
-        """Carry out Python with `arguments`."""
-        command = [self.path, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, check=False)
 
     def close(self) -> None:
         """End the interpreter; what it has forked ends with who asked for it."""
@@ -133,6 +140,8 @@ def _serve(wire: socket.socket) -> None:
         os.environ.clear()
         os.environ.update(environment)
         sys.executable = program
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be run by nohup, or in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         _end(_carry_out(arguments))
     for stream in streams:
         os.close(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from doubles_combinations import pairs_of
 from doubles_models import Stack
 from doubles_scenarios import Wide, frozen, loop, tokens_batch, wide_batch
 from doubles_training import UPDATES, budget_for, check, config_for, least_budget, offloaded, plain, within_budgets
@@ -262,9 +263,9 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "update", "clip"), pairs_of(list(DEVICES), ["step", "forward", "backward"], [None, 0.05])
+)
 def test_beside_a_device(device, update, clip, tmp_path):
     """The same bits with the least host memory; what is kept passes between host memory and the device only."""
     expected = made()

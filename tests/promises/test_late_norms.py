@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from doubles_combinations import pairs_of
 from doubles_scenarios import LATE_ONLY, SCENARIOS
 from doubles_training import check, offloaded, plain
 
@@ -24,11 +25,13 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("budget", ["generous", "least"])
-@pytest.mark.parametrize("answers", [(False,), (False, True), (False, False, False, True), (True, True, False)])
+CASES = [(name, update) for name in SOME for update in ("backward", "auto")] + [(name, "auto") for name in LATE_ONLY]
+ANSWERS = [(False,), (False, True), (False, False, False, True), (True, True, False)]
+
+
 @pytest.mark.parametrize(
-    ("name", "update"),
-    [(name, update) for name in SOME for update in ("backward", "auto")] + [(name, "auto") for name in LATE_ONLY],
+    ("name", "update", "answers", "budget"),
+    [(*case, answers, budget) for case, answers, budget in pairs_of(CASES, ANSWERS, ["generous", "least"])],
 )
 def test_same_numbers(name, update, answers, budget, tmp_path, monkeypatch):
     scenario, answer, told = (SCENARIOS | LATE_ONLY)[name], itertools.cycle(answers), []

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from doubles_combinations import pairs_of
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, Wide, accumulate, tokens_batch, wide_batch
 from doubles_training import Outcome, PlainAdamW, Script, Trainee, budget_for, check, config_for, offloaded, plain, same
@@ -88,9 +89,7 @@ def deep_stack() -> Stack:
     return Stack(depth=12)
 
 
-@pytest.mark.parametrize("budget", [*BUDGETS, "resting"])
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("update", SPECULATING)
+@pytest.mark.parametrize(("budget", "pattern", "update"), pairs_of([*BUDGETS, "resting"], list(PATTERNS), SPECULATING))
 def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_path):
     make = deep_stack if budget == "resting" else Stack
     script = training(tokens_batch, PATTERNS[pattern], max_norm=1.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import pairs_of
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, SCENARIOS, Wide, loop, tokens_batch, wide_batch
 from doubles_streams import StreamDevice
@@ -56,11 +57,10 @@ def few(make: Callable[[], nn.Module], directory: Path, units=None, **more) -> d
     raise AssertionError("there should be a budget between nothing and everything")
 
 
-@pytest.mark.parametrize("which", ["all", "few"])
 @pytest.mark.parametrize(
-    ("name", "update"),
-    [(name, update) for name in SOME for update in ("step", "forward", "backward")]
-    + [(name, update) for name in LATE_ONLY for update in ("forward", "auto")],
+    ("name", "update", "which"),
+    pairs_of(SOME, ["step", "forward", "backward"], ["all", "few"])
+    + pairs_of(list(LATE_ONLY), ["forward", "auto"], ["all", "few"]),
 )
 def test_same_numbers(name, update, which, tmp_path):
     scenario = (SCENARIOS | LATE_ONLY)[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import pairs_of
 from doubles_commit import Net, Training, check_equal, make_config, undisturbed
 
 import tiermem
@@ -14,9 +15,9 @@ import tiermem
 UPDATES = ("step", "forward", "backward")
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("memory", ["72KiB", "2MiB"])
+@pytest.mark.parametrize(
+    ("update", "dtype", "memory"), pairs_of(UPDATES, ["float32", "bfloat16", "float16"], ["72KiB", "2MiB"])
+)
 def test_resuming_continues_bit_for_bit(tmp_path: Path, update: str, dtype: str, memory: str) -> None:
     settings: dict[str, Any] = {"update": update, "param_dtype": dtype, "host_memory": memory}
     losses, state = undisturbed(tmp_path / "plain", 6, **settings)
