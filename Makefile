@@ -14,6 +14,7 @@ BIN := .venv/bin
 # compiled then, and kept, which therefore must not be forbidden.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
+LINT := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary
 READY := .venv/.ready-
 
 .PHONY: help demo test lint bench venv clean
@@ -30,18 +31,17 @@ help:
 demo: $(READY)hf
 	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing
 
-test: lint $(READY)test
+test: $(READY)lint $(READY)test
+	@echo "lint: ruff, and mypy for most of a minute the first time"
+	@# What the tests import is compiled meanwhile, once, and not by each worker at the same time.
+	@$(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama" & \
+		compiling=$$!; $(LINT) && wait $$compiling
 	@echo "tests: pytest $(PYTEST_ARGS)"
-	@# Compiled here once, not by each worker at the same time.
-	@$(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(READY)lint
-	@echo "lint: ruff"
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --check --quiet .
-	@echo "lint: mypy, most of a minute the first time"
-	@$(BIN)/mypy --no-error-summary
+	@echo "lint: ruff, and mypy for most of a minute the first time"
+	@$(LINT)
 
 bench: $(READY)hf
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from doubles_combinations import pairs_of
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
 from doubles_together import leased_pages
@@ -247,9 +248,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["one", "together"])
-@pytest.mark.parametrize("budget", ["tight", "generous"])
-@pytest.mark.parametrize("where", list(PLACES))
+@pytest.mark.parametrize(("where", "budget", "together"), pairs_of(list(PLACES), ["tight", "generous"], [False, True]))
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, together, tmp_path, monkeypatch):
     """As the interactive interpreter keeps the last one: with its frames, and leases that these had."""
