@@ -2,7 +2,8 @@
 
 Nothing really runs late. Each thread counts what it asks for, and knows how far each other thread had come according to
 the fences it has been held by. Whoever uses bytes that another thread used, and does not know of that use, would on a
-real device have used them too early. What the host itself has waited for (a copy that ended) is known to everybody.
+real device have used them too early, unless both only read. What the host itself has waited for (a copy that ended) is
+known to everybody.
 """
 
 from __future__ import annotations
@@ -28,27 +29,29 @@ class Streams:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.known: dict[int, dict[int, int]] = {}
-        # First and last byte of what was used: by thread, its count and what it did.
-        self.used: dict[tuple[int, int], dict[int, tuple[int, str]]] = {}
+        # First and last byte of what was used: by thread and whether it wrote, its count and what it did.
+        self.used: dict[tuple[int, int], dict[tuple[int, bool], tuple[int, str]]] = {}
         self.checks = 0
         self.early: list[str] = []
 
     def own(self) -> dict[int, int]:
         return self.known.setdefault(threading.get_ident(), {})
 
-    def use(self, values: torch.Tensor, what: str) -> None:
+    def use(self, values: torch.Tensor, what: str, *, writes: bool = True) -> None:
         me, begin = threading.get_ident(), values.data_ptr()
         end = begin + values.numel() * values.element_size()
         with self.lock:
             own = self.own()
             for (low, high), users in self.used.items():
                 if low < end and begin < high:
-                    for user, (count, before) in users.items():
-                        self.checks += user != me
-                        if user != me and own.get(user, 0) < count:
+                    for (user, wrote), (count, before) in users.items():
+                        if user == me or not (writes or wrote):
+                            continue
+                        self.checks += 1
+                        if own.get(user, 0) < count:
                             self.early.append(f"{what} did not wait for {before}")
             own[me] = own.get(me, 0) + 1
-            self.used.setdefault((begin, end), {})[me] = (own[me], what)
+            self.used.setdefault((begin, end), {})[me, writes] = (own[me], what)
 
     def forget(self, values: torch.Tensor) -> None:
         """The host has waited for everything that was done to these bytes."""
@@ -120,7 +123,7 @@ class StreamDevice(SimulatedDevice):
         for fence in (*copy.source.fences, *copy.target.fences):
             fence.hold()
         frame = copy.target if up else copy.source
-        self.streams.use(frame.tensor, "a copy up" if up else "a copy down")
+        self.streams.use(frame.tensor, "a copy up" if up else "a copy down", writes=up)
         return _Arrived(copy, partial(self.streams.forget, frame.tensor))
 
     def watch(self, owner: Any, name: str, *places: int) -> Callable[..., Any]:

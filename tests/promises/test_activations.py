@@ -425,7 +425,8 @@ def test_what_of_a_device_is_used_for_activations_is_waited_for(
         def tensor(lease: Lease, key: PageKey) -> torch.Tensor:
             found = whole(lease, key)
             if begin <= found.data_ptr() < begin + arena.capacity:
-                device.streams.use(found, f"{key}")
+                leased = next(page for page in lease.pages if page.key == key)
+                device.streams.use(found, f"{key}", writes=leased.exclusive)
             return found
 
         monkeypatch.setattr(Lease, "tensor", tensor)
