@@ -62,13 +62,13 @@ def kill_rank_1(program: subprocess.Popen[str], directory: Path) -> None:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(directory) in process.cmdline() and process.environ().get("RANK") == "1":
-                process.terminate()  # nobody catches it: the kernel ends the process at once, as it does a killed one
+                process.kill()
                 return
     raise AssertionError("rank 1 was not found")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(warm_python: WarmPython, tmp_path: Path) -> None:
     model, swap = tmp_path / "config.json", tmp_path / "swap"
     model.write_text(json.dumps(MODEL))
@@ -76,7 +76,7 @@ def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(warm_python:
     program = start(warm_python, swap, model)
     try:
         kill_rank_1(program, swap)
-        out, errors = program.communicate(timeout=120)
+        out, errors = program.communicate(timeout=250)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
