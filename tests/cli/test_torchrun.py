@@ -53,9 +53,9 @@ def start(python: WarmPython, directory: Path, model: Path) -> subprocess.Popen[
 
 
 def kill_rank_1(program: subprocess.Popen[str], directory: Path) -> None:
-    """As soon as something is committed."""
+    """As soon as both ranks have committed something."""
     until = time.monotonic() + 100
-    while not list(directory.glob("rank_00001/*.manifest")):
+    while not all(list(directory.glob(f"rank_0000{rank}/*.manifest")) for rank in range(2)):
         assert time.monotonic() < until, "nothing was committed"
         assert program.poll() is None, program.stderr.read() if program.stderr else ""
         time.sleep(0.02)
