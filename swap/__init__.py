@@ -26,7 +26,7 @@ from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
 from swap.generations import Copy, Generations, GenerationsStatistics, Mark
 from swap.manifest import Entry, Manifest
-from swap.recovery import Leftovers, Recovered, find_leftovers, recover, verify
+from swap.recovery import Leftovers, Recovered, find_leftovers, find_prepared, recover, verify
 from swap.requests import Operation, Priority, Request
 from swap.rereading import take_checksums
 from swap.scratch import ScratchSpace
@@ -77,6 +77,7 @@ __all__ = [
     "align_up",
     "checksum",
     "find_leftovers",
+    "find_prepared",
     "is_aligned",
     "recover",
     "take_checksums",

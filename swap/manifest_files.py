@@ -51,6 +51,17 @@ class ManifestFiles:
             raise FormatError(f"expected {path!r} to be generation {generation}, found {manifest.generation}")
         return manifest
 
+    def read_new(self) -> Manifest | None:
+        """What `write_new` of a run that died has written and nobody published; None: nothing, or it is not whole."""
+        try:
+            return format_of.parse(_contents(self.new, self._system), self.new)
+        except FormatError:
+            return None
+        except SwapIOError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+
     def is_whole(self, generation: int) -> bool:
         """Whether a manifest can be read."""
         try:

@@ -22,6 +22,7 @@ from swap.extents import Extent
 from swap.files import look
 from swap.generations import Generations, Mark
 from swap.manifest import Entry, Manifest
+from swap.manifest_files import ManifestFiles
 from swap.requests import Request
 from swap.space import SwapSpace
 from swap.superblock import Superblock
@@ -72,6 +73,14 @@ def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCall
         files=tuple(look(f"{path}.swapfile", system)[1] for path in paths),
         manifest=CommitStore(directories, name=name, system=system).read_latest(),
     )
+
+
+def find_prepared(directories: Sequence[Path], *, name: str, system: SystemCalls | None = None) -> Manifest | None:
+    """What a run has prepared and not published when it died; None: nothing. Changes nothing.
+
+    It is no commit: its bytes may have been written over since.
+    """
+    return ManifestFiles(os.fspath(directories[0]), name, system or SystemCalls()).read_new()
 
 
 def recover(

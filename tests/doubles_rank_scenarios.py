@@ -372,20 +372,26 @@ def undisturbed(directory: Path, rank: int, size: int) -> Any:
     return committing(directory.parent.parent / "undisturbed", rank, size)
 
 
+KILLED = ("first prepared", "first published", "prepared", "published", "agreed")
+
+
 def killed(when: str) -> Callable[[Path, int, int], Any]:
-    """Rank 1 dies inside its second commit: before or after it has published its part, or once all have."""
+    """Rank 1 dies inside its second commit: before or after it has published its part, or once all have.
+
+    "first prepared" and "first published": in the first one.
+    """
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         from swap import CommitStore
 
         def dies(step: int) -> None:
-            if rank != 1 or step != 2:
+            if rank != 1 or step != (1 if when.startswith("first") else 2):
                 return
             name = "retire" if when == "agreed" else "publish"
             real = getattr(CommitStore, name)
 
             def fatal(store: CommitStore) -> None:
-                if when == "published":
+                if when.endswith("published"):
                     real(store)
                 os._exit(9)
 
@@ -493,6 +499,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         one_cannot_commit,
         other_sizes,
         copied,
-        *(make(when) for make in (killed, resumed) for when in ("prepared", "published", "agreed")),
+        *(make(when) for make in (killed, resumed) for when in KILLED),
     )
 }

@@ -9,16 +9,15 @@ import pytest
 import torch
 from doubles_python import WarmPython
 from doubles_rank_commits import EIO, PLACES, STEPS, STRUCK
+from doubles_rank_scenarios import KILLED
 from doubles_ranks import Reports, run_jobs, values
 
 pytestmark = pytest.mark.long
 
-WHEN = ("prepared", "published", "agreed")
-
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    killed = [(2, [f"{what}_{when}"]) for when in WHEN for what in ("killed", "resumed")]
+    killed = [(2, [f"{what}_{when}"]) for when in KILLED for what in ("killed", "resumed")]
     doubts = [f"{what}_{place}" for place in PLACES for what in ("doubtful", "settled")]
     jobs = [
         (2, ["undisturbed", "one_cannot_commit"]),
@@ -30,9 +29,9 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
-@pytest.mark.parametrize(("when", "begun"), [("prepared", 1), ("published", 2), ("agreed", 2)])
+@pytest.mark.parametrize(("when", "begun"), list(zip(KILLED, [0, 1, 1, 2, 2], strict=True)))
 def test_a_rank_killed_inside_a_commit(reports, when, begun):
-    """Before it publishes, the other rank has published the second commit, and all fall back to the first."""
+    """Before it publishes, the other rank has published the commit, and all fall back to the one before, or anew."""
     survivor, dead = reports[2, f"killed_{when}"]
     assert dead is None
     assert survivor.error is not None

@@ -26,7 +26,7 @@ from swap import (
 )
 from swap.commit import CommitStore
 from swap.generations import Generations, Mark
-from swap.recovery import find_leftovers, recover, verify
+from swap.recovery import find_leftovers, find_prepared, recover, verify
 
 MIB = 1 << 20
 
@@ -143,6 +143,23 @@ def test_the_steps_of_a_commit_are_in_order(tmp_path: Path) -> None:
         "unlink r0.1.manifest",
         f"fsync {tmp_path.name}",
     ]
+    run.space.close()
+
+
+def test_what_was_prepared_is_found_until_it_is_published(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert find_prepared([tmp_path], name="r0") is None
+    run.store.prepare(3, [], {"step": 7}, space=run.space)
+    found = find_prepared([tmp_path], name="r0")
+    assert found is not None
+    assert (found.generation, found.user) == (3, {"step": 7})
+    assert find_leftovers([tmp_path], name="r0").manifest is None
+    whole = (tmp_path / "r0.manifest.new").read_bytes()
+    (tmp_path / "r0.manifest.new").write_bytes(whole[:-1])
+    assert find_prepared([tmp_path], name="r0") is None
+    (tmp_path / "r0.manifest.new").write_bytes(whole)
+    run.store.publish()
+    assert find_prepared([tmp_path], name="r0") is None
     run.space.close()
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swap import CommitStore, Leftovers, Manifest, SwapFullError, SwapInUseError, find_leftovers
+from swap import CommitStore, Leftovers, Manifest, SwapFullError, SwapInUseError, find_leftovers, find_prepared
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
 from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
@@ -157,7 +157,8 @@ def check_room(config: Config, nbytes: int) -> None:
 def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:
     """The newest commit that all ranks have: one of them may have published one that others had not yet.
 
-    Raises ResumeError if some have a commit and others none, or they are of different runs.
+    Where that was the first one they begin anew: `find_beginning` has raised where none is an error. Raises ResumeError
+    if some have a commit and others none for another reason, or they are of different runs.
     """
     if company.size == 1:
         return beginning
@@ -165,6 +166,8 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
     if max(found) < 0:
         return beginning
     without = [str(rank) for rank, generation in enumerate(found) if generation < 0]
+    if without and _is_first(beginning, config, company):
+        return replace(beginning, manifest=None)
     if without:
         raise ResumeError(
             f"of {company.size} ranks, rank {', '.join(without)} holds no commit and the others do: the run was "
@@ -181,6 +184,20 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
             "the directories of the same run"
         )
     return Beginning(manifest)
+
+
+def _is_first(beginning: Beginning, config: Config, company: Company) -> bool:
+    """Whether all ranks have prepared the commit that some have, so that those which lack it never had another.
+
+    The one before goes when all have published the next, and what is prepared keeps its name until then.
+    """
+    manifest = company.together(
+        "look for a commit that was prepared",
+        lambda: beginning.manifest or find_prepared(config.swap_paths, name=SPACE_NAME),
+    )
+    own = [-1, -1] if manifest is None else [int(manifest.user.get("run", -1)), manifest.generation]
+    told = company.computing.tell(own)
+    return -1 not in told[0] and all(each == told[0] for each in told)
 
 
 _IN_ORDER = "give all the directories of that run, in its order, or start anew with resume=False"

@@ -106,6 +106,11 @@ class Commits:
         """What protects the last durable commit; None: there is none in these directories."""
         return self._mark
 
+    @property
+    def hold_nothing(self) -> bool:
+        """Whether there is no commit in these directories, and none that the other ranks may believe in."""
+        return self._mark is None and not self._storage.store.in_doubt
+
     def start(self, record: Mapping[str, Any]) -> PendingCommit:
         """Commit the updates queued so far, with `record`. Waits for an earlier commit, and raises its error once."""
         self.wait_open()

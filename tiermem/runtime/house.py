@@ -138,11 +138,11 @@ class House:
     def close(self, *, remove: bool | None) -> None:
         """Tear everything down in reverse; with `remove` commits and swap files go. Raises the first error at the end.
 
-        None: they go unless something is committed.
+        None: they go unless something is committed, or may be.
         """
 
         def close_storage() -> None:
-            self.storage.close(remove=self.commits.mark is None if remove is None else remove)
+            self.storage.close(remove=self.commits.hold_nothing if remove is None else remove)
             leave_directories(self.config, self.company)
 
         self.steps.close()
