@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import tiermem
+from tiermem.zero3.ranks import Ranks
 
 ROWS, WORDS, LENGTH = 12, 50, 7
 CLIP = 0.5
@@ -372,26 +374,42 @@ def undisturbed(directory: Path, rank: int, size: int) -> Any:
     return committing(directory.parent.parent / "undisturbed", rank, size)
 
 
-KILLED = ("first prepared", "first published", "prepared", "published", "agreed")
+KILLED = ("first prepared", "first told", "first published", "prepared", "published", "agreed")
+
+
+def cut_off() -> None:
+    """This rank loses the others in what it next says about a commit; they hear it."""
+    real = Ranks.tell_text
+
+    def lose(ranks: Ranks, text: str) -> list[str]:
+        told = real(ranks, text)
+        if threading.current_thread().name == "tiermem-commit":
+            raise ranks._lost(RuntimeError("cut off"))
+        return told
+
+    Ranks.tell_text = lose  # type: ignore[method-assign]
 
 
 def killed(when: str) -> Callable[[Path, int, int], Any]:
     """Rank 1 dies inside its second commit: before or after it has published its part, or once all have.
 
-    "first prepared" and "first published": in the first one.
+    "first ...": in the first one. "told": having published, and the other is cut off before it hears that both are
+    prepared, as one of three may be whom the dead one did not come to tell.
     """
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         from swap import CommitStore
 
         def dies(step: int) -> None:
+            if when == "first told" and (rank, step) == (0, 1):
+                cut_off()
             if rank != 1 or step != (1 if when.startswith("first") else 2):
                 return
             name = "retire" if when == "agreed" else "publish"
             real = getattr(CommitStore, name)
 
             def fatal(store: CommitStore) -> None:
-                if when.endswith("published"):
+                if when.endswith(("told", "published")):
                     real(store)
                 os._exit(9)
 

@@ -21,6 +21,8 @@ from tiermem.memory.devices import SimulatedDevice, copy_whole
 from tiermem.memory.links import Link
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
+from tiermem.pager.lease import Lease
+from tiermem.pager.page import PageKey
 
 
 class Streams:
@@ -125,6 +127,19 @@ class StreamDevice(SimulatedDevice):
         frame = copy.target if up else copy.source
         self.streams.use(frame.tensor, "a copy up" if up else "a copy down", writes=up)
         return _Arrived(copy, partial(self.streams.forget, frame.tensor))
+
+    def watch_leases(self, arena: SlabArena) -> Callable[[Lease, PageKey], torch.Tensor]:
+        """To be put in the place of `Lease.tensor`: notes the use of frames in `arena`, as the lease allows."""
+        whole, begin = Lease.tensor, arena._slab._tensor.data_ptr()
+
+        def tensor(lease: Lease, key: PageKey) -> torch.Tensor:
+            found = whole(lease, key)
+            if begin <= found.data_ptr() < begin + arena.capacity:
+                leased = next(page for page in lease.pages if page.key == key)
+                self.streams.use(found, f"{key}", writes=leased.exclusive)
+            return found
+
+        return tensor
 
     def watch(self, owner: Any, name: str, *places: int) -> Callable[..., Any]:
         """A method of `owner` that notes the use of the tensors among its arguments before it does its work."""

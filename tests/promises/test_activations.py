@@ -18,7 +18,7 @@ import tiermem
 from swap import SwapFullError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.lease import Lease
-from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.page import Kind
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company
@@ -414,22 +414,12 @@ def test_what_of_a_device_is_used_for_activations_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the copies down and up, which have streams of their own, and by whoever gets the frame next."""
-    device, whole = StreamDevice(), Lease.tensor
+    device = StreamDevice()
     config = config_for(tmp_path, MIB, "forward", poison=False, device="simulated", device_memory=BUDGET)
     model = Tower("plain")
     house = build(draw(model, config, None), config, Beginning(), find_company(config), device=device)
     with Runtime(house) as runtime:
-        arena = house.storage.arenas[Tier.DEVICE]
-        begin = arena._slab._tensor.data_ptr()
-
-        def tensor(lease: Lease, key: PageKey) -> torch.Tensor:
-            found = whole(lease, key)
-            if begin <= found.data_ptr() < begin + arena.capacity:
-                leased = next(page for page in lease.pages if page.key == key)
-                device.streams.use(found, f"{key}", writes=leased.exclusive)
-            return found
-
-        monkeypatch.setattr(Lease, "tensor", tensor)
+        monkeypatch.setattr(Lease, "tensor", device.watch_leases(house.storage.arenas[Tier.DEVICE]))
         optimizer = tiermem.AdamW(model.parameters())
         for _ in range(3):
             with runtime.offload_activations(THRESHOLD):

@@ -74,7 +74,7 @@ def test_their_updates_go_up_and_come_down_and_not_to_disk(update: str, tmp_path
     bytes_moved, all_of_them = moved(tmp_path / "timeline.json", 3), LAYERS * LAYER_NBYTES
     assert bytes_moved["host->swap", "state"] > 0
     # Those that wait in host memory for their place on the device may be driven out, more of them the slower they get
-    # there: without homes nearly all would be.
+    # there. Without homes all are, each step.
     assert max(bytes_moved[edge, "param"] for edge in ("host->swap", "swap->host")) <= 3 * all_of_them / 4
     assert 2 * all_of_them <= bytes_moved["host->device", "param"] <= 4 * all_of_them
     assert bytes_moved["device->host", "param"] > 0

@@ -29,7 +29,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
-@pytest.mark.parametrize(("when", "begun"), list(zip(KILLED, [0, 1, 1, 2, 2], strict=True)))
+@pytest.mark.parametrize(("when", "begun"), list(zip(KILLED, [0, 0, 1, 1, 2, 2], strict=True)))
 def test_a_rank_killed_inside_a_commit(reports, when, begun):
     """Before it publishes, the other rank has published the commit, and all fall back to the one before, or anew."""
     survivor, dead = reports[2, f"killed_{when}"]

@@ -238,18 +238,8 @@ def test_nobody_uses_a_frame_before_what_another_thread_asked_of_it_is_done(upda
     """Computation, update and copies have a stream each; whoever comes next waits for the one before."""
     device, model = StreamDevice(), Wide()
     config = config_for(tmp_path, 64 * MIB, update, poison=False, **(ALL if which == "all" else few(Wide, tmp_path)))
-    whole = Lease.tensor
     with house_on(device, model, config) as runtime:
-        arena = runtime._house.storage.pager.chain.arenas[Tier.DEVICE]
-        begin = arena._slab._tensor.data_ptr()
-
-        def tensor(lease: Lease, key) -> torch.Tensor:
-            found = whole(lease, key)
-            if begin <= found.data_ptr() < begin + arena.capacity:
-                device.streams.use(found, f"{key}")
-            return found
-
-        monkeypatch.setattr(Lease, "tensor", tensor)
+        monkeypatch.setattr(Lease, "tensor", device.watch_leases(runtime._house.storage.arenas[Tier.DEVICE]))
         train(model, wide_batch, range(4))
         runtime.commit().wait()
         train(model, wide_batch, range(4, 6))

@@ -41,6 +41,16 @@ def test_what_was_done_is_undone_unless_all_have_done_it() -> None:
     assert undone(KeyboardInterrupt(), KeyboardInterrupt) == ["opened"], "an interrupt while waiting for the others"
 
 
+@pytest.mark.parametrize("other", ["OSError: full", tiermem.TiermemError("no word from rank 1")])
+def test_what_others_may_go_on_from_is_left_where_it_could_not_be_found_out(other: Any) -> None:
+    undone: list[str] = []
+    doubtful: list[Any] = []
+    ranks: Any = Told(other)
+    with pytest.raises(tiermem.TiermemError):
+        together(ranks, "open", lambda: "opened", undone.append, lambda *found: doubtful.append(found))
+    assert (undone, doubtful) == ((["opened"], []) if isinstance(other, str) else ([], [("opened", other)]))
+
+
 def test_what_failed_here_is_told_and_not_undone() -> None:
     def fail() -> str:
         raise OSError("full")

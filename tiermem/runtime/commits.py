@@ -150,6 +150,7 @@ class Commits:
                 "prepare a commit",
                 lambda: self._prepare(record, generation, updates),
                 undo=self._withdraw,
+                doubt=lambda _, lost: self._storage.store.fail(lost),  # another rank may have heard all, and publish
             )
             if self._company.size > 1:
                 self._publish_with_others(mark, full)

@@ -68,10 +68,17 @@ class Company:
         self.committing.close(reason)
 
 
-def together(ranks: Collectives, what: str, action: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+def together(
+    ranks: Collectives,
+    what: str,
+    action: Callable[[], T],
+    undo: Callable[[T], None] = lambda _: None,
+    doubt: Callable[[T, BaseException], None] | None = None,
+) -> T:
     """Do something on every rank; if it fails on one, all raise: that one its error, the others TiermemError.
 
-    `undo`: takes back what was done here where another rank has failed, or it could not be found out.
+    `undo`: takes back what was done here where another rank has failed, or it could not be found out. `doubt`: instead
+    of it in that second case, where others may go on from what was done here; is given the error too.
     """
     failure: BaseException | None = None
     result: list[T] = []
@@ -81,8 +88,10 @@ def together(ranks: Collectives, what: str, action: Callable[[], T], undo: Calla
         failure = error
     try:
         reasons = ranks.tell_text("" if failure is None else f"{type(failure).__name__}: {failure}")
-    except BaseException:
-        if result:
+    except BaseException as lost:
+        if result and doubt is not None:
+            doubt(result[0], lost)
+        elif result:
             undo(result[0])
         raise
     if failure is not None:
