@@ -6,6 +6,7 @@ What needs a GPU is in tests/cuda and run by tools/gpu_suite.py, which sets TIER
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,10 @@ _SHARED = pytest.StashKey[WarmInterpreter]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the interpreter that all workers will share, whose environment is this one; a GPU's tests need none."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell has its background jobs, and all they start, ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if workers and "TIERMEM_GPU_SUITE" not in os.environ:
         config.stash[_SHARED] = WarmInterpreter()

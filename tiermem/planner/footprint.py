@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from tiermem.errors import BudgetError
 from tiermem.memory.sizes import format_bytes
@@ -162,14 +163,17 @@ def plan_footprint(
     budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
     sizes, wanted = tile_sizes(tile_nbytes, _state_itemsize(units)), 1 << 62
+    unlike = _unlike(units)
+    # One way and size is tried again with other claims to what is left over.
+    compute_bytes, update_bytes = cache(partial(_compute_bytes, unlike)), cache(partial(_update_bytes, unlike))
     for passing, (hold_tiles, depth, serial, beside), smallest in _tries(ways, sizes[0]):
         for tile_numel in [size for size in sizes if size >= smallest] if tile is None else [tile]:
-            compute = _compute_bytes(units, tile_numel, hold_tiles=hold_tiles, beside=beside)
+            compute = compute_bytes(tile_numel, hold_tiles=hold_tiles, beside=beside)
             if hold_tiles:  # gradients of what is kept come between those of the rest, and take one tile beside them
                 compute += max((_grad_tile(unit, tile_numel) for unit in staying), default=0)
-            update = _update_bytes(units, tile_numel, depth, gaps=gaps)
+            update = update_bytes(tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
-            held = needed if serial else compute + _update_bytes(units, tile_numel, 1, gaps=gaps)
+            held = needed if serial else compute + update_bytes(tile_numel, 1, gaps=gaps)
             free, wanted = budget - held, min(wanted, max(needed, held + passing))
             if needed <= budget and free >= passing:
                 most = max(budget - needed, budget // 2)
@@ -186,6 +190,11 @@ def plan_footprint(
                     passing=free,
                 )
     raise BudgetError(f"host_memory is {budget + kept} bytes, expected at least {wanted + kept}")
+
+
+def _unlike(units: Sequence[UnitSize]) -> list[UnitSize]:
+    """One of each size: the layers of a model are alike, and what is asked of all units is the most of any."""
+    return list({replace(unit, name=""): unit for unit in units}.values())
 
 
 def _beside_kept(units: Sequence[UnitSize]) -> Sequence[UnitSize]:

@@ -23,7 +23,7 @@ from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
-from tiermem.zero3.layout import UnitLayout, slot_view
+from tiermem.zero3.layout import Slot, UnitLayout, slot_view
 from tiermem.zero3.looks import FirstLooks, written_through
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.sources import HeldUnit, UnitSource
@@ -322,21 +322,24 @@ class Gatherer:
 
         Mended first, so that it is said once.
         """
-        for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
-            if parameter.dtype != slot.dtype:
-                found = parameter.dtype
-                for unit, other in enumerate(self._units):
-                    if other.presence is Presence.SHARDED:
-                        self.put_placeholders(unit)
-                raise TiermemError(
-                    f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), "
-                    f"but its values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: "
-                    "choose Config(param_dtype=...), or offload's keep_dtype for what is kept, and convert what else "
-                    "there is before tiermem.offload"
-                )
-            if not self._placeholders.owns(parameter):
-                self.put_placeholders(state.layout.unit)
-                raise TiermemError(
-                    f"parameter {slot.names[0]} was given other values (`.data =`) while its own were paged out; these "
-                    "are lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
-                )
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py is not asked: that costs more than all of this
+            for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+                if parameter.dtype != slot.dtype:
+                    self._refuse_converted(slot, parameter.dtype)
+                if not self._placeholders.owns(parameter):
+                    self.put_placeholders(state.layout.unit)
+                    raise TiermemError(
+                        f"parameter {slot.names[0]} was given other values (`.data =`) while its own were paged out; "
+                        "these are lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
+                    )
+
+    def _refuse_converted(self, slot: Slot, found: torch.dtype) -> None:
+        for unit, other in enumerate(self._units):
+            if other.presence is Presence.SHARDED:
+                self.put_placeholders(unit)
+        raise TiermemError(
+            f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), "
+            f"but its values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: "
+            "choose Config(param_dtype=...), or offload's keep_dtype for what is kept, and convert what else "
+            "there is before tiermem.offload"
+        )
