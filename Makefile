@@ -33,9 +33,9 @@ demo: $(READY)hf
 
 test: $(READY)lint $(READY)test
 	@echo "lint: ruff, and mypy for most of a minute the first time"
-	@# What the tests import is compiled meanwhile, once, and not by each worker at the same time.
-	@$(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama" & \
-		compiling=$$!; $(LINT) && wait $$compiling
+	@# What the tests import, and the tests, are compiled meanwhile, once, and not by each worker at the same time.
+	@{ $(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama"; \
+		$(BIN)/python -m pytest --collect-only > /dev/null; } & compiling=$$!; $(LINT) && wait $$compiling
 	@echo "tests: pytest $(PYTEST_ARGS)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 

@@ -1,10 +1,10 @@
-"""Fewer than all combinations of several choices, and yet each two of them together."""
+"""Fewer than all combinations of several choices: of three any two values meet, of two each one half of the others."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 EVERY = "TIERMEM_EVERY_COMBINATION"
@@ -26,3 +26,12 @@ def pairs_of(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
         for row, one in enumerate(first)
         for column, two in enumerate(second)
     ]
+
+
+def half_of(first: Iterable[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Every other combination of the two, like the black squares of a chessboard, the same each time.
+
+    Each value meets half of the others. All combinations where the environment asks for them.
+    """
+    board = [(row, column) for row in enumerate(first) for column in enumerate(second)]
+    return [(one, two) for (row, one), (column, two) in board if EVERY in os.environ or (row + column) % 2 == 0]

@@ -140,7 +140,7 @@ def run(python: WarmPython, code: str, *arguments: str) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("update", "what"), [("forward", ""), ("backward", ""), ("backward", "commits")])
+@pytest.mark.parametrize(("update", "what"), [("forward", ""), ("backward", "commits")])
 def test_two_hundred_steps_grow_nothing(update, what, warm_python, tmp_path):
     """One tensor of 256 KiB (a weight, or the state of a tile) kept every 25 steps would show in resident memory.
 

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_models import Stack
 from doubles_scenarios import (
     LATE_ONLY,
@@ -45,6 +46,10 @@ COMBINATIONS = [
 ]
 
 
+def named(value: str | tuple[str, ...]) -> str:
+    return value if isinstance(value, str) else "-".join(value)
+
+
 @functools.cache
 def expected(name: str) -> Outcome:
     return plain(ALL[name].make, ALL[name].script)
@@ -56,9 +61,9 @@ def run(scenario: Scenario, directory, update: str, budget: str, **settings) -> 
     )
 
 
-@pytest.mark.parametrize(("update", "budget"), COMBINATIONS)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_ordinary_life(name, update, budget, tmp_path):
+@pytest.mark.parametrize(("name", "how"), half_of(SCENARIOS, COMBINATIONS), ids=named)
+def test_ordinary_life(name, how, tmp_path):
+    update, budget = how
     check(run(ALL[name], tmp_path, update, budget), expected(name))
 
 
@@ -68,9 +73,11 @@ def test_what_needs_gradients_until_the_step(name, update, budget, tmp_path):
     check(run(ALL[name], tmp_path, update, budget), expected(name))
 
 
-@pytest.mark.parametrize(("update", "budget"), [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]])
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_models(name, update, budget, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "how"), half_of(HUGGING_FACE, [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]]), ids=named
+)
+def test_hugging_face_models(name, how, tmp_path):
+    update, budget = how
     check(run(ALL[name], tmp_path, update, budget), expected(name))
 
 

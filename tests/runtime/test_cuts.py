@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_models import Block
 from doubles_together import Beside, Chain, Tied, leased_pages, rows, squares
 from torch import nn
@@ -217,29 +218,32 @@ def with_a_look(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return out * (1.0 + slope.abs().max().detach())
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "backward", "auto"])
+GRAPHS = [
+    (Chain, squares, None),
+    (Inside, squares, None),
+    (Transposed, squares, None),
+    (TwoStacks, squares, None),
+    (Around, squares, AROUND),
+    (AroundTwo, squares, AROUND),
+    (Tied, squares, None),
+    (Stopped, squares, None),
+    (Positions, squares, None),
+    (TiedBetween, squares, None),
+    (Noted, squares, None),
+    (Gated, squares, AROUND),
+    (InPlace, squares, "a unit writes into what it was given"),
+    (Chain, with_penalty, "the loss goes backward through several units itself"),
+    (Chain, with_a_look, "the loss goes backward through several units itself"),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "loss", "reason"),
-    [
-        (Chain, squares, None),
-        (Inside, squares, None),
-        (Transposed, squares, None),
-        (TwoStacks, squares, None),
-        (Around, squares, AROUND),
-        (AroundTwo, squares, AROUND),
-        (Tied, squares, None),
-        (Stopped, squares, None),
-        (Positions, squares, None),
-        (TiedBetween, squares, None),
-        (Noted, squares, None),
-        (Gated, squares, AROUND),
-        (InPlace, squares, "a unit writes into what it was given"),
-        (Chain, with_penalty, "the loss goes backward through several units itself"),
-        (Chain, with_a_look, "the loss goes backward through several units itself"),
-    ],
-    ids=lambda value: getattr(value, "__name__", "cut" if value is None else "whole"),
+    ("graph", "update"),
+    half_of(GRAPHS, ["step", "forward", "backward", "auto"]),
+    ids=lambda value: value[0].__name__ if isinstance(value, tuple) else value,
 )
-def test_the_numbers_of_accumulation_and_which_graphs_are_cut(make, loss, reason, update, tmp_path):
+def test_the_numbers_of_accumulation_and_which_graphs_are_cut(graph, update, tmp_path):
+    make, loss, reason = graph
     beside = Beside(make, tmp_path, loss, update=update)
     with beside.runtime:
         for _ in range(4):

@@ -166,10 +166,12 @@ class AdamW(torch.optim.Optimizer):
 
         Raises ConfigError for what has been written into `param_groups` that is not a number.
         """
-        settings = {}
+        settings, groups = {}, {}
         for index in parameters:
-            lr, beta1, beta2, eps, weight_decay = _numbers(self._group_of[index])
-            settings[index] = Settings(lr, beta1, beta2, eps, weight_decay, step=self._steps.get(index, 0) + 1)
+            group = self._group_of[index]
+            if id(group) not in groups:
+                groups[id(group)] = _numbers(group)
+            settings[index] = Settings(*groups[id(group)], step=self._steps.get(index, 0) + 1)
         return settings
 
     def count(self, parameters: Iterable[int]) -> None:

@@ -154,8 +154,8 @@ def plan_footprint(
     Raises:
         BudgetError: the computation or the update of a single unit does not fit.
     """
-    every, staying = units, [unit for unit in units if unit.kept]
-    kept, units = kept_nbytes(units), _beside_kept(units)
+    every, staying, kept = units, [unit for unit in units if unit.kept], kept_nbytes(units)
+    units = _beside_kept(units)
     least = _least(units, gaps=gaps) + kept
     if budget < least:
         larger = _with_more(every, least, tile_nbytes, gaps=gaps) if tile is None else ""
@@ -163,8 +163,8 @@ def plan_footprint(
     budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
     sizes, wanted = tile_sizes(tile_nbytes, _state_itemsize(units)), 1 << 62
-    unlike = _unlike(units)
-    # One way and size is tried again with other claims to what is left over.
+    # Layers are alike, and the most of any counts; a way and a size are tried again for other claims to what is left.
+    unlike = list({replace(unit, name=""): unit for unit in units}.values())
     compute_bytes, update_bytes = cache(partial(_compute_bytes, unlike)), cache(partial(_update_bytes, unlike))
     for passing, (hold_tiles, depth, serial, beside), smallest in _tries(ways, sizes[0]):
         for tile_numel in [size for size in sizes if size >= smallest] if tile is None else [tile]:
@@ -192,11 +192,6 @@ def plan_footprint(
     raise BudgetError(f"host_memory is {budget + kept} bytes, expected at least {wanted + kept}")
 
 
-def _unlike(units: Sequence[UnitSize]) -> list[UnitSize]:
-    """One of each size: the layers of a model are alike, and what is asked of all units is the most of any."""
-    return list({replace(unit, name=""): unit for unit in units}.values())
-
-
 def _beside_kept(units: Sequence[UnitSize]) -> Sequence[UnitSize]:
     """The units as those see them who lease host memory beside what is kept there: that takes no more of it."""
     if not any(unit.kept or unit.nested_kept for unit in units):
@@ -215,12 +210,11 @@ def _beside_kept(units: Sequence[UnitSize]) -> Sequence[UnitSize]:
 
 def _with_more(units: Sequence[UnitSize], least: int, tile_nbytes: int, *, gaps: bool) -> str:
     """What a tenth more than the least budget brings: the least one may cut a model into tens of thousands of tiles."""
-    budgets = (least, least + least // 10)
-    small, large = (plan_footprint(units, budget, tile_nbytes, gaps=gaps).tile_numel for budget in budgets)
+    small, large = (plan_footprint(units, least + more, tile_nbytes, gaps=gaps).tile_numel for more in (0, least // 10))
     if large < 4 * small:
         return ""
-    tiles = (format_bytes(tile * _state_itemsize(units)) for tile in (small, large))
-    return " ({} a tile, slow; with a tenth more {})".format(*tiles)
+    slow, better = (format_bytes(tile * _state_itemsize(units)) for tile in (small, large))
+    return f" ({slow} a tile, slow; with a tenth more {better})"
 
 
 def _too_little(units: Sequence[UnitSize], budget: int, least: int, kept: int, larger: str) -> BudgetError:
