@@ -112,6 +112,16 @@ def test_instruction_sets_say_how_bfloat16_is_computed() -> None:
     assert _by_name(about_cpu(None, 2, None))["CPU"].change != ""
 
 
+def test_a_process_that_may_use_a_part_of_the_cores_is_told_so() -> None:
+    whole = _by_name(about_cpu("x", 8, None, 8.0, 8))["CPU"]
+    assert (whole.found, whole.change) == ("x, 8 cores", "")
+    part = _by_name(about_cpu("x", 8, None, 3.5, 8))["CPU"]
+    assert part.found == "x, 8 cores, 3.5 of them for this process (taskset, or a control group)"
+    assert part.change.startswith("set OMP_NUM_THREADS=3:")
+    assert _by_name(about_cpu("x", 8, None, 4.0, 4))["CPU"].change == ""
+    assert _by_name(about_cpu("x", 8, None, 0.5, 1))["CPU"].change.startswith("so few cores")
+
+
 def test_limits_are_said_with_what_to_do() -> None:
     free = _by_name(about_memory(TOTAL, 32 * GIB, Limits(None, None, None, None)))
     assert all(finding.change == "" for finding in free.values())

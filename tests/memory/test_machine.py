@@ -1,10 +1,12 @@
 """What control groups leave a process, in both versions, nested, and when they are not there."""
 
+import os
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tiermem.memory.machine import available_host_memory, control_group_headroom
+from tiermem.memory.machine import available_cores, available_host_memory, control_group_headroom
 
 GIB = 1 << 30
 
@@ -53,3 +55,39 @@ def test_no_control_groups_is_no_limit(tmp_path: Path) -> None:
 
 def test_this_machine_has_some_memory() -> None:
     assert 0 < available_host_memory() <= psutil.virtual_memory().total
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("job", "around", "expected"),
+    [("50000 100000", "150000 100000", 0.5), ("max 100000", "25000 50000", 0.5), ("max 100000", None, CORES)],
+)
+def test_of_version_2s_shares_of_time_the_smallest_counts(
+    job: str, around: str | None, expected: float, tmp_path: Path
+) -> None:
+    (tmp_path / "slice" / "job").mkdir(parents=True)
+    (tmp_path / "slice" / "job" / "cpu.max").write_text(job + "\n")
+    if around is not None:
+        (tmp_path / "slice" / "cpu.max").write_text(around + "\n")
+    assert available_cores(_membership(tmp_path, "0::/slice/job\n"), tmp_path) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("25000", 0.25), ("-1", CORES), ("99900000", CORES)])
+def test_version_1s_share_of_time_and_its_way_to_say_none(quota: str, expected: float, tmp_path: Path) -> None:
+    (tmp_path / "cpu" / "job").mkdir(parents=True)
+    (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota + "\n")
+    (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000\n")
+    assert available_cores(_membership(tmp_path, "4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n"), tmp_path) == expected
+
+
+def test_cores_that_it_is_not_bound_to_do_not_count(tmp_path: Path) -> None:
+    if CORES == 1 or not hasattr(os, "sched_setaffinity"):
+        pytest.skip("needs two cores, and a system that binds processes to some")
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert available_cores(tmp_path / "missing", tmp_path) == 1
+    finally:
+        os.sched_setaffinity(0, before)

@@ -34,6 +34,7 @@ from tiermem.cli.findings import (
 from tiermem.cli.limits import cgroup_limit, soft_limit
 from tiermem.memory import numa
 from tiermem.memory.cuda import bus_address
+from tiermem.memory.machine import available_cores
 from tiermem.optim.compiled import why_not
 
 
@@ -59,13 +60,15 @@ class DoctorReport:
     no_compiled_loops: str | None = None
     numa_nodes: tuple[int, ...] = ()
     no_placement: str | None = None
+    cpu_available: float | None = None
+    threads: int = 1
 
     def findings(self) -> tuple[Finding, ...]:
         """Every fact with what it means for tiermem."""
         limits = Limits(self.cgroup_limit_bytes, self.memlock_bytes, self.open_files, self.file_size_bytes)
         return (
             *about_software(self.python, self.torch, self.no_compiled_loops),
-            *about_cpu(self.cpu_model, self.cpu_cores, self.instruction_sets),
+            *about_cpu(self.cpu_model, self.cpu_cores, self.instruction_sets, self.cpu_available, self.threads),
             *about_memory(self.memory_bytes, self.memory_available_bytes, limits),
             *about_gpus(self.gpus),
             *about_nodes(self.numa_nodes, self.gpus, self.swap_dirs, self.no_placement),
@@ -119,6 +122,8 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
         no_compiled_loops=why_not(),
         numa_nodes=nodes,
         no_placement=numa.why_not(nodes[0]) if len(nodes) > 1 else None,
+        cpu_available=available_cores(),
+        threads=torch.get_num_threads(),
     )
 
 

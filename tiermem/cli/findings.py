@@ -63,14 +63,23 @@ def about_software(python: str, torch: str, no_loops: str | None) -> Iterator[Fi
         yield Finding("numba", no_loops, slower, "install numba, or a version of it for this Python and processor")
 
 
-def about_cpu(model: str | None, cores: int, sets: Sequence[str] | None) -> Iterator[Finding]:
-    """The processor: it updates the optimizer's state, and without a GPU it computes, too."""
-    few = (
-        ""
-        if cores > 2
-        else "so few cores are shared by computation and update: what runs beside the one slows the other"
-    )
-    yield Finding("CPU", f"{model or 'model unknown'}, {cores} cores", "updates the optimizer's state", few)
+def about_cpu(
+    model: str | None, cores: int, sets: Sequence[str] | None, available: float | None = None, threads: int = 1
+) -> Iterator[Finding]:
+    """The processor: it updates the optimizer's state, and without a GPU it computes, too.
+
+    `available`: how many cores this process may use (None: all); `threads`: how many torch computes with.
+    """
+    available = cores if available is None else available
+    found = f"{model or 'model unknown'}, {cores} cores"
+    change = ""
+    if available <= 2:
+        change = "so few cores are shared by computation and update: what runs beside the one slows the other"
+    if available < cores:
+        found += f", {available:.3g} of them for this process (taskset, or a control group)"
+    if threads > max(1.0, available):
+        change = f"set OMP_NUM_THREADS={max(1, int(available))}: {threads} threads would wait for each other's turn"
+    yield Finding("CPU", found, "updates the optimizer's state", change)
     if sets is None:
         yield Finding("instruction sets", "unknown", "py-cpuinfo could not tell")
         return

@@ -24,6 +24,7 @@ from tiermem.cli.measure import measure_machine, with_room_now
 from tiermem.cli.measure_device import rates_key
 from tiermem.config import Config
 from tiermem.errors import ConfigError
+from tiermem.memory.machine import available_cores
 from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
 
 
@@ -88,7 +89,7 @@ def cache_file(directories: Sequence[Path], device: str = "") -> Path | None:
     None for a user without a home, such as a number that a container runs as.
     """
     drives = sorted({directory.stat().st_dev for directory in directories if directory.exists()})
-    key = json.dumps([drives, len(directories), os.cpu_count(), torch.get_num_threads(), torch.__version__, device])
+    key = json.dumps([drives, len(directories), available_cores(), torch.get_num_threads(), torch.__version__, device])
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

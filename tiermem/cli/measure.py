@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import itertools
-import os
 import platform
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from tiermem.cli.measure_device import device_room, is_real, measure_device, rat
 from tiermem.cli.timing import median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
-from tiermem.memory.machine import available_host_memory
+from tiermem.memory.machine import available_cores, available_host_memory
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
@@ -89,7 +88,7 @@ def measure_machine(
         source=f"measured {now}, {', '.join(filter(None, conditions))}",
         host=Host(
             memory=_host_memory(directories),
-            cores=os.cpu_count() or 1,
+            cores=max(1, int(available_cores())),
             flops=products,
             update_rate=updates,
             copy_rate=min(copies.values()),

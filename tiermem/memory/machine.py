@@ -1,12 +1,13 @@
-"""How much memory this process could still use.
+"""How much memory this process could still use, and how many processor cores.
 
 Owns the reading of what the system and its control groups (versions 1 and 2) say. Does not know budgets or settings.
-Guarantees a number that takes every enclosing limit into account, and that a missing or foreign file system means "no
+Guarantees numbers that take every enclosing limit into account, and that a missing or foreign file system means "no
 such limit", never an error.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -47,6 +48,16 @@ def control_group_limit(membership: Path = MEMBERSHIP, root: Path = MOUNT) -> in
     return min((group.limit for group in _groups(membership, root)), default=None)
 
 
+def available_cores(membership: Path = MEMBERSHIP, root: Path = MOUNT) -> float:
+    """Return how many cores this process may use: those it is bound to, within its control groups' shares of time.
+
+    A container that may use half a core has 0.5. Arguments as above.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shares = (_processor_time(folder, version) for folder, version in _folders(membership, root, "cpu"))
+    return min([bound, *(share for share in shares if share is not None)])
+
+
 class _Group(NamedTuple):
     """A control group that has a limit."""
 
@@ -57,7 +68,17 @@ class _Group(NamedTuple):
 
 
 def _groups(membership: Path, root: Path) -> Iterator[_Group]:
-    """The process's own groups that have limits, and those around them."""
+    """The process's own groups that have limits of memory, and those around them."""
+    for folder, version in _folders(membership, root, "memory"):
+        limit_name, usage_name, cache = _VERSION_1 if version == 1 else _VERSION_2
+        limit = _number(folder / limit_name)
+        # Version 1 writes "no limit" as the largest multiple of a page.
+        if limit is not None and limit < 1 << 60:
+            yield _Group(folder, limit, usage_name, cache)
+
+
+def _folders(membership: Path, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of the process's own groups and of those around them, with their version."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -65,30 +86,40 @@ def _groups(membership: Path, root: Path) -> Iterator[_Group]:
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            yield from _upwards(root / "memory", path, *_VERSION_1)
+        if controller in controllers.split(","):
+            yield from ((folder, 1) for folder in _upwards(root / controller, path))
         elif not controllers:
             for mount in (root, root / "unified"):
-                yield from _upwards(mount, path, *_VERSION_2)
+                yield from ((folder, 2) for folder in _upwards(mount, path))
 
 
-def _upwards(mount: Path, path: str, limit_name: str, usage_name: str, cache: tuple[str, ...]) -> Iterator[_Group]:
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
     names = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for depth in range(len(names) + 1):
-        folder = mount.joinpath(*names[:depth])
-        limit = _number(folder / limit_name)
-        # Version 1 writes "no limit" as the largest multiple of a page.
-        if limit is not None and limit < 1 << 60:
-            yield _Group(folder, limit, usage_name, cache)
+        yield mount.joinpath(*names[:depth])
+
+
+def _processor_time(folder: Path, version: int) -> float | None:
+    """Seconds of processor time a second that a group may take; None: as many as there are."""
+    if version == 1:
+        quota, period = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    else:
+        quota, period = [*_numbers(folder / "cpu.max"), None, None][:2]
+    return quota / period if quota and period else None
 
 
 def _number(file: Path) -> int | None:
-    """The number in `file`; None if there is no such file or it says "max"."""
+    """The number in `file`; None if there is no such file or it says "max" or "-1"."""
+    return next(iter(_numbers(file)), None)
+
+
+def _numbers(file: Path) -> list[int | None]:
+    """The words in `file`, with None for one that is no number; none if there is no such file."""
     try:
-        text = file.read_text().strip()
+        words = file.read_text().split()
     except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+        return []
+    return [int(word) if word.isdecimal() else None for word in words]
 
 
 def _droppable(file: Path, fields: tuple[str, ...]) -> int:
