@@ -46,9 +46,8 @@ _SHARED = pytest.StashKey[WarmInterpreter]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the interpreter that all workers will share, whose environment is this one; a GPU's tests need none."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell has its background jobs, and all they start, ignore it
+    # A shell has its background jobs ignore it, and so all that they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if workers and "TIERMEM_GPU_SUITE" not in os.environ:
