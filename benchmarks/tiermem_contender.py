@@ -7,11 +7,23 @@ through a unit before the next unit; `commit`: make every step durable; `trace`:
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from common import resident_bytes
-from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Phases, device_details, finish, measure, read_job
+from workloads import (
+    BETAS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    WORKLOADS,
+    Phases,
+    device_details,
+    draw,
+    finish,
+    measure,
+    read_job,
+)
 
 import tiermem
 from tiermem.cli.train import SWITCH_SECONDS
@@ -57,7 +69,9 @@ def main() -> None:
     config = tiermem.Config(**settings, swap_dirs=[str(job.directory)])
     with tiermem.deferred_init():
         model = WORKLOADS[job.workload].model()
-    with tiermem.offload(model, config) as runtime:
+    # As plain PyTorch's are: where there is a GPU, a processor takes many times as long to draw them.
+    init = partial(draw, device=torch.device("cuda")) if str(config.device).startswith("cuda") else None
+    with tiermem.offload(model, config, init=init) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
         device = next(model.parameters()).device
         account, phases = Account(runtime, trace), Phases()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from common import drive_bytes, peak_resident_bytes, thread_seconds
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 _BEGAN = time.monotonic()  # of this process, nearly
@@ -78,6 +79,16 @@ WORKLOADS = {
     "gpu": Workload(24, 2048, 5504, heads=16, vocabulary=32000, rows=8, length=1024),
     "gpu-large": Workload(32, 4096, 11008, heads=32, vocabulary=32000, rows=4, length=1024),
 }
+
+
+def draw(module: nn.Module, device: torch.device) -> None:
+    """Give a module's own parameters values as Llama's are, drawn on the device: matrices N(0, 0.02), all others 1."""
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, device=device).mul_(0.02))
+            else:
+                parameter.fill_(1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import InvariantError
-from tiermem.optim.kernels import Run, Workspace, adamw_tile
+from tiermem.optim import kernels
+from tiermem.optim.kernels import Run, Workspace, adamw_tile, device_slice_numel
 from tiermem.optim.planes import StatePlanes, tile_planes
 from tiermem.optim.split import split
 from tiermem.optim.tiles import Segment, UnitState
@@ -82,6 +83,39 @@ def test_elements_outside_the_runs_are_not_touched() -> None:
         for name in ("remainder", "master", "exp_avg", "exp_avg_sq"):
             if getattr(planes, name) is not None:
                 assert torch.equal(getattr(planes, name)[outside], getattr(old, name)[outside])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_device_neighbours_with_the_same_settings_are_updated_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three parameters side by side, one behind a gap, one with settings of its own: three calls, the same bits."""
+    usual, own = Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 3), Settings(0.1, 0.9, 0.95, 1e-8, 0.0, 3)
+    runs = [Run(0, 640, usual), Run(640, 64, usual), Run(704, 100, usual), Run(832, 192, usual), Run(1024, 77, own)]
+    found, calls = [], []
+    fused = kernels._fused
+    monkeypatch.setattr(kernels, "_fused", lambda *arguments: (calls.append(len(arguments[0])), fused(*arguments)))
+    for workspace in (Workspace(4096, compiled=False), Workspace(4096, device=torch.device("cpu"))):
+        generator = torch.Generator().manual_seed(1)
+        parameter, gradient = (torch.randn(2048, generator=generator).to(dtype) for _ in range(2))
+        planes = planes_of(dtype, 2048)
+        planes.exp_avg_sq.copy_(torch.rand(2048, generator=generator))
+        calls.clear()
+        adamw_tile(parameter, gradient, planes, runs, workspace)
+        found.append([parameter, planes.exp_avg, planes.exp_avg_sq, planes.remainder, list(calls)])
+    assert [each.pop() for each in found] == [[640, 64, 100, 192, 77], [804, 192, 77]]
+    for one, other in zip(*found, strict=True):
+        assert one is other or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@given(budget=st.integers(0, 1 << 38))
+def test_a_slice_on_a_device_takes_a_small_part_of_its_budget(budget: int) -> None:
+    numel = device_slice_numel(budget)
+    assert numel % 64 == 0
+    assert 1 << 20 <= numel <= 1 << 24
+    assert numel == 1 << 20 or numel * 12 <= budget // 32
+    assert numel <= device_slice_numel(2 * budget)
+    assert device_slice_numel(8 << 30) == 1 << 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -75,7 +75,7 @@ def check_masked(master: torch.Tensor, moment: torch.Tensor) -> None:
         for marks in (signs or SignMasks(exp_avg_sq), bits or BitMasks(plane, master.numel())):
             there(master, parameter, remainder, marks, *([scratch] if there is split else []))
             kept, again = (exp_avg_sq.clone(), plane.clone()), torch.empty(master.numel())
-            back(parameter, remainder, marks, again, scratch)
+            back(parameter, remainder, marks, again, *([scratch] if back is join else []))
             found.append((there, parameter.view(torch.int16).clone(), remainder.clone(), *kept, exp_avg_sq, again))
         assert not plane.any()
     searched = [each[1:] for each in found if each[0] is split]

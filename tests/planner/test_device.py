@@ -282,6 +282,23 @@ def test_with_the_most_all_units_are_settled() -> None:
     assert plan_tiers(ranks, PLENTY, device_least(ranks), 8 << 20, settle=True)[1].settled == ()
 
 
+@given(units=UNITS, tile_nbytes=st.integers(1, 64 * MIB))
+@settings(max_examples=100)
+def test_the_most_is_enough_for_the_tiles_that_there_are(units: list[UnitSize], tile_nbytes: int) -> None:
+    most = device_most(units, settle=True, tile_nbytes=tile_nbytes)
+    _, device = plan_tiers(units, PLENTY, most, tile_nbytes, settle=True)
+    trainable = [number for number, each in enumerate(units) if each.trainable_numel]
+    assert device.settled in (tuple(trainable), ()), "all of them, or the budget is too small for any beside the rest"
+    if device.hold_tiles:
+        assert device.settled
+
+
+def test_a_unit_with_little_in_its_last_tile_takes_little_more_than_its_bytes() -> None:
+    each = unit((1 << 20) + 4096)
+    assert settled_nbytes(each, 1 << 20) < 1.01 * each.trainable_numel * (4 + 4 + 8)
+    assert settled_nbytes(each, 1 << 20) == settled_nbytes(each, 1 << 30) + rounded(64 * 8)
+
+
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 9), updated=st.integers(1, 9))
 @settings(max_examples=300)
 def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_one(

@@ -92,8 +92,9 @@ def test_what_is_settled_on_a_device_is_as_large_a_part_of_fewer_units(share: fl
     whole = simulate(exact)
     assert stood_in
     assert quick.seconds == pytest.approx(whole.seconds, rel=0.15)
+    little = max(4 << 20, sum(whole.edges.values()) // 40)
     for edge in ("host->device", "device->host", "swap->host", "host->swap"):
-        assert quick.edges.get(edge, 0) == pytest.approx(whole.edges.get(edge, 0), rel=0.15, abs=4 << 20), edge
+        assert quick.edges.get(edge, 0) == pytest.approx(whole.edges.get(edge, 0), rel=0.15, abs=little), edge
     for tier in quick.tiers:
         assert tier.high_water <= tier.budget
 

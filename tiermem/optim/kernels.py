@@ -40,8 +40,9 @@ from tiermem.optim.tiles import SEGMENT_ALIGNMENT, UnitState
 from tiermem.optim.updates import Settings
 
 SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
-# On a device a slice is some fifteen kernels, each of which takes longer to ask for than to do on less than this.
-DEVICE_SLICE_NUMEL = 1 << 22
+# On a device a slice is some twenty kernels, each of which takes longer to ask for than to do on less than about this.
+# Scratch is outside the budget of device memory, and a small part of it.
+_DEVICE_SLICES, _SCRATCH_ITEMSIZE, _SCRATCH_PART = (1 << 20, 1 << 24), 12, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,13 @@ class Run:
     begin: int
     length: int
     settings: Settings
+
+
+def device_slice_numel(budget: int) -> int:
+    """Elements of a slice on a device whose budget is so many bytes."""
+    smallest, largest = _DEVICE_SLICES
+    numel = min(max(budget // (_SCRATCH_ITEMSIZE * _SCRATCH_PART), smallest), largest)
+    return numel // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
 
 
 class _Coded(NamedTuple):
@@ -144,11 +152,23 @@ def adamw_tile(
             f"{grad.dtype} and {planes.numel} moments"
         )
     jobs: list[Job] = []
-    for run in runs:
+    for run in runs if workspace.device is None or isinstance(planes, MixedPlanes) else _joined(runs):
         whole = slice(run.begin, run.begin + run.length)
         part = planes.part(run.begin, run.length)
         jobs += _update_run(parameter[whole], grad[whole], part, run, (workspace, grad_scale))
     workspace.shares.run(jobs)
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """The same elements in as few runs as settings allow: on a device what costs time is how often it is asked."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last is not None and last.settings == run.settings and last.begin + last.length == run.begin:
+            joined[-1] = Run(last.begin, last.length + run.length, run.settings)
+        else:
+            joined.append(run)
+    return joined
 
 
 def update_by_torch(
@@ -268,7 +288,7 @@ def _update_slice(
         master, integers = workspace.master[:numel], workspace.integers[:numel]
         if workspace.device is not None:
             masks = planes.masks
-            join_masked(parameter, planes.remainder, masks, master, integers)
+            join_masked(parameter, planes.remainder, masks, master)
             _fused(master, grad32, moments, settings, workspace.step)
             split_masked(master, parameter, planes.remainder, masks)
             return

@@ -163,11 +163,11 @@ class SignMasks:
 
     def clear(self, marked: torch.Tensor) -> None:
         """Take the signs away."""
-        self._bits.bitwise_and_(marked.to(torch.int32).mul_(int(_SIGN)).bitwise_not_())
+        self._bits.add_(marked, alpha=int(_SIGN))  # the highest bit: adding it turns it over, and carries nowhere
 
     def set(self, marked: torch.Tensor) -> None:
-        """Give these elements a sign."""
-        self._bits.bitwise_or_(marked.to(torch.int32).mul_(int(_SIGN)))
+        """Give these elements a sign, where they have none."""
+        self._bits.add_(marked, alpha=int(_SIGN))
 
 
 class BitMasks:
@@ -192,16 +192,13 @@ class BitMasks:
         self._bits.bitwise_or_((whole.view(-1, 8) << self._places).sum(dim=1, dtype=torch.uint8))
 
 
-def join_masked(
-    parameter: torch.Tensor, remainder: torch.Tensor, marks: Masks, master: torch.Tensor, scratch: torch.Tensor
-) -> None:
+def join_masked(parameter: torch.Tensor, remainder: torch.Tensor, marks: Masks, master: torch.Tensor) -> None:
     """As `join`, on whatever device all tensors are."""
     bits = master.view(torch.int32)
     master.copy_(parameter)
-    scratch.copy_(remainder)
-    bits.add_(scratch)
-    marked = (remainder == int(_TIE)) & marks.read()
-    bits.add_(scratch.copy_(marked).mul_(int(_STEP)))
+    bits.add_(remainder)
+    marked = marks.read().logical_and_(remainder == int(_TIE))
+    bits.add_(marked, alpha=int(_STEP))
     marks.clear(marked)
 
 
@@ -211,8 +208,9 @@ def split_masked(master: torch.Tensor, parameter: torch.Tensor, remainder: torch
     parameter.copy_(master)
     remainder.copy_(bits)
     ties, missing = remainder == int(_TIE), master.isnan()
-    remainder.masked_fill_(ties & missing, 0)
-    marks.set(ties & ~missing & (bits & int(_STEP) == 0))
+    even = (bits & int(_STEP) == 0).logical_and_(ties)
+    remainder.masked_fill_(ties.logical_and_(missing), 0)
+    marks.set(even > missing)
 
 
 def _ties(remainder: torch.Tensor, scratch: torch.Tensor) -> Indices:

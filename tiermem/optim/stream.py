@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
-from tiermem.optim.kernels import DEVICE_SLICE_NUMEL, Run, Workspace, adamw_tile
+from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState, aligned
@@ -69,11 +69,13 @@ class DeviceKernels:
         units: their numbers.
         device: where their pages are while they are updated.
         enter: called once by the thread that runs kernels, before it asks anything of the device.
+        slice_numel: elements that are updated at a time, at most.
     """
 
     units: frozenset[int]
     device: torch.device
     enter: Callable[[], None]
+    slice_numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class UnitStream:
             self._above.enter()
             states = [self.units[unit] for unit in self._above.units & self.units.keys()]
             numel = aligned(max(min(state.tile_numel, state.numel) for state in states))  # 0: all is with other ranks
-            numel = min(numel, DEVICE_SLICE_NUMEL)
+            numel = min(numel, self._above.slice_numel)
             self._workspace_above = Workspace(numel, device=self._above.device)
         try:
             self._run_kernel(state, update, loaded, self._workspace_above)

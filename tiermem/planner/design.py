@@ -279,7 +279,7 @@ def _shared_out(
     sizes = unit_sizes(workload, settings.division, each=settle)
     if device is None:
         return plan_footprint(sizes, host, tile or planned_tile(budget), ahead), None
-    tile = tile or wished_tile(unit_sizes(workload, settings.division, each=True), host, budget)
+    tile = tile or wished_tile(unit_sizes(workload, settings.division, each=True), host, budget, settle=settle)
     return plan_tiers(sizes, host, device, tile, ahead, settle=settle)
 
 
@@ -287,8 +287,10 @@ def device_memory(workload: Workload, machine: Machine, settings: PlanSettings) 
     """Bytes of device memory that one rank uses: as `runtime.devices.device_budget` has it; zero without a device."""
     if machine.device is None or settings.device_memory:
         return 0 if machine.device is None else settings.device_memory or 0
-    sizes = unit_sizes(workload, settings.division, each=True)
-    return min(machine.device.memory, device_most(sizes, settle=settings.update_on == "auto"))
+    sizes, settle = unit_sizes(workload, settings.division, each=True), settings.update_on == "auto"
+    tile, host = settings.tile_nbytes, settings.host_memory
+    tile = tile or wished_tile(sizes, host, host + settings.beside_pages, settle=settle)
+    return min(machine.device.memory, device_most(sizes, settle=settle, tile_nbytes=tile))
 
 
 def least_device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:

@@ -34,20 +34,21 @@ from tiermem.planner.footprint import (
     Footprint,
     UnitSize,
     least_budget,
+    mean_state_itemsize,
     plan_footprint,
     received_nbytes,
     rounded,
     state_tile_nbytes,
 )
 from tiermem.planner.resting import resting_nbytes
-from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile
+from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile, tile_sizes
 
 # Units whose update nothing follows in backward that it could hide behind: the first of the model.
 _EXPOSED = 2
 # The smallest piece in which activations pass through, bytes: one block of a frame.
 PIECE = rounded(1)
-# Elements of a tile where nobody says, more or less.
-_USUAL_TILE = 1 << 20
+# Bytes of a tile of state where nobody says.
+_USUAL_TILE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,12 @@ class DeviceFootprint:
         return max(0, self.nbytes - self.taken.nbytes) // (self.taken.count + 1)
 
 
-def wished_tile(units: Sequence[UnitSize], host: int, budget: int) -> int:
-    """Bytes of state that a tile should have beside a device; `host`: bytes for pages, of `budget`."""
-    return planned_tile(budget, beside_device=sum(map(resting_nbytes, units)) <= host)
+def wished_tile(units: Sequence[UnitSize], host: int, budget: int, *, settle: bool = False) -> int:
+    """Bytes of state that a tile should have beside a device; `host`: bytes for pages, of `budget`.
+
+    `settle`: whether units may be updated on the device.
+    """
+    return planned_tile(budget, beside_device=sum(map(resting_nbytes, units)) <= host, settle=settle)
 
 
 def plan_tiers(
@@ -176,8 +180,10 @@ def _below(units: Sequence[UnitSize]) -> list[UnitSize]:
 
 def settled_nbytes(unit: UnitSize, tile_numel: int) -> int:
     """Bytes that a unit takes on the device whose parameters, gradients and state all stay there."""
-    tiles = -(-unit.trainable_numel // tile_numel)
-    return rounded(unit.param_nbytes) + tiles * (_tile(unit, tile_numel) + state_tile_nbytes(unit, tile_numel))
+    whole, rest = divmod(unit.trainable_numel, tile_numel)
+    last = replace(unit, trainable_numel=rest, wide_numel=min(unit.wide_numel, rest))
+    tiles = whole * (_tile(unit, tile_numel) + state_tile_nbytes(unit, tile_numel))
+    return rounded(unit.param_nbytes) + tiles + _tile(last, tile_numel) + state_tile_nbytes(last, tile_numel)
 
 
 def _settled(units: Sequence[UnitSize], device: int, tile_numel: int, piece: int) -> tuple[int, ...]:
@@ -234,13 +240,14 @@ def device_least(units: Sequence[UnitSize]) -> int:
     return leased_nbytes(units, SMALLEST_TILE, roomy=False)
 
 
-def device_most(units: Sequence[UnitSize], *, settle: bool = False) -> int:
+def device_most(units: Sequence[UnitSize], *, settle: bool = False, tile_nbytes: int = _USUAL_TILE) -> int:
     """Bytes with which no parameter would ever have to leave the device: more are of no use.
 
-    `settle`: nor any state.
+    `settle`: nor any state, in tiles of `tile_nbytes` bytes.
     """
     if settle:
-        return _beside(units, _USUAL_TILE, units) + sum(settled_nbytes(unit, _USUAL_TILE) for unit in units)
+        tile_numel = tile_sizes(tile_nbytes, mean_state_itemsize(units))[0]
+        return _beside(units, tile_numel, units) + sum(settled_nbytes(unit, tile_numel) for unit in units)
     gradients = max((unit.bucket_nbytes for unit in units), default=0)
     alone = all(unit.ranks == 1 for unit in units)
     leased = leased_nbytes(units, SMALLEST_TILE, roomy=not alone)

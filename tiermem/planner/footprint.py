@@ -162,7 +162,7 @@ def plan_footprint(
         raise _too_little(units, budget, least, kept, larger)
     budget -= kept  # what stays has its bytes for itself; the rest is shared out among all others
     ways = _RANKS if units and units[0].ranks > 1 else _ALONE
-    sizes, wanted = tile_sizes(tile_nbytes, _state_itemsize(units)), 1 << 62
+    sizes, wanted = tile_sizes(tile_nbytes, mean_state_itemsize(units)), 1 << 62
     # Layers are alike, and the most of any counts; a way and a size are tried again for other claims to what is left.
     unlike = list({replace(unit, name=""): unit for unit in units}.values())
     compute_bytes, update_bytes = cache(partial(_compute_bytes, unlike)), cache(partial(_update_bytes, unlike))
@@ -213,7 +213,7 @@ def _with_more(units: Sequence[UnitSize], least: int, tile_nbytes: int, *, gaps:
     small, large = (plan_footprint(units, least + more, tile_nbytes, gaps=gaps).tile_numel for more in (0, least // 10))
     if large < 4 * small:
         return ""
-    slow, better = (format_bytes(tile * _state_itemsize(units)) for tile in (small, large))
+    slow, better = (format_bytes(tile * mean_state_itemsize(units)) for tile in (small, large))
     return f" ({slow} a tile, slow; with a tenth more {better})"
 
 
@@ -241,7 +241,7 @@ def _tries(ways: Sequence[Way], wanted: int) -> Iterator[tuple[int, Way, int]]:
         yield from ((passing, way, SMALLEST_TILE) for way in ways if way[2])
 
 
-def _state_itemsize(units: Sequence[UnitSize]) -> int:
+def mean_state_itemsize(units: Sequence[UnitSize]) -> int:
     """Bytes of state of an element, on the average and rounded up: what most tiles are like where sizes are mixed."""
     trainable = [unit for unit in units if unit.trainable_numel]
     state = sum(unit.trainable_numel * unit.state_itemsize + unit.wide_numel * unit.wide_itemsize for unit in trainable)

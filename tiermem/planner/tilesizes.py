@@ -12,19 +12,21 @@ _WHOLE_TILE = 1 << 20
 # many in hand: README.md, "How large a tile is".
 _SMALLEST_PLANNED, _LARGEST_PLANNED, _TILES_IN_BUDGET = 8 << 20, 64 << 20, 24
 # Where a tile never sees a drive and a device computes: as much as many threads do between two turns at the
-# interpreter's lock, which each of them, and who asks the device, waits for.
-_LARGEST_BESIDE_A_DEVICE = 1 << 30
+# interpreter's lock, which each of them, and who asks the device, waits for. Units that are updated on the device leave
+# less room there the larger tiles are.
+_LARGEST_BESIDE_A_DEVICE, _TILES_BESIDE_A_DEVICE = 1 << 30, 8
 # Below this an update beside the computation gains less than its tiles' trips to the pager and to the worker cost.
 _SMALLEST_BESIDE = 16 * SMALLEST_TILE
 
 
-def planned_tile(budget: int, *, beside_device: bool = False) -> int:
+def planned_tile(budget: int, *, beside_device: bool = False, settle: bool = False) -> int:
     """Bytes of optimizer state that a tile should have where nobody says, for a budget of so many bytes.
 
-    `beside_device`: a device computes, and all tiles fit into the budget.
+    `beside_device`: a device computes, and all tiles fit into the budget. `settle`: units may be updated there.
     """
     largest = _LARGEST_BESIDE_A_DEVICE if beside_device else _LARGEST_PLANNED
-    return min(max(budget // _TILES_IN_BUDGET, _SMALLEST_PLANNED), largest)
+    tiles = _TILES_BESIDE_A_DEVICE if beside_device and not settle else _TILES_IN_BUDGET
+    return min(max(budget // tiles, _SMALLEST_PLANNED), largest)
 
 
 def tile_sizes(tile_nbytes: int, itemsize: int) -> list[int]:

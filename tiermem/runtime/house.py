@@ -22,7 +22,7 @@ from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
 from tiermem.optim.coordinator import UpdateCoordinator
-from tiermem.optim.kernels import Workspace
+from tiermem.optim.kernels import Workspace, device_slice_numel
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import UpdateQueue
@@ -284,8 +284,8 @@ def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
     """Who is updated on the device; None: nobody."""
     if storage.device is None or blueprint.device is None or not blueprint.device.settled:
         return None
-    units = frozenset(blueprint.device.settled)
-    return DeviceKernels(units, storage.torch_device, storage.device.work_beside)
+    units, numel = frozenset(blueprint.device.settled), device_slice_numel(blueprint.device.nbytes)
+    return DeviceKernels(units, storage.torch_device, storage.device.work_beside, numel)
 
 
 def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Conductor:

@@ -37,11 +37,9 @@ def share_out(
         ResumeError: the tiles of the commit do not fit into the budgets.
     """
     ahead, settle = config.look_ahead_nbytes, config.update_on == "auto"
-    device_nbytes = device_budget(config, lambda: device_most(sizes, settle=settle))
-    wished = planned_tile(host_nbytes + beside)
-    if device_nbytes is not None:
-        wished = wished_tile(sizes, host_nbytes, host_nbytes + beside)
-    tile_nbytes = config.tile_nbytes or wished
+    below = config.tile_nbytes or wished_tile(sizes, host_nbytes, host_nbytes + beside, settle=settle)
+    device_nbytes = device_budget(config, lambda: device_most(sizes, settle=settle, tile_nbytes=below))
+    tile_nbytes = below if device_nbytes is not None else config.tile_nbytes or planned_tile(host_nbytes + beside)
 
     agreed = least(device_nbytes or 0)
     if device_nbytes is not None:
