@@ -2,7 +2,8 @@
 
 Owns one run: a Llama whose weights are drawn on the device, its budgets, one batch that it sees in every step, so that
 a falling loss shows that it learns. Does not compare (`gpu_step.py` does). Guarantees that what it reports as state is
-what the swap files reserve, and that no step begins after its time. `--simulated`: a tiny model, and no GPU.
+what the swap files reserve, that no step begins after its time, and that there is a result from the first step on.
+`--simulated`: a tiny model, and no GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import tiermem
 from tiermem.cli.train import SWITCH_SECONDS
 
 THEME = "gpu_largest"
-WARM_UP = 1
+WARM_UP = 2  # the first updates nothing in its forward, the second moves twice what later ones do
 # bf16 parameters and gradients, the other half of fp32 masters, fp32 moments: what would lie on a device without us.
 _STATE_ITEMSIZE = 14
 
@@ -55,33 +56,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = workload.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with tiermem.offload(model, config, init=lambda module: draw(module, device)) as runtime:
-        ready = time.monotonic() - began
-        steps = train(runtime, model, workload, options, began)
-        raw: dict[str, Any] = {
+        known = {
             "workload": options.workload,
             "parameters": parameters,
             "tiers": {tier.name: tier.budget for tier in runtime.statistics().tiers},
             "moments": options.moments,
             "tokens": workload.rows * workload.length,
-            "ready_seconds": ready,
-            **steps,
-            "peak_rss_bytes": peak_resident_bytes(),
-            **device_details(device),
+            "ready_seconds": time.monotonic() - began,
         }
-    body = table(raw)
-    print(body)
-    if not options.simulated:
-        surroundings = describe_surroundings(PACKAGES)
-        body = f"- GPU: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}\n\n{body}"
-        print(f"written: {write_result(THEME, surroundings, body, raw, options.results)}")
+        print(f"ready after {known['ready_seconds']:.0f} s", file=sys.stderr, flush=True)
+        raw: dict[str, Any] = {}
+        for taken in train(runtime, model, workload, options, began):
+            raw = {**known, **taken, "peak_rss_bytes": peak_resident_bytes(), **device_details(device)}
+            report(raw, options)
+    print(table(raw))
     losses = raw["losses"]
     return 0 if all(map(math.isfinite, losses)) and losses[-1] < losses[0] else 1
 
 
+def report(raw: dict[str, Any], options: argparse.Namespace) -> None:
+    """Say what the last step was, and write the result anew: whoever started this may end it."""
+    number, last, loss = len(raw["losses"]), raw["seconds"][-1], raw["losses"][-1]
+    print(f"step {number}: loss {loss:.4f}, {last:.2f} s", file=sys.stderr, flush=True)
+    if not options.simulated:
+        body = f"- GPU: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}\n\n{table(raw)}"
+        write_result(THEME, describe_surroundings(PACKAGES), body, raw, options.results)
+
+
 def train(
     runtime: tiermem.Runtime, model: nn.Module, workload: Workload, options: argparse.Namespace, began: float
-) -> dict[str, Any]:
-    """Train on one batch; return the seconds, the loss and the bytes over each edge of every step."""
+) -> Iterator[dict[str, Any]]:
+    """Train on one batch; after every step the seconds, the loss and the bytes over each edge of all so far."""
     optimizer = tiermem.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
     device = next(model.parameters()).device
     tokens = workload.tokens(seed=0, step=0).to(device)
@@ -99,8 +104,7 @@ def train(
         losses.append(float(loss.detach()))
         last = runtime.statistics().last
         edges.append({edge.name: edge.nbytes for edge in last.edges} if last is not None else {})
-        print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
-    return {"seconds": seconds, "losses": losses, "edges": edges}
+        yield {"seconds": seconds, "losses": losses, "edges": edges}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -111,7 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-memory", default="1300MiB", help="of the GPU, activations aside")
     parser.add_argument("--host-memory", default="40GiB")
     parser.add_argument("--moments", default="int8", choices=("float32", "int8"))
-    parser.add_argument("--steps", type=int, default=4, help="behind one that is not counted, and two at least")
+    parser.add_argument("--steps", type=int, default=4, help="behind two that are not counted")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the whole run, after which no step begins")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes")
@@ -119,7 +123,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(raw: dict[str, Any]) -> str:
-    """What was measured, as a Markdown table; medians without the first step."""
+    """What was measured, as a Markdown table; medians without the first two steps."""
     parameters, tiers = raw["parameters"], raw["tiers"]
     measured = raw["seconds"][WARM_UP:] or raw["seconds"]
     step = statistics.median(measured)
