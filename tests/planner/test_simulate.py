@@ -276,6 +276,17 @@ def test_what_is_settled_stays_on_the_device_and_nothing_of_it_moves(
         assert arena.high_water <= arena.capacity, tier
 
 
+def test_updates_on_a_real_device_take_what_asking_for_them_takes() -> None:
+    work = workload([20_000_000] * 3)
+    device = Device(memory=8 << 30, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10)
+    plan = PlanSettings(host_memory=2 << 30, device_memory=4 << 30, update="step", update_on="auto")
+    design = make_design(work, replace(MACHINE, device=device), plan)
+    assert len(design.settled) == 3
+    more = simulate(design).seconds - simulate(replace(design, update_above_seconds=0.0)).seconds
+    assert more == pytest.approx(design.update_above_seconds * 60_000_000, rel=0.01)
+    assert 0 < design.update_above_seconds < design.update_seconds
+
+
 def test_what_is_sent_down_may_drive_out_the_copy_below_a_victim() -> None:
     # Found by simulation: room made in HOST for one page's way down evicted, or moved, the lower copy of another that
     # was about to be dropped from the device as clean.

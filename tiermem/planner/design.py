@@ -26,6 +26,9 @@ from tiermem.planner.workload import BACKWARD_SHARE, Workload
 from tiermem.zero3.shards import Shard, copies_nbytes
 
 _FRAME = 4096
+# Seconds of the update's worker for a parameter on a real device: what asking takes beside a computation that asks,
+# too, hardly what is asked for. Measured on an H100 (README.md, "What is simulated"); no profile knows it.
+_UPDATE_ABOVE = 1.1e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +256,7 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         device_budget=budget,
         tile_seconds=rates.tile_seconds,
         device=device,
-        # A real device's takes a small part of what the computation does, and no profile knows its rate.
-        update_above_seconds=update_seconds if contended else 0.0,
+        update_above_seconds=update_seconds if contended else _UPDATE_ABOVE,
     )
     return _early(design) if settings.update == "auto" else design
 
