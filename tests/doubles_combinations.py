@@ -1,4 +1,4 @@
-"""Fewer than all combinations of several choices: of three any two values meet, of two each one half of the others."""
+"""Fewer than all cases: of several choices any two values meet, of two each one half of the others, of one some."""
 
 from __future__ import annotations
 
@@ -28,10 +28,17 @@ def pairs_of(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def half_of(first: Iterable[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Every other combination of the two, like the black squares of a chessboard, the same each time.
+def some_of(few: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """`few`; with the others where the environment asks for all."""
+    return [*few, *(others if EVERY in os.environ else [])]
 
-    Each value meets half of the others. All combinations where the environment asks for them.
+
+def half_of(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every other combination, like the black squares of a chessboard, the same each time.
+
+    Of two choices each value meets half of the others, of more any two values meet. All combinations where the
+    environment asks for them.
     """
-    board = [(row, column) for row in enumerate(first) for column in enumerate(second)]
-    return [(one, two) for (row, one), (column, two) in board if EVERY in os.environ or (row + column) % 2 == 0]
+    board = itertools.product(*(list(enumerate(choice)) for choice in choices))
+    black = (squares for squares in board if EVERY in os.environ or sum(number for number, _ in squares) % 2 == 0)
+    return [tuple(value for _, value in squares) for squares in black]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from doubles_combinations import some_of
 from doubles_planner import EDGES, INSTANT, MIB, tiny_llama
 from doubles_python import WarmPython
 from doubles_rank_plans import COPIES, COUNTED, PLANNED
@@ -19,7 +20,9 @@ from tiermem.planner.simulate import simulate
 
 pytestmark = pytest.mark.long
 
-ALL = PLANNED | COPIES
+# The others where all cases are asked for.
+SOME = ("host", "host_beside", "partly_settled", "device", "copies")
+ALL = {name: case for name, case in (PLANNED | COPIES).items() if name in some_of(SOME, PLANNED | COPIES)}
 DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_host=1e14, count=4, simulated=True)
 # What goes on beside the computation depends on who is faster.
 NEAR = ("host_beside", "host_backward", "device")
@@ -27,7 +30,7 @@ NEAR = ("host_beside", "host_backward", "device")
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    jobs = [(2, [f"planned_{name}" for name in PLANNED]), (4, [f"planned_{name}" for name in COPIES])]
+    jobs = [(size, [f"planned_{name}" for name in ALL if ranks_of(name) == size]) for size in (2, 4)]
     return run_jobs(warm_python, tmp_path_factory.mktemp("planned"), jobs)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_planner import EDGES, INSTANT, moved_at_rest, plans_made, tiny_llama, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,12 +77,16 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case("step", "bfloat16", 2 * MIB, tied=False, look_ahead=0),
-        Case("step", "float32", 4 * MIB, tied=False, look_ahead=0),
-        Case("step", "bfloat16", 4 * MIB, tied=True, look_ahead=0),
-        Case("step", "float32", 2 * MIB, tied=False, look_ahead=0),
-    ],
+    some_of(
+        [
+            Case("step", "bfloat16", 4 * MIB, tied=True, look_ahead=0),
+            Case("step", "float32", 2 * MIB, tied=False, look_ahead=0),
+        ],
+        [
+            Case("step", "bfloat16", 2 * MIB, tied=False, look_ahead=0),
+            Case("step", "float32", 4 * MIB, tied=False, look_ahead=0),
+        ],
+    ),
     ids=str,
 )
 def test_where_nothing_overlaps_a_step_moves_the_bytes_foreseen(case: Case, tmp_path: Path) -> None:
@@ -92,14 +97,14 @@ def test_where_nothing_overlaps_a_step_moves_the_bytes_foreseen(case: Case, tmp_
     assert foreseen.bytes_written == pytest.approx(statistics.median(written for _, written in real), rel=0.15)
 
 
-@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("update", some_of(["forward", "auto"], ["backward"]))
 def test_where_updates_lag_it_is_near(update: str, tmp_path: Path) -> None:
     real, foreseen = both(Case(update, "bfloat16", 4 * MIB, tied=False, look_ahead="auto"), tmp_path)
     assert foreseen.bytes_read == pytest.approx(statistics.median(read for read, _ in real), rel=0.4)
     assert foreseen.bytes_written == pytest.approx(statistics.median(written for _, written in real), rel=0.3)
 
 
-@pytest.mark.parametrize(("host", "rest"), [(5 * MIB, 0), (6 * MIB, 1), (8 * MIB, 2)])
+@pytest.mark.parametrize(("host", "rest"), some_of([(6 * MIB, 1)], [(5 * MIB, 0), (8 * MIB, 2)]))
 def test_what_may_be_undone_is_written_before_and_what_rests_is_not(host: int, rest: int, tmp_path: Path) -> None:
     real, foreseen = both(Case("auto", "bfloat16", host, tied=False, look_ahead="auto"), tmp_path)
     assert foreseen.bytes_read == pytest.approx(statistics.median(read for read, _ in real), rel=0.4)
@@ -196,9 +201,10 @@ def test_what_is_settled_on_a_device_and_what_is_not_move_as_foreseen(
     real, foreseen, count = both_beside_a_device(update, device * MIB, 64 * MIB, "auto", tmp_path)
     assert count == settled
     # Device memory is in one piece and the simulated one is not: where it is tight, a layer's parameters may have to
-    # go for a place of that size while others have room in pieces, and come again. Once in a step, and nothing else.
+    # go for a place of that size while others have room in pieces, and come again. Once in a step, and nothing else;
+    # beside other work it may also have stayed where it was to go.
     again = real["host->device"] - foreseen["host->device"]
-    assert 0 <= again <= (COUNTED * LAYER_NBYTES if settled < 8 else 0)
+    assert abs(again) <= (COUNTED * LAYER_NBYTES if settled < 8 else 0)
     assert real == {**foreseen, "host->device": foreseen["host->device"] + again}
     assert (foreseen["host->device"] == 0) == (settled == 8), "of what is settled nothing moves, of the rest something"
 

@@ -118,7 +118,7 @@ def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) 
 
 @pytest.mark.parametrize(("update", "share"), [("forward", 0.1), ("backward", 0.5), ("step", 0.1), ("auto", 0.3)])
 def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share: float) -> None:
-    exact = design(workload([1_000_000] * 5, batches=100), share, update)
+    exact = design(workload([1_000_000] * 5, batches=70), share, update)
     quick, stood_in = simulate_quickly(exact)
     assert stood_in
     whole = simulate(exact)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_streams import StreamDevice
 from doubles_training import Trainee, check, config_for, plain
 from torch import nn
@@ -101,8 +102,7 @@ def training(activations: Callable[[], object]) -> Callable[[Trainee], None]:
     return script
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "other"])
-@pytest.mark.parametrize("update", ["forward", "step"])
+@pytest.mark.parametrize(("mode", "update"), half_of(["plain", "reentrant", "other"], ["forward", "step"]))
 def test_the_same_numbers_as_without(mode: str, update: str, chain: Chain, tmp_path: Path) -> None:
     def make() -> nn.Module:
         return Tower(mode)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from doubles_combinations import half_of, some_of
 from doubles_models import CheckpointingBlock, Stack, mlp
 from doubles_training import Script, Trainee, check, offloaded, plain
 from torch import nn
@@ -292,8 +293,7 @@ def test_learning_rate_schedulers(name, tmp_path):
     compare(Stack, scheduled(name), tmp_path)
 
 
-@pytest.mark.parametrize("update", ["auto", "forward", "step"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "update"), half_of(SCRIPTS, ["auto", "forward", "step"]))
 def test_loops(name, update, tmp_path):
     compare(Stack, SCRIPTS[name], tmp_path, update)
 
@@ -332,10 +332,15 @@ def slope_of_a_slope(model: nn.Module) -> torch.Tensor:
     return second.square().sum()
 
 
-@pytest.mark.parametrize("budget", ["least", "generous"])
-@pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("make", [deep, deep_and_checkpointed])
-@pytest.mark.parametrize("loss", [slope_of_inputs, slope_of_parameters, slope_of_a_slope])
+@pytest.mark.parametrize(
+    ("loss", "make", "update", "budget"),
+    half_of(
+        [slope_of_inputs, slope_of_parameters, slope_of_a_slope],
+        [deep, deep_and_checkpointed],
+        ["backward", "step"],
+        ["least", "generous"],
+    ),
+)
 def test_gradients_of_gradients(loss, make, update, budget, tmp_path):
     """Their graph keeps no frames: what it needs of parameters comes and goes as in any other backward."""
 
@@ -368,7 +373,7 @@ def test_torch_compile(of, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("of", ["a step", "a model before offload", "its layers before offload"])
+@pytest.mark.parametrize("of", some_of(["a step", "its layers before offload"], ["a model before offload"]))
 def test_torch_compile_ahead_of_time(of, tmp_path):
     if of == "a step" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("dynamo fails at attributes of optimizers")

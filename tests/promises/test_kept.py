@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from doubles_combinations import pairs_of
+from doubles_combinations import half_of, pairs_of
 from doubles_models import Stack
 from doubles_scenarios import Wide, frozen, loop, tokens_batch, wide_batch
 from doubles_training import UPDATES, budget_for, check, config_for, least_budget, offloaded, plain, within_budgets
@@ -148,8 +148,7 @@ def crossings(runtime, units) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("budget", ["least", "tight", "generous"])
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("update", "budget"), half_of(UPDATES, ["least", "tight", "generous"]))
 def test_the_numbers_of_plain_training_with_norms_in_float32(update, budget, tmp_path):
     expected = PlainMixed(made(), norms_wide, lr=1e-2)
     losses = train(expected.model, expected.step, 5)
@@ -215,8 +214,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("update", "budget"), [("backward", "least"), ("forward", "tight"), ("auto", "beside")])
+@pytest.mark.parametrize(
+    ("name", "update", "budget"),
+    [(name, *how) for name, how in half_of(CASES, [("backward", "least"), ("forward", "tight"), ("auto", "beside")])],
+)
 def test_the_bits_of_plain_training(name, update, budget, tmp_path):
     make, script, keep = CASES[name]
     check(offloaded(make, script, tmp_path, update=update, budget=budget, keep=keep), plain(make, script))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_models import small_llama
 from doubles_scenarios import Wide
 from doubles_training import budget_for, config_for, within_budgets
@@ -78,13 +79,14 @@ def train(model, step, dtype, steps) -> list[float]:
 
 @pytest.mark.parametrize(
     ("param_dtype", "update", "budget", "steps"),
-    [
-        ("bfloat16", "forward", "tight", STEPS),
-        ("bfloat16", "backward", "least", STEPS),
-        ("bfloat16", "step", "generous", 5),
-        ("float16", "forward", "tight", 8),
-        ("float16", "backward", "least", 8),
-    ],
+    some_of(
+        [
+            ("bfloat16", "backward", "least", STEPS),
+            ("bfloat16", "step", "generous", 5),
+            ("float16", "forward", "tight", 8),
+        ],
+        [("bfloat16", "forward", "tight", STEPS), ("float16", "backward", "least", 8)],
+    ),
 )
 def test_the_same_loss_curve_and_masters(param_dtype, update, budget, steps, tmp_path):
     dtype = getattr(torch, param_dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_python import WarmPython
 from doubles_rank_devices import RUNS
 from doubles_ranks import Reports, run_jobs, values
@@ -16,18 +17,18 @@ from doubles_ranks import Reports, run_jobs, values
 pytestmark = pytest.mark.long
 
 COMMITTING = ["committing_stage_2", "committing_stage_3"]
-TWO = [f"{device}_{run}" for run in RUNS for device in ("processors", "roomy", "tight")]
+MET = half_of(RUNS, ["roomy", "settled", "partly_settled", "tight"])
+TWO = [f"processors_{run}" for run in RUNS] + [f"{device}_{run}" for run, device in MET]
 THREE = [f"{device}_{run}" for run in ("odd", "experts") for device in ("processors", "tightest")]
 OTHERS = ["tightest_odd", "device_another_order", "device_one_fails"]
 VERBS = [f"{device}_{run}" for device in ("device", "settled") for run in ("verbs", *COMMITTING)]
-SETTLED = [f"{device}_{run}" for run in RUNS for device in ("settled", "partly_settled")]
 STREAMS = ["streams", "streams_not_handed_over"]
 
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    two = [*TWO, *SETTLED, "verbs", *VERBS, *COMMITTING, *OTHERS, *STREAMS]
+    two = [*TWO, "verbs", *VERBS, *COMMITTING, *OTHERS, *STREAMS]
     return run_jobs(warm_python, directory, [(2, two), (3, [*THREE, "device_one_dies"])])
 
 
@@ -49,8 +50,7 @@ def check(found: list[dict[str, Any]]) -> None:
         assert each["left"] == [], "nothing was committed, so nothing is kept"
 
 
-@pytest.mark.parametrize("device", ["roomy", "tight"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("run", "device"), [each for each in MET if "settled" not in each[1]])
 def test_the_same_bits_as_on_processors(reports, run, device):
     """In float32 and in bfloat16, at every stage, with room for everything and with the least that works."""
     found = values(reports[2, f"{device}_{run}"])
@@ -58,8 +58,7 @@ def test_the_same_bits_as_on_processors(reports, run, device):
     check(found)
 
 
-@pytest.mark.parametrize("device", ["settled", "partly_settled"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("run", "device"), [each for each in MET if "settled" in each[1]])
 def test_the_same_bits_where_units_are_updated_on_the_device(reports, run, device):
     """With room for all of them there, and with room for some."""
     found = values(reports[2, f"{device}_{run}"])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from doubles_combinations import pairs_of
+from doubles_combinations import half_of, pairs_of
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, Wide, accumulate, tokens_batch, wide_batch
 from doubles_training import Outcome, PlainAdamW, Script, Trainee, budget_for, check, config_for, offloaded, plain, same
@@ -106,9 +106,9 @@ def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_pa
         assert bool(total.speculated) == (budget in ("beside", "resting"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("pattern", ["sometimes", "all of it"])
-@pytest.mark.parametrize("update", SPECULATING)
+@pytest.mark.parametrize(
+    ("update", "pattern", "dtype"), half_of(SPECULATING, ["sometimes", "all of it"], ["bfloat16", "float16"])
+)
 def test_sixteen_bits_have_the_bits_of_forward(update, pattern, dtype, tmp_path):
     def batch(model: nn.Module) -> torch.Tensor:
         return model(torch.randn(3, 48).to(getattr(torch, dtype))).float().square().mean()

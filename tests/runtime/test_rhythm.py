@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_combinations import half_of
 from doubles_commit import Training, check_equal, make_config, undisturbed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,8 +119,7 @@ def test_every_seventh_step_is_learnt_from_the_first_commit(tmp_path: Path, read
     assert read_again[1:] == [0, 0]
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "backward", "auto"])
-@pytest.mark.parametrize("memory", ["72KiB", "2MiB"])
+@pytest.mark.parametrize(("update", "memory"), half_of(["step", "forward", "backward", "auto"], ["72KiB", "2MiB"]))
 def test_commits_that_nobody_expected_resume_bit_for_bit(
     tmp_path: Path, read_again: list[int], update: str, memory: str
 ) -> None:
