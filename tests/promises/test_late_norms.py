@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from doubles_combinations import half_of
+from doubles_combinations import half_of, some_of
 from doubles_scenarios import LATE_ONLY, SCENARIOS
 from doubles_training import check, offloaded, plain
 
@@ -32,7 +32,12 @@ CASES = half_of(SOME, ["backward", "auto"], ANSWERS) + half_of(LATE_ONLY, ["auto
 @pytest.mark.parametrize(
     ("name", "update", "answers", "budget"),
     # Each of the two answers that a case is left with meets one budget, in the next case the other one.
-    [(*case, ("generous", "least")[(number // 2 + number) % 2]) for number, case in enumerate(CASES)],
+    some_of(
+        *(
+            [(*case, budgets[(number // 2 + number) % 2]) for number, case in enumerate(CASES)]
+            for budgets in (("generous", "least"), ("least", "generous"))
+        )
+    ),
 )
 def test_same_numbers(name, update, answers, budget, tmp_path, monkeypatch):
     scenario, answer, told = (SCENARIOS | LATE_ONLY)[name], itertools.cycle(answers), []

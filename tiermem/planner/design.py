@@ -27,7 +27,7 @@ from tiermem.zero3.shards import Shard, copies_nbytes
 
 _FRAME = 4096
 # Seconds of the update's worker for a parameter on a real device: what asking takes beside a computation that asks,
-# too, hardly what is asked for. Measured on an H100 (README.md, "What is simulated"); no profile knows it.
+# too, hardly what is asked for. Measured on an H100 (README.md, "How a budget is shared out"); no profile knows it.
 _UPDATE_ABOVE = 1.1e-10
 
 
