@@ -69,8 +69,9 @@ class Beside:
         self.model = make()
         self.model.load_state_dict(self.plain.state_dict())
         self.loss = loss
+        keep = settings.pop("keep", None)
         config = config_for(directory, MIB, settings.pop("update", "forward"), **settings)
-        self.runtime = tiermem.offload(self.model, config, coalesce=0)
+        self.runtime = tiermem.offload(self.model, config, coalesce=0, keep=keep)
         self.ours = tiermem.AdamW(self.model.parameters(), lr=1e-2)
         self.theirs = PlainAdamW(self.plain.parameters(), lr=1e-2)
 

@@ -141,6 +141,31 @@ def test_no_place_of_what_is_leased_leaves_a_piece_of_activations_without_one(
     assert arena.allocate(piece) is not None
 
 
+@given(own=st.integers(1, 40), nested=st.lists(st.integers(1, 5), max_size=2), extra=st.integers(0, 200))
+@settings(max_examples=200)
+def test_the_worst_places_of_gradient_tiles_leave_the_last_one_its_own(own: int, nested: list[int], extra: int) -> None:
+    """Each frame is put one page less than a tile behind the one before: no gap is of use, and each wastes most."""
+    size = unit(own * PAGE // 4, sum(nested) * PAGE, len(nested))
+    budget = device_least([size]) + extra * PAGE
+    footprint, device = plan_tiers([size], PLENTY, budget, 1 << 16)
+    tile = rounded(min(footprint.tile_numel, size.trainable_numel) * 4)
+    tiles = -(-size.trainable_numel // footprint.tile_numel) if device.hold_tiles else 1
+    arena = SlabArena(TensorSlab(torch.empty(budget, dtype=torch.uint8)), Tier.DEVICE)
+    filler = {frame.offset: frame for _ in range(budget // PAGE) if (frame := arena.allocate(PAGE)) is not None}
+    place = 0
+    for nbytes in [*(pages * PAGE for pages in nested), own * PAGE, *[tile] * (tiles - 1)]:
+        place += tile - PAGE
+        for page in range(place, place + nbytes, PAGE):
+            arena.free(filler.pop(page))
+        frame = arena.allocate(nbytes)
+        assert frame is not None
+        assert frame.offset == place
+        place += nbytes
+    for frame in filler.values():
+        arena.free(frame)
+    assert arena.allocate(tile) is not None
+
+
 def test_the_computation_holds_nothing_in_host_memory() -> None:
     """Units around the one being computed lie on the device: host memory need not have room for them."""
     units = [unit(1000, nested=100 * MIB, count=1)]

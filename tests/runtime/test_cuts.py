@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from doubles_combinations import half_of
-from doubles_models import Block
-from doubles_together import Beside, Chain, Tied, leased_pages, rows, squares
+from doubles_models import Block, small_llama
+from doubles_together import MIB, Beside, Chain, Tied, leased_pages, rows, squares
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +28,15 @@ class Around(Chain):
     def forward(self, x):
         for layer in self.layers:
             x = x + layer(torch.sin(x))
+        return x
+
+
+class AroundAsGiven(Chain):
+    """What is added behind a layer is what the layer was given: its gradient is a sum of three, in their order."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
         return x
 
 
@@ -167,7 +176,7 @@ class Noting(Block):
 
 
 class Noted(Chain):
-    """The result is multiplied by what the second layer was given."""
+    """The result is multiplied by what the last layer was given, which is not known before anything is cut."""
 
     def layer(self) -> nn.Module:
         return Noting(16)
@@ -224,12 +233,13 @@ GRAPHS = [
     (Transposed, squares, None),
     (TwoStacks, squares, None),
     (Around, squares, AROUND),
+    (AroundAsGiven, squares, AROUND),
     (AroundTwo, squares, AROUND),
     (Tied, squares, None),
     (Stopped, squares, None),
     (Positions, squares, None),
     (TiedBetween, squares, None),
-    (Noted, squares, None),
+    (Noted, squares, AROUND),
     (Gated, squares, AROUND),
     (InPlace, squares, "a unit writes into what it was given"),
     (Chain, with_penalty, "the loss goes backward through several units itself"),
@@ -250,6 +260,41 @@ def test_the_numbers_of_accumulation_and_which_graphs_are_cut(graph, update, tmp
             beside.step(rows())
         assert beside.why_not == reason
         assert all(parameter.grad is None for parameter in beside.model.parameters())
+        beside.compare()
+
+
+class CheckpointedLlama(nn.Module):
+    """Each layer adds what it was given to what its norms, which are kept, make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = small_llama(words=40).train()
+        self.llama.gradient_checkpointing_enable({"use_reentrant": True})
+
+    def forward(self, x):
+        tokens = (x[:, :6] * 10).long().clamp(0, 39)
+        return self.llama(input_ids=tokens).logits
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("make", [Chain, CheckpointedLlama])
+def test_nobody_waits_for_what_is_kept_in_memory(make, update, tmp_path):
+    """Norms are units of their own inside of layers; their calls are no cuts, and no layer is computed out of turn."""
+    beside = Beside(make, tmp_path, update=update, keep="500")
+    with beside.runtime:
+        assert any(layout.kept for layout in beside.runtime._house.layouts)
+        for _ in range(3):
+            beside.step(rows())
+        assert beside.why_not is None
+        beside.compare()
+
+
+@pytest.mark.parametrize("keep", [None, "500"])
+def test_beside_a_device_what_is_kept_below_it_is_brought(keep, tmp_path):
+    beside = Beside(CheckpointedLlama, tmp_path, device="simulated", device_memory=MIB, keep=keep)
+    with beside.runtime:
+        for _ in range(3):
+            beside.step(rows())
         beside.compare()
 
 

@@ -73,6 +73,9 @@ class Script:
             self.world.lockstep.arrived(needed)
         self.world.use(self, unit)
 
+    def leave(self, _: object) -> None:
+        pass
+
     def enter(self, *_: object) -> None:
         return None
 

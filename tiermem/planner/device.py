@@ -7,7 +7,7 @@ frames lie in one piece and cannot be moved (see "Gaps"), and that tiles fit int
 Gaps. Frames that are leased stay where they are, all others can be made to go. Between and around n leased frames there
 are n + 1 gaps, so a frame of b bytes finds its place if the bytes that are not leased are at least (n + 1) b, wherever
 the n frames lie. That is asked for twice: when a unit is gathered inside n others, and when gradient tiles are taken
-while a unit and those around it are held.
+while a unit, those around it and the tiles before are held: those lie where something had just gone, not side by side.
 
 Several ranks hold more there: what is gathered, the shard it comes from, a bucket of gradients, and what has arrived of
 the other ranks' buckets. For each the same rule is asked for, with everything that can lie on the device beside it
@@ -226,7 +226,7 @@ def _beside(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSi
         around, own, count = rounded(unit.nested_nbytes), rounded(unit.param_nbytes), unit.nested_count
         return around + max(
             held + (count + 4) * own,
-            own + held + (most + count + 5) * grad,
+            own + held + (2 * most + count + 3) * grad,
             own + (count + 2) * param,
             own + param + (count + 3) * grad,
             own + param + grad + (count + 4) * state,
@@ -267,7 +267,7 @@ def leased_nbytes(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) ->
     def of(unit: UnitSize) -> int:
         around, own = rounded(unit.nested_nbytes), rounded(unit.param_nbytes)
         gathered = around + (unit.nested_count + 1) * own
-        written = around + own + (most + unit.nested_count + 2) * tile
+        written = around + own + (2 * most + unit.nested_count) * tile
         return max(gathered, written)
 
     return max(map(of, units), default=0)

@@ -59,7 +59,7 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
         Passage(measure, batch, seed, surroundings, cutting.cuts(count))
         for batch, seed in zip(batches, seeds, strict=True)
     ]
-    scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce, _run_in(house, count))
+    scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce, _run_in(house, count), _resident(house))
     try:
         scheduler.lockstep.run(passages)
         cutting.succeeded(count)
@@ -68,6 +68,12 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
         _restore(kept)
         scheduler.settle()
     return [passage.result() for passage in passages]
+
+
+def _resident(house: House) -> frozenset[int]:
+    """Units that need not be brought: kept in the memory where the model computes, as a whole."""
+    alone = house.device is None and house.company.size == 1
+    return frozenset(layout.unit for layout in house.layouts if layout.kept) if alone else frozenset()
 
 
 def _run_in(house: House, count: int) -> RunIn:
@@ -146,9 +152,14 @@ class Passage:
                 self._cuts.close(loss)
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A module of `unit` is called."""
-        return None if self._cuts is None else self._cuts.enter(unit, args, kwargs)
+        return None if self._cuts is None else self._cuts.enter(call, unit, args, kwargs)
+
+    def leave(self, call: object) -> None:
+        """A module's call has ended."""
+        if self._cuts is not None:
+            self._cuts.leave(call)
 
     def looked_back(self) -> None:
         """There was a backward through several units."""

@@ -9,11 +9,13 @@ Why cut. A backward in one piece can only wait for other micro-batches inside a 
 thread of its own; and GNU's OpenMP keeps a team of threads for each thread that computes. More teams than cores sleep
 after every operation (`benchmarks/MEASURED.md`). Segments go backward one by one on the caller's thread.
 
-Which graphs can be cut is not known beforehand, so those of a model's first micro-batches are only marked: a view
-stands where the cut would be. A graph can be cut if every way from a segment into an earlier one leads through a mark,
-each mark and each leaf belongs to one segment, and no unit writes into what it was given. Nodes know when they were
-made (`node_number`), and so to which segment they belong. Where it cannot be cut segments are joined, so that words and
-positions may be two units; not if two units' values would have to be brought for each micro-batch.
+Which graphs can be cut is not known beforehand, so in those of a model's first micro-batches it is only noted where
+the cuts would be. (A view there would be a node, with a sum of its own of what a unit adds up for what it was given:
+other last bits where others use that, too.) A graph can be cut if every way from a segment into an earlier one leads
+from within a call to what was given to it, each leaf belongs to one segment, and no unit writes into what it was given.
+Nodes know when they were made (`node_number`), and so to which segment and call they belong. Where it cannot be cut
+segments are joined, so that words and positions may be two units; not if two units' values would have to be brought for
+each micro-batch.
 
 Several segments may use one tensor: a parameter (tied words), or what several units are given (what an encoder has
 made). The engine adds up its gradients one by one, those of the last use first. So each segment begins with what later
@@ -24,6 +26,7 @@ of its gradients in plain PyTorch; so one that has some is used by one segment, 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,7 +56,7 @@ class Cutting:
         self._looked_at = False
 
     def cuts(self, count: int) -> Cuts | None:
-        """What cuts, or marks, the graph of one of `count` micro-batches; None: it stays in one piece."""
+        """What cuts the graph of one of `count` micro-batches, or notes where; None: it stays in one piece."""
         return None if count < 2 or self.why_not is not None else Cuts(self, sever=self._looked_at)
 
     def severs(self, count: int) -> bool:
@@ -67,25 +70,30 @@ class Cutting:
 
 
 class _Segment:
-    """What was computed from one cut to the next. `ends`: what later ones were given, its gradient, and which one."""
+    """What was computed from one cut to the next, which is where a call begins that ends, or comes back, at `end`.
 
-    __slots__ = ("begin", "ends", "unit")
+    `ends`: what later ones were given, its gradient, and which one.
+    """
+
+    __slots__ = ("begin", "end", "ends", "unit")
 
     def __init__(self, unit: int | None) -> None:
         self.unit = unit
         self.begin = sequence_number()
+        self.end = math.inf
         self.ends: list[tuple[torch.Tensor, list[torch.Tensor], int]] = []
 
 
 class Cuts:
-    """The cuts in one micro-batch's graph; `sever`: or the marks where they would be. One thread at a time."""
+    """The cuts in one micro-batch's graph; not `sever`: where they would be. One thread at a time."""
 
     def __init__(self, cutting: Cutting, *, sever: bool) -> None:
         self._cutting = cutting
         self._sever = sever
         self._segments: list[_Segment] = []
         self._entries = 0
-        self._marks: dict[Any, int] = {}  # nodes, to the segment they begin
+        self._calls: dict[object, _Segment] = {}  # in progress, that began a segment
+        self._marks: dict[tuple[Any, int], list[int]] = {}  # outputs of nodes, to the segments they were given to
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._given: dict[int, tuple[int, torch.Tensor]] = {}  # ids of tensors, to who had them last, and as what
         self._open = False
@@ -98,7 +106,7 @@ class Cuts:
         self._segments = [_Segment(None)]
         self._open = True
 
-    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A module of `unit` is called with these; returns what to call it with instead, None: nothing else."""
         if not self._open:
             return None
@@ -108,11 +116,18 @@ class Cuts:
             self._segments[-1].unit = unit
         else:
             self._segments.append(_Segment(unit))
+            self._calls[call] = self._segments[-1]
         if not torch.is_grad_enabled():
             return None
         return tuple(self._give(value, joined=joined) for value in args), {
             name: self._give(value, joined=joined) for name, value in kwargs.items()
         }
+
+    def leave(self, call: object) -> None:
+        """A call has ended."""
+        segment = self._calls.pop(call, None)
+        if segment is not None:
+            segment.end = sequence_number()
 
     def looked_back(self) -> None:
         """Another backward went from one unit to another, before the micro-batch's own."""
@@ -127,6 +142,7 @@ class Cuts:
         """Backward begins at `loss`. Raises TiermemError if the graph was cut and should not have been."""
         self._open = False
         reason = self._cutting.why_not or self._why_not(loss)
+        self._calls.clear()
         self._marks.clear()
         self._versions.clear()
         self._given.clear()
@@ -182,9 +198,9 @@ class Cuts:
         gradients: list[torch.Tensor] = []
         self._segments[maker].ends.append((latest, gradients, number))
         self._versions.append((value, version(value)))
-        given = _cut(latest, gradients) if self._sever else latest.view_as(latest)
+        given = _cut(latest, gradients) if self._sever else latest
         self._given[id(value)] = number, given
-        self._marks[given.grad_fn] = number
+        self._marks.setdefault((given.grad_fn, given.output_nr), []).append(number)
         return given
 
     def _made_in(self, node: Any, before: int) -> int:
@@ -216,14 +232,14 @@ class Cuts:
         """Which segments would have to be joined to the one before, for all that leads around a cut."""
         owners: dict[Any, int] = {}
         found: set[int] = set()
-        nodes = [loss.grad_fn]
+        edges: list[tuple[Any, int, int | None]] = [(loss.grad_fn, loss.output_nr, None)]
         for number, segment in reversed(list(enumerate(self._segments))):
-            nodes.extend(end.grad_fn for end, _, to in segment.ends if to not in joined)
+            edges.extend((end.grad_fn, end.output_nr, None) for end, _, to in segment.ends if to not in joined)
             if number in joined:
                 continue
-            while nodes:
-                node = nodes.pop()
-                if node is None or owners.get(node) == number:
+            while edges:
+                node, output, user = edges.pop()
+                if node is None or owners.get(node) == number or self._is_given(node, output, number, user, joined):
                     continue
                 if (owner := owners.setdefault(node, number)) != number:
                     leaf: Any = getattr(node, "variable", None)
@@ -233,9 +249,22 @@ class Cuts:
                         found.update(range(number + 1, owner + 1))
                 elif node_number(node) < segment.begin and not self._is_cast(node):
                     found.update(range(self._made_in(node, number) + 1, number + 1))
-                elif self._marks.get(node, 0) in joined or node not in self._marks:
-                    nodes.extend(following for following, _ in node.next_functions)
+                else:
+                    edges.extend((following, output, node_number(node)) for following, output in node.next_functions)
         return found
+
+    def _is_given(self, node: Any, output: int, number: int, user: int | None, joined: set[int]) -> bool:
+        """Whether the node numbered `user` has this output of another as segment `number` was given it.
+
+        Before anything is cut whoever was not called with it has what lies in front of the cut.
+        """
+        given = self._marks.get((node, output), [])
+        if number not in given:
+            return False
+        if self._sever or user is None:
+            return True
+        calls = [self._segments[other] for other in given if other == number or other in joined]
+        return any(segment.begin <= user < segment.end for segment in calls)
 
     def _is_cast(self, node: Any) -> bool:
         """Whether all behind it are parameters: what autocast has cast for one micro-batch it gives to others, too."""

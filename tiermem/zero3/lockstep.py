@@ -17,7 +17,7 @@ back through on the caller's stack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +37,11 @@ class Computation(Protocol):
     def run(self) -> None:
         """Do it, all but what `left` says then; interrupted wherever it needs another unit."""
 
-    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A module is about to be called, the first since it came to `unit`: what to call it with, if not with this."""
+
+    def leave(self, call: object) -> None:
+        """A call has ended, one of these or another."""
 
     def looked_back(self) -> None:
         """It came to another unit inside a backward."""
@@ -96,11 +99,19 @@ class Lockstep:
     """One pass of several computations. Made for one `run`.
 
     `run_in`: what each runs in. `complete(unit)` is told when all have passed a unit and nothing holds it, and again of
-    every unit when all have ended: meanwhile a graph that still asked for it may have died.
+    every unit when all have ended: meanwhile a graph that still asked for it may have died. `resident`: units that are
+    always there, for which nobody waits.
     """
 
-    def __init__(self, gatherer: Gatherer, complete: Callable[[int], None], run_in: RunIn = OwnThread) -> None:
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        complete: Callable[[int], None],
+        run_in: RunIn = OwnThread,
+        resident: Container[int] = (),
+    ) -> None:
         self._gatherer = gatherer
+        self._resident = resident
         self._complete = complete
         self._run_in = run_in
         self._walkers: list[_Walker] = []
@@ -141,6 +152,9 @@ class Lockstep:
             return
         if self._abandoned:
             raise _AbandonedError("another micro-batch has failed")
+        if unit in self._resident:
+            self._passed[unit] = None
+            return
         if unit == walker.unit:
             return
         if backward_number() >= 0:
@@ -159,15 +173,20 @@ class Lockstep:
         walker.passed += 1
         walker.entering = True
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """A module is about to be called; returns what to call it with, or None for this."""
+    def enter(self, call: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A module is about to be called, in `call`; returns what to call it with, or None for this."""
         walker = self._running
         if walker is None or walker.unit is None or not walker.entering or backward_number() >= 0:
             return None
         if not walker.fiber.inside:
             return None
         walker.entering = False
-        return walker.computation.enter(walker.unit, args, kwargs)
+        return walker.computation.enter(call, walker.unit, args, kwargs)
+
+    def leave(self, call: object) -> None:
+        """A call has ended."""
+        if self._running is not None:
+            self._running.computation.leave(call)
 
     def keeps_back(self, parameter: torch.Tensor) -> bool:
         """A gradient of `parameter` has arrived on this thread; whether nobody else is to see it yet."""
@@ -197,7 +216,9 @@ class Lockstep:
         """
         walker = self._running
         computation, due = (self._returning, self._due) if walker is None else (walker.computation, walker.unit)
-        if computation is None or unit == due or (walker is not None and walker.fiber.anywhere):
+        if computation is None or unit == due or unit in self._resident:
+            return
+        if walker is not None and walker.fiber.anywhere:
             return
         computation.strayed()
         if walker is None:

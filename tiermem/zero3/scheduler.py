@@ -157,7 +157,7 @@ class GatherScheduler:
         def before_call(module: nn.Module, units: tuple[int, ...], *arguments: Any) -> Arguments | None:
             registered.check(module)
             self._before_call(module, units)
-            return None if self.lockstep is None else self.lockstep.enter(*arguments)
+            return None if self.lockstep is None else self.lockstep.enter(self.stack.calls[-1], *arguments)
 
         def kept_back(parameter: torch.Tensor) -> bool:
             return self.lockstep is not None and self.lockstep.keeps_back(parameter)
@@ -215,6 +215,8 @@ class GatherScheduler:
         self._held.between.after(module)
 
     def _finish(self, call: Call) -> None:
+        if self.lockstep is not None:
+            self.lockstep.leave(call)
         with ExitStack() as last:  # every unit is let go of, whatever happens to the others
             for unit in call.units:
                 last.callback(self._let_go, unit)
