@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from doubles_combinations import pairs_of
 from doubles_commit import Net, Training, check_equal, make_config, undisturbed
+from doubles_training import PlainAdamW, config_for, least_budget, same
+from torch import nn
 
 import tiermem
 
@@ -167,3 +170,53 @@ def test_parameters_added_steps_after_resuming_go_on_with_their_counts(tmp_path:
         assert len(runtime.committed_optimizer_state()["param_groups"]) == 2
         with pytest.raises(tiermem.ResumeError, match="holds 1 optimizers, asked for number 1"):
             runtime.committed_optimizer_state(1)  # what waits for an optimizer is none
+
+
+class Taught(nn.Module):
+    """A model and its teacher, which follows it and is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.teacher = nn.ModuleList(nn.Linear(48, 48) for _ in range(3)).requires_grad_(False)
+
+    def forward(self, rows):
+        expected = rows
+        for layer, above in zip(self.layers, self.teacher, strict=True):
+            rows, expected = torch.tanh(layer(rows)), torch.tanh(above(expected))
+        return (rows - expected.detach()).square().mean()
+
+
+def follow(model: Taught, gathered) -> None:
+    for mine, teachers in zip(model.layers.parameters(), model.teacher.parameters(), strict=True):
+        with gathered([mine]), gathered([teachers], write=True), torch.no_grad():
+            teachers.lerp_(mine, 0.1)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_teacher_that_follows_in_every_step_is_committed_and_resumed(tmp_path: Path, update: str) -> None:
+    torch.manual_seed(0)
+    plain = Taught()
+    theirs = PlainAdamW(plain.parameters(), lr=1e-2)
+    rows = torch.randn(6, 48)
+    for _ in range(5):
+        plain(rows).backward()
+        theirs.step()
+        theirs.zero_grad()
+        follow(plain, lambda *_, **__: nullcontext())
+    for life in range(2):
+        torch.manual_seed(0)
+        model = Taught()
+        config = config_for(tmp_path, least_budget(Taught(), tmp_path), update)
+        with tiermem.offload(model, config, coalesce=0, resume="auto") as runtime:
+            ours = tiermem.AdamW(model.parameters(), lr=1e-2)
+            for step in range(3 - life):
+                model(rows).backward()
+                ours.step()
+                ours.zero_grad()
+                follow(model, runtime.gathered)
+                if step != 1:  # and two steps between commits
+                    runtime.commit().wait()
+            if life:
+                for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    assert same(runtime.parameter(mine), other.detach()), name

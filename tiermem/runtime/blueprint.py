@@ -45,6 +45,9 @@ from tiermem.zero3.order import StepOrder
 from tiermem.zero3.shards import Shard, shards_of
 from tiermem.zero3.units import ModelUnits, Wanted, find_units
 
+# The part of what training takes on disk, one in so many, up to which what is not trained has as many copies.
+_LITTLE = 5
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -92,7 +95,8 @@ class Blueprint:
     def swap_nbytes(self, copies: int) -> int:
         """Bytes that all pages take on disk, those that training changes in `copies` copies.
 
-        What is never trained has one copy, and the largest of it room for another, should somebody write into it.
+        What is never trained may be written all the same (a teacher that follows), and has as many copies where that
+        takes little. A base much larger than what is trained has one, and room for another of its largest unit.
         """
         frozen = [rounded(shard.nbytes) for shard in self.shards if not shard.layout.trainable]
         total = sum(rounded(nbytes) for _, nbytes in self.pages())
@@ -101,7 +105,9 @@ class Blueprint:
         if copies == 1:
             return total
         changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE) - sum(frozen)
-        return total + (copies - 1) * changing + max(frozen, default=0)
+        wanted = total + (copies - 1) * changing
+        little = sum(frozen) <= wanted // _LITTLE
+        return wanted + ((copies - 1) * sum(frozen) if little else max(frozen, default=0))
 
     def pages(self) -> list[tuple[PageKey, int]]:
         """Every page that has a home on disk, with its size in bytes."""
