@@ -19,6 +19,7 @@ import swap
 import tiermem
 from swap.syscalls import SystemCalls
 from tiermem.runtime import commits
+from tiermem.runtime.snapshots import Snapshots
 
 EIO = errno.EIO
 STEPS, STRUCK = 4, 2  # the steps, each with a commit, and the commit in which the drive fails
@@ -165,7 +166,52 @@ def unexpected(directory: Path, rank: int, size: int) -> Any:
     return {"read_again": read_again, "written": written}
 
 
+def looking_beside(stage: int, verb: str) -> Callable[[Path, int, int], Any]:
+    """Each step is kept, and before that has ended, all units are used again, in a budget that holds two of them."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        looked = threading.Event()
+        publish, write = commits.publish_everywhere, Snapshots._write
+
+        def wait_and(then: Callable[..., Any]) -> Callable[..., Any]:
+            def late(*arguments: Any) -> Any:
+                assert looked.wait(30), "nobody has looked"
+                return then(*arguments)
+
+            return late
+
+        torch.manual_seed(1)
+        model = Odd()
+        losses = []
+        settings = {"stage": stage, "host_memory": "68KiB", "commits": verb == "commit"}
+        with (
+            unittest.mock.patch.object(commits, "publish_everywhere", wait_and(publish)),
+            unittest.mock.patch.object(Snapshots, "_write", wait_and(write)),
+            tiermem.offload(model, config_for(directory, **settings)) as runtime,
+        ):
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+            for step in range(STEPS):
+                loss = loss_of(model, part(tokens(step), rank, size))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+                looked.clear()
+                where = () if verb == "commit" else (directory.with_name(f"{directory.name} {step}"),)
+                kept = getattr(runtime, verb)(*where)
+                with torch.no_grad():
+                    model(tokens(step))
+                assert not kept.done
+                looked.set()
+                kept.wait()
+        return losses
+
+    scenario.__name__ = f"looking_beside_{verb}_{stage}"
+    return scenario
+
+
+LOOKING = [looking_beside(stage, verb) for stage in (1, 2, 3) for verb in ("commit", "snapshot")]
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     made.__name__: made
-    for made in (five_steps, unexpected, *(make(place) for make in (doubtful, settled) for place in PLACES))
+    for made in (five_steps, unexpected, *LOOKING, *(make(place) for make in (doubtful, settled) for place in PLACES))
 }

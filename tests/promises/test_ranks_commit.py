@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_python import WarmPython
-from doubles_rank_commits import EIO, PLACES, STEPS, STRUCK
+from doubles_rank_commits import EIO, LOOKING, PLACES, STEPS, STRUCK
 from doubles_rank_scenarios import KILLED
 from doubles_ranks import Reports, run_jobs, values
 
@@ -25,7 +25,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
         (3, ["other_sizes"]),
         (1, ["other_sizes", "unexpected"]),
     ]
-    jobs.append((2, ["five_steps", "unexpected", *doubts]))
+    jobs.append((2, ["five_steps", "unexpected", *(scenario.__name__ for scenario in LOOKING), *doubts]))
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
@@ -55,6 +55,12 @@ def test_a_commit_that_one_rank_cannot_make_is_nobodys(reports):
     for each in (first, second):
         assert each["held"] == {"step": 1}
         assert each["last"] == {"step": 3}
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in LOOKING])
+def test_units_that_are_completed_beside_a_commit_or_a_snapshot_have_room(reports, name):
+    for found, expected in zip(values(reports[2, name]), values(reports[2, "five_steps"]), strict=True):
+        assert found == pytest.approx(expected["losses"][:STEPS], rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [3, 1])

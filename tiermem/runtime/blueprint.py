@@ -100,8 +100,11 @@ class Blueprint:
         """
         frozen = [rounded(shard.nbytes) for shard in self.shards if not shard.layout.trainable]
         total = sum(rounded(nbytes) for _, nbytes in self.pages())
-        if self.stage == 1 and self.shards[0].layout.ranks > 1:  # gradients wait whole on every rank for the step
-            total += sum(rounded(shard.bucket_nbytes) for shard in self.shards)
+        if self.stage < 3 and self.shards[0].layout.ranks > 1:
+            # Beside a commit or a snapshot of a unit lies what it becomes when it is completed from the other ranks.
+            total += sum(rounded(shard.nbytes) for shard in self.shards if shard.layout.trainable)
+            if self.stage == 1:  # gradients wait whole on every rank for the step
+                total += sum(rounded(shard.bucket_nbytes) for shard in self.shards)
         if copies == 1:
             return total
         changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE) - sum(frozen)
