@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -224,7 +224,7 @@ class FakeBook:
     def require_free(self, units: Iterable[int]) -> None:
         pass
 
-    def given_back(self, parameters: Sequence[int]) -> None:
+    def given_back(self, units: Collection[int], parameters: Sequence[int]) -> None:
         self.lent.difference_update(parameters)
 
     def drop(self, parameters: Sequence[int]) -> None:

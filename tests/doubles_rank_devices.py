@@ -125,6 +125,31 @@ def early(update: str, *, for_good: bool = False, full: int | None = None, **set
     return scenario
 
 
+def small(update: str, **settings: Any) -> Scenario:
+    """A unit that one rank has nothing of; steps with more backwards than the one before."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = scenarios.llama()
+        with tiermem.offload(model, scenarios.config_for(directory, update=update, **settings), coalesce=0) as runtime:
+            house = runtime._house
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e9)
+            losses = []
+            for step, count in enumerate([1, 1, 3, 2, 2, 3]):
+                for number in range(count):
+                    loss = scenarios.loss_of(model, scenarios.part(scenarios.tokens(10 * step + number), rank, size))
+                    loss.backward()
+                    losses.append(float(loss.detach()))
+                optimizer.step()
+                optimizer.zero_grad()
+            masters = [runtime.master(parameter) for parameter in model.parameters()]
+            total = runtime.statistics().total
+            nothing = sum(shard.trainable_numel == 0 for shard in house.shards)
+        return {"losses": losses, "masters": masters, "counts": (total.confirmed, total.redone), "nothing": nothing}
+
+    return scenario
+
+
 def with_device(scenario: Scenario, **more: Any) -> Scenario:
     """The same with a device for every rank; `more` settings."""
 
@@ -191,6 +216,11 @@ SCENARIOS: dict[str, Scenario] = {
     "early_whole_one_full": early("backward", stage=2, full=1),
     "early_whole_device": early("backward", stage=2, device="simulated", device_memory="8MiB"),
     "early_whole_for_good": early("backward", stage=2, for_good=True, param_dtype="bfloat16"),
+    **{
+        f"early_small_{update}_{stage}": small(update, stage=stage)
+        for update in ("step", "backward")
+        for stage in (2, 3)
+    },
     **{
         f"early_{run}_{update}_{device}": on(DEVICES[device], make, **how, update=update)
         for run, (make, how) in EARLY.items()

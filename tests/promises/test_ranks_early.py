@@ -15,6 +15,7 @@ pytestmark = pytest.mark.long
 TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_device"]
 GOOD = ["early_for_good_step", "early_for_good_backward", "early_whole_for_good"]
 WHOLE = ["early_whole", "early_whole_auto", "early_whole_one_full", "early_whole_device"]
+SMALL = [f"early_small_{update}_{stage}" for update in ("step", "backward") for stage in (2, 3)]
 RUNS = [
     f"early_{run}_{how}"
     for run in EARLY
@@ -28,7 +29,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     return run_jobs(
         warm_python,
         directory,
-        [(2, [*TWO, *GOOD, *WHOLE, *RUNS]), (3, ["early_step", "early_backward", "early_device"])],
+        [(2, [*TWO, *GOOD, *WHOLE, *SMALL, *RUNS]), (3, ["early_step", "early_backward", "early_device"])],
     )
 
 
@@ -50,6 +51,18 @@ def test_clipped_unclipped_skipped_and_looked_at_in_between(reports, size, name)
         assert redone > 0, "one that is"
         assert speculated == confirmed + redone
     assert len({each["counts"] for each in found}) == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_backward_more_is_taken_back_by_a_rank_too_that_had_nothing_to_update(reports, stage):
+    found = values(reports[2, f"early_small_backward_{stage}"])
+    for one, other in zip(found, values(reports[2, f"early_small_step_{stage}"]), strict=True):
+        assert one["losses"] == other["losses"]
+        assert all(map(torch.equal, one["masters"], other["masters"]))
+        confirmed, redone = one["counts"]
+        assert confirmed > 0
+        assert redone == 2
+    assert [each["nothing"] > 0 for each in found] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["early_forward", "early_auto"])

@@ -7,7 +7,7 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -96,8 +96,11 @@ class GradientBook(Protocol):
     def require_free(self, units: Iterable[int]) -> None:
         """Raise TiermemError if somebody keeps a view of the parameters of these units."""
 
-    def given_back(self, parameters: Sequence[int]) -> None:
-        """The updates that borrowed these gradients are undone: they are present again."""
+    def given_back(self, units: Collection[int], parameters: Sequence[int]) -> None:
+        """The updates of these units that borrowed these gradients are undone: they are present again.
+
+        A rank may have had nothing to update in a unit whose parameters others have.
+        """
 
     def drop(self, parameters: Sequence[int]) -> None:
         """Forget these gradients, as if backward had not produced them."""

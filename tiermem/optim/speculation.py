@@ -129,9 +129,9 @@ class Speculation:
         self.spoiled = True
         self.give_up()
         undone = [update for source, update in shares if source not in kept]
-        self._gradients.given_back([parameter for update in undone for parameter in _parameters(update)])
-        self._close()  # from here on it is not done again, should an interrupt come
         wanted = {update.unit for update in undone}
+        self._gradients.given_back(wanted, [parameter for update in undone for parameter in _parameters(update)])
+        self._close()  # from here on it is not done again, should an interrupt come
         for source, update in sorted(shares, key=lambda share: share[1].unit):
             if source in kept:
                 last = update.discard_gradients and update.unit not in wanted

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -90,13 +90,10 @@ class GradientLedger:
         for unit in units:
             self._gatherer.require_free(unit)
 
-    def given_back(self, parameters: Sequence[int]) -> None:
-        """The updates that borrowed these gradients are undone: they are present, and more may come."""
+    def given_back(self, units: Collection[int], parameters: Sequence[int]) -> None:
+        """The updates of these units that borrowed these gradients are undone: they are present, more may come."""
         self._borrowed.difference_update(parameters)
-        given = set(parameters)
-        self.scheduler.take_back(
-            [unit for unit in self._units if not given.isdisjoint(self.scheduler.gradients.numbers(unit))]
-        )
+        self.scheduler.take_back(units)
 
     def end_interrupted(self) -> None:
         """Let go of what a forward or backward holds that was interrupted: the next ones need the room."""
