@@ -1,0 +1,39 @@
+"""What a user does, drawn at random, has the bits of plain PyTorch; `tools/random_training.py` draws many more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tools.draws import MODELS, draw
+from tools.random_training import alone, difference
+
+# Some have found something: 4, 113 (gradients of micro-batches together, with parts that are kept in memory).
+NUMBERS = (*range(8), 113)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite:UserWarning")  # a step is skipped, as was drawn
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # a checkpoint, evaluated
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_training_drawn_at_random_has_the_bits_of_plain_pytorch(number, tmp_path):
+    assert alone(number, tmp_path) == ""
+
+
+def test_a_draw_is_the_same_every_time_and_all_is_drawn():
+    assert draw(3) == draw(3)
+    drawn = [draw(number) for number in range(300)]
+    assert {each.model for each in drawn} == set(MODELS)
+    verbs = {verb for each in drawn for step in each.steps for verb in (*step.before, *step.behind)}
+    assert verbs >= {"write", "drop", "overflow", "fail", "resume", "move", "commit", "snapshot"}
+    for_good = [each for each in drawn if each.config["update"] == "backward" and not each.clip]
+    assert for_good
+    assert all(not step.before for each in for_good for step in each.steps)
+
+
+def test_a_difference_is_found():
+    one, other = torch.tensor([1.0, float("nan")]), torch.tensor([1.0000001, float("nan")])
+    assert difference([("a", one), ("b", None)], [("a", one.clone()), ("b", None)]) == ""
+    assert "0, a: " in difference([("a", one)], [("a", other)])
+    assert difference([("a", one)], [("a", other)], near=0.01) == ""
+    assert "nothing is there" in difference([("a", None)], [("a", one)])
+    assert "1 things were seen where 2" in difference([("a", one)], [("a", one), ("b", one)])
