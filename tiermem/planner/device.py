@@ -226,7 +226,7 @@ def _beside(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSi
         around, own, count = rounded(unit.nested_nbytes), rounded(unit.param_nbytes), unit.nested_count
         return around + max(
             held + (count + 4) * own,
-            own + held + (2 * most + count + 3) * grad,
+            own + held + (max(2 * most, 3) + count + 3) * grad,
             own + (count + 2) * param,
             own + param + (count + 3) * grad,
             own + param + grad + (count + 4) * state,
@@ -267,7 +267,8 @@ def leased_nbytes(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) ->
     def of(unit: UnitSize) -> int:
         around, own = rounded(unit.nested_nbytes), rounded(unit.param_nbytes)
         gathered = around + (unit.nested_count + 1) * own
-        written = around + own + (2 * most + unit.nested_count) * tile
+        # One tile would do with one less, but then nothing small (activations) would pass through in the least budget.
+        written = around + own + (max(2 * most, 3) + unit.nested_count) * tile
         return max(gathered, written)
 
     return max(map(of, units), default=0)
