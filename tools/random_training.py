@@ -60,10 +60,8 @@ def train(drawn: Draw, directory: Path, rank: int = 0) -> Notes:
 def _budgets(drawn: Draw, directory: Path) -> dict[str, int]:
     """The least, and of what lies between that and everything as much as was drawn."""
     everything = 24 * sum(parameter.numel() for parameter in MODELS[drawn.model]().parameters()) + (1 << 20)
-    found: dict[str, int] = {}
     names = ("device_memory", "host_memory") if drawn.config["device"] != "cpu" else ("host_memory",)
-    for name, room in zip(reversed(names), drawn.room, strict=False):
-        found[name] = round(everything * max(room, 1.0)) + (1 << 25)
+    found = dict.fromkeys(names, everything + (1 << 25))
     for name, room in zip(names, reversed(drawn.room[: len(names)]), strict=True):
         least = 4096
         try:
