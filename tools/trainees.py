@@ -122,7 +122,7 @@ class Plain:
 
 
 class Offloaded(Plain):
-    """Carries it out offloaded. `budgets`: what was found to be needed; more is noted there when it is asked for."""
+    """Carries it out offloaded. `budgets`: of memory, as `Config` has them."""
 
     def __init__(self, drawn: Draw, directory: Path, budgets: dict[str, int], rank: int = 0) -> None:
         self.directory, self.budgets = directory, budgets

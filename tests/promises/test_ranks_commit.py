@@ -60,7 +60,7 @@ def test_a_commit_that_one_rank_cannot_make_is_nobodys(reports):
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in LOOKING])
 def test_units_that_are_completed_beside_a_commit_or_a_snapshot_have_room(reports, name):
     for found, expected in zip(values(reports[2, name]), values(reports[2, "five_steps"]), strict=True):
-        assert found == pytest.approx(expected["losses"][:STEPS], rel=1e-5)
+        assert found == pytest.approx(expected["losses"][:STEPS], rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 1])
