@@ -61,13 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workload = "quick" if options.simulated else choose_workload(machine, options.seconds)
     parameters = count_parameters(workload)
     runs: list[dict[str, Any]] = []
-    wanted = [each for each in contenders(parameters, machine, options.deepspeed) if options.only in each.name]
+    all_of_them = contenders(parameters, machine, options.deepspeed)
+    wanted = [each for each in all_of_them if re.search(options.only, each.name)]
     for number, contender in enumerate(wanted):
         print(f"{workload}: {contender.name}", file=sys.stderr)
         if options.traces is not None and contender.script == _OURS:
             trace = options.traces / f"{re.sub(r'[^a-z]+', '-', contender.name).strip('-')}.json"
             contender = replace(contender, settings={**contender.settings, "trace": str(trace)})  # noqa: PLW2901
-        left = ends - time.monotonic()
+        left = ends - time.monotonic() - (_PREDICTION_SECONDS if not options.simulated else 0.0)
         # One that takes long leaves something to those behind it.
         share = min(left, max(_LEAST_SECONDS, _MORE * left / (len(wanted) - number)))
         warm_up = WARM_UP if contender.script != _DEEPSPEED else 1  # it learns nothing in a second step
@@ -99,7 +100,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulated", action="store_true", help="a tiny model, no GPU, no result file")
     parser.add_argument("--seconds", type=float, default=330.0, help="for everything together")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only contenders with this in their name")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only contenders in whose name this is found")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--traces", type=Path, help="where the timelines of tiermem's runs go")

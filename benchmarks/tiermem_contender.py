@@ -50,9 +50,11 @@ class Account:
             self._edges.setdefault(edge.name, []).append(edge.nbytes)
 
     def details(self) -> dict[str, Any]:
-        """Return all of it, and why the computation waited."""
+        """Return all of it, how many steps were updated early and kept, and why the computation waited."""
         overlap = self._runtime.timeline(self._trace) if self._trace else self._runtime.timeline()
-        return {**self._steps, "edges": self._edges, "overlap": overlap.to_dict()}
+        total = self._runtime.statistics().total
+        early = {"speculated": total.speculated, "confirmed": total.confirmed}
+        return {**self._steps, **early, "edges": self._edges, "overlap": overlap.to_dict()}
 
 
 def main() -> None:

@@ -117,6 +117,7 @@ class Outcome:
     baseline_rss_bytes: int
     peak_rss_bytes: int
     phases: dict[str, list[float]]  # seconds of each step's parts
+    set_up_seconds: float  # from the beginning of the process to that of its first step
     thread_seconds: dict[str, float]  # of processor time in a step, by what the thread does (`common.thread_seconds`)
     details: dict[str, Any]
 
@@ -189,6 +190,7 @@ def measure(
     seconds, losses, read, written = [], [], [], []
     first = job.warm_up if not job.in_turns else 1
     spent: dict[str, float] = {}
+    set_up = time.monotonic() - _BEGAN
     for number in in_turns() if job.in_turns else range(job.warm_up + job.steps):
         if number == first:
             spent = thread_seconds()
@@ -212,6 +214,7 @@ def measure(
         baseline_rss_bytes=baseline,
         peak_rss_bytes=peak_resident_bytes(),
         phases={name: parts[first:] for name, parts in phases.seconds.items()} if phases else {},
+        set_up_seconds=set_up,
         thread_seconds={kind: total / max(1, len(seconds) - first) for kind, total in spent.items()},
         details=details(),
     )

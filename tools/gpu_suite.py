@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--simulated", action="store_true", help="on a simulated device: does the suite run")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything together")
     parser.add_argument("--tests", metavar="EXPRESSION", help="only these tests, as for pytest -k")
-    parser.add_argument("--contenders", default="", metavar="TEXT", help="only contenders with this in their name")
+    parser.add_argument("--contenders", default="", metavar="REGEX", help="only contenders in whose name this is found")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed, to stand beside it")
     parser.add_argument("--directory", type=Path, help="where swap files go (default: the system's temporary folder)")
     parser.add_argument("--traces", type=Path, help="where the timelines of tiermem's runs go, if they are wanted")

@@ -31,7 +31,8 @@ from tiermem.optim.choice import Choice
 from tiermem.runtime.undo import Undo
 
 SPECULATING = ["backward", "auto"]
-BUDGETS = ["generous", "beside", "least"]
+# "logged": beside a device, with memory for an undo log; "backward" keeps old bytes in SWAP there, too.
+BUDGETS = ["generous", "beside", "least", "logged"]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,8 @@ def training(
 
 
 def run(make, script, directory: Path, update: str, budget: str = "beside", **settings) -> Outcome:
+    if budget == "logged":
+        budget, settings = "generous", {"device": "simulated", "device_memory": "64MiB", **settings}
     return offloaded(make, script, directory, update=update, budget=budget, **settings)
 
 
@@ -103,7 +106,7 @@ def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_pa
         assert (total.speculated, total.confirmed, total.redone) == (len(early), len(early) - clipped, clipped)
     else:
         # Elsewhere there is nothing to hide, or no room for it.
-        assert bool(total.speculated) == (budget in ("beside", "resting"))
+        assert bool(total.speculated) == (budget in ("beside", "resting", "logged"))
 
 
 @pytest.mark.parametrize(
