@@ -147,7 +147,7 @@ def draw(number: int) -> Draw:
         pick.choice([1, 1, 2]),
         config,
         {"coalesce": pick.choice([0, 0, "auto", 4096]), "keep": keep},
-        (pick.choice([0.0, 0.0, 0.2, 0.6, 1.2]), pick.choice([0.0, 0.2, 1.2])),
+        (pick.choice([0.0, 0.0, 0.2, 0.6, 1.2, 3.0]), pick.choice([0.0, 0.2, 1.2])),
     )
     count, together = pick.choice([1, 1, 2, 3]), pick.random() < 0.25
     return replace(
