@@ -12,7 +12,6 @@ import torch
 
 from tiermem.errors import InvariantError
 from tiermem.optim.tiles import UnitState
-from tiermem.optim.updates import OldBytes
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 
 
@@ -135,10 +134,6 @@ class FakePager:
         with self.changed:
             return key in self.written
 
-    def has_failed(self, key: PageKey) -> bool:
-        assert threading.current_thread() is self.thread
-        return key in self.failed
-
     def stop_loop(self) -> None:
         """As when the process is being torn down: tasks are cancelled under whoever waits."""
 
@@ -252,9 +247,6 @@ class FakeProtection:
         for key in keys if self.open else ():
             if key not in self.before:
                 self.before[key] = self.pager.bytes[key].clone() if key in self.pager.written else None
-
-    def log(self, pieces: Sequence[OldBytes]) -> None:
-        assert not self.open or all(key in self.before for key, _, _ in pieces)
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         if self.open:

@@ -102,29 +102,6 @@ def test_activations_in_pages_change_no_bits(name, update_on, place, tmp_path):
         assert tier.high_water <= tier.budget
 
 
-def test_early_updates_with_their_old_bytes_in_memory(place, tmp_path):
-    """Whether a step is kept or, since it is clipped, taken back and done again: the masters of "forward"."""
-    masters, device = [], torch_place(place)
-    for update in ("forward", "auto"):
-        torch.manual_seed(1)
-        model = TRIALS["llama"].make()
-        budgets = {"device_memory": 8 * MIB, "host_memory": 64 * MIB, "param_dtype": "bfloat16", "poison": True}
-        config = tiermem.Config(device=place, swap_dirs=[tmp_path], update=update, commits=False, **budgets)
-        with tiermem.offload(model, config) as runtime:
-            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=50.0)
-            for step in range(12):
-                loss = TRIALS["llama"].loss(model, tokens(step, device)) * (1000.0 if step == 6 else 1.0)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            masters.append([runtime.master(parameter) for parameter in model.parameters()])
-            total = runtime.statistics().total
-    assert all(map(torch.equal, *masters))
-    assert total.confirmed > 0
-    assert total.redone == 1
-    assert (total.bytes_read, total.bytes_written) == (0, 0)
-
-
 def test_states_on_disk_too(place, tmp_path):
     trial = TRIALS["fused attention"]
     device = least_device(trial, place, tmp_path)

@@ -31,8 +31,7 @@ from tiermem.optim.choice import Choice
 from tiermem.runtime.undo import Undo
 
 SPECULATING = ["backward", "auto"]
-# "logged": beside a device, with memory for an undo log; "backward" keeps old bytes in SWAP there, too.
-BUDGETS = ["generous", "beside", "least", "logged"]
+BUDGETS = ["generous", "beside", "least"]
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +72,6 @@ def training(
 
 
 def run(make, script, directory: Path, update: str, budget: str = "beside", **settings) -> Outcome:
-    if budget == "logged":
-        budget, settings = "generous", {"device": "simulated", "device_memory": "64MiB", **settings}
     return offloaded(make, script, directory, update=update, budget=budget, **settings)
 
 
@@ -106,7 +103,7 @@ def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_pa
         assert (total.speculated, total.confirmed, total.redone) == (len(early), len(early) - clipped, clipped)
     else:
         # Elsewhere there is nothing to hide, or no room for it.
-        assert bool(total.speculated) == (budget in ("beside", "resting", "logged"))
+        assert bool(total.speculated) == (budget in ("beside", "resting"))
 
 
 @pytest.mark.parametrize(

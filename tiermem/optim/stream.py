@@ -25,7 +25,7 @@ from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState, aligned
-from tiermem.optim.updates import OldBytes, UnitUpdate
+from tiermem.optim.updates import UnitUpdate
 from tiermem.optim.window import Loaded, UpdatedPages, Window, Work
 from tiermem.pager.page import Intent, Kind, PageKey
 
@@ -275,15 +275,6 @@ class UnitStream:
         grad = loaded.grad.tensor(PageKey(state.unit, Kind.GRAD, tile))[: length * state.dtype.itemsize]
         buffer = loaded.state.tensor(PageKey(state.unit, Kind.STATE, tile))
         planes = tile_planes(buffer, state, tile)
-        if update.protection is not None:
-            values = whole[begin : begin + length * state.dtype.itemsize]
-            former = None if loaded.fresh else buffer
-            update.protection.log(
-                [
-                    OldBytes(PageKey(state.unit, Kind.PARAM), begin, values),
-                    OldBytes(PageKey(state.unit, Kind.STATE, tile), 0, former),
-                ]
-            )
         if loaded.fresh:
             buffer.zero_()
             if planes.master is not None:

@@ -1,44 +1,27 @@
 """The records in which an update is asked for.
 
-Owns `Settings`, `SegmentUpdate`, `UnitUpdate`, and what may undo one. Does not know who asks nor who carries it out.
-Guarantees that a request is frozen: what the learning rate was when the update was queued is what the update uses,
-however late it runs.
+Owns `Settings`, `SegmentUpdate` and `UnitUpdate`. Does not know who asks nor who carries it out. Guarantees that a
+request is frozen: what the learning rate was when the update was queued is what the update uses, however late it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Protocol
 
 from tiermem.optim.tiles import Segment
 from tiermem.pager.page import PageKey
 
 
-class OldBytes(NamedTuple):
-    """Bytes of a page that are about to change: uint8, from `offset` on; `present` None: it has no contents yet."""
-
-    key: PageKey
-    offset: int
-    present: torch.Tensor | None
-
-
 class Protector(Protocol):
-    """Keeps the old bytes of pages for as long as an update may have to be undone.
-
-    `pager.protection` has one that keeps them in SWAP, `undolog.py` one that keeps them in memory.
-    """
+    """Keeps the old bytes of pages for as long as an update may have to be undone; `pager.protection` has it."""
 
     def prepare(self, keys: Sequence[PageKey]) -> None:
         """Start what `protect` would wait for. On the loop."""
 
     async def protect(self, keys: Sequence[PageKey]) -> None:
         """Until the present bytes of these pages are kept; call it before they are changed. On the loop."""
-
-    def log(self, pieces: Sequence[OldBytes]) -> None:
-        """These bytes are about to change. On the worker."""
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages once they cannot be needed for a redo. On the loop."""

@@ -46,9 +46,6 @@ class Pager:
         self.aside: set[int] = set()
         self._worker = Worker("tiermem-update", self._loop.report)
         self.protection = self._core.saving.protection
-        pages = self._core.residency.pages
-        # Whether a page has an error, which whoever uses it gets. On the loop only.
-        self.has_failed: Callable[[PageKey], bool] = lambda key: pages[key].error is not None
 
     # Doors for other threads
 

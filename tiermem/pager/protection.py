@@ -84,9 +84,6 @@ class Protection:
                     self._service.save(page)
                     await self._next_event()
 
-    def log(self, pieces: Sequence[object]) -> None:
-        """Nothing more is to be done when bytes change: SWAP has them. Any thread."""
-
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget these pages as soon as they cannot be needed for a redo, which is when this is confirmed."""
         if self._open:

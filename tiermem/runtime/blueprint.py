@@ -8,8 +8,8 @@ touched, and that all ranks draw the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, rounded
-from tiermem.planner.logged import logged_units
 from tiermem.planner.overhead import beside_pages
 from tiermem.planner.parts import size_of
 from tiermem.planner.resting import resting_units
@@ -52,10 +51,7 @@ _LITTLE = 5
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What can be known before anything is opened. `host_nbytes` are for pages, `beside_nbytes` are not.
-
-    `logged`: pages, with their sizes, for whose old bytes some of those beside are: see `planner/logged.py`.
-    """
+    """What can be known before anything is opened. `host_nbytes` are for pages, `beside_nbytes` are not."""
 
     divided: ModelUnits
     layouts: tuple[UnitLayout, ...]
@@ -68,7 +64,6 @@ class Blueprint:
     device: DeviceFootprint | None = None
     resting: tuple[int, ...] = ()
     beside_nbytes: int = 0
-    logged: Mapping[PageKey, int] = field(default_factory=dict)
 
     @property
     def kept(self) -> frozenset[int]:
@@ -234,30 +229,8 @@ def draw(
     # In "backward" an update is for good where nobody clips: then a page that stays in memory is not written at all.
     settled = device.settled if device is not None else ()
     resting = resting_units(sizes, footprint, host_nbytes, settled) if config.update == "auto" else ()
-    drawn = Blueprint(
+    return Blueprint(
         divided, layouts, states, footprint, host_nbytes, shards, tuple(sizes), config.stage, device, resting, beside
-    )
-    alone = company.size == 1 and config.update == "auto" and device is not None and not footprint.serial
-    return _with_log(drawn) if alone else drawn
-
-
-def _with_log(drawn: Blueprint) -> Blueprint:
-    """With an undo log for the last units, if there is memory for it; the others are updated behind backward."""
-    changed: dict[int, dict[PageKey, int]] = {}
-    elsewhere = drawn.kept.union(drawn.device.settled if drawn.device is not None else ())
-    for key, nbytes in drawn.pages():
-        if key.kind in DURABLE and key.unit in drawn.states and key.unit not in elsewhere:
-            changed.setdefault(key.unit, {})[key] = rounded(nbytes)
-    spare = drawn.host_nbytes - drawn.swap_nbytes(1)
-    units = logged_units({unit: sum(pages.values()) for unit, pages in changed.items()}, spare)
-    logged = {key: nbytes for unit in units for key, nbytes in changed[unit].items()}
-    taken = sum(logged.values())
-    return replace(
-        drawn,
-        host_nbytes=drawn.host_nbytes - taken,
-        beside_nbytes=drawn.beside_nbytes + taken,
-        resting=tuple(unit for unit in drawn.states if unit not in units) if units else drawn.resting,
-        logged=logged,
     )
 
 

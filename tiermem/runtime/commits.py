@@ -107,11 +107,6 @@ class Commits:
         return self._mark
 
     @property
-    def under_way(self) -> bool:
-        """Whether a commit is being made."""
-        return self._last is not None and not self._last.done
-
-    @property
     def hold_nothing(self) -> bool:
         """Whether there is no commit in these directories, and none that the other ranks may believe in."""
         return self._mark is None and not self._storage.store.in_doubt

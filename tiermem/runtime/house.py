@@ -27,7 +27,6 @@ from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.shares import Shares, update_threads
-from tiermem.optim.speculation import Speculation
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
 from tiermem.planner.device import DeviceFootprint
@@ -48,7 +47,7 @@ from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
-from tiermem.runtime.undo import choose_schedule, make_undo, wanted_copies
+from tiermem.runtime.undo import choose_schedule, make_speculation, wanted_copies
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.cuts import Cutting
@@ -204,18 +203,17 @@ def _furnish(
     make = partial(Materializer, device=storage.torch_device, shards=shards, broadcast=broadcast)
     materializer = make(pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights)
     parameters = fill_pages(blueprint, storage, states, materializer)
-    shares, names = _shares(storage), [layout.name for layout in layouts]
-    updater = _updater(blueprint, storage, shares)
+    updater = _updater(blueprint, storage)
+    names = [layout.name for layout in layouts]
     conductor = _conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders, storage.counters)
-    schedule = choose_schedule(blueprint, _update(config, company))
+    schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=beginning.past)
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = _queue(blueprint, updater, snapshots.wait_open, source.changed)
-    undo = make_undo(storage, blueprint, snapshots, shares)
-    speculation = Speculation(queue, ledger, undo, storage.counters)
+    speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
     states_in_order, patient = list(blueprint.states.values()), blueprint.patient
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
@@ -275,13 +273,10 @@ def _queue(
     return GatedQueue(queue, wait_open, changed, prepare=prepare)
 
 
-def _shares(storage: Storage) -> Shares:
-    """As many threads for the update as nobody else wants."""
-    return Shares(update_threads(beside_device=storage.torch_device.type != "cpu"))
-
-
-def _updater(blueprint: Blueprint, storage: Storage, shares: Shares) -> Updater:
-    above, depth, workspace = _above(blueprint, storage), blueprint.footprint.depth, Workspace(shares=shares)
+def _updater(blueprint: Blueprint, storage: Storage) -> Updater:
+    """Who updates, with as many threads as nobody else wants."""
+    shares, above = Shares(update_threads(beside_device=storage.torch_device.type != "cpu")), _above(blueprint, storage)
+    depth, workspace = blueprint.footprint.depth, Workspace(shares=shares)
     return Updater(storage.pager, blueprint.states, depth=depth, workspace=workspace, above=above)
 
 

@@ -96,11 +96,6 @@ class Snapshots:
         threading.Thread(target=self._run, args=arguments, name="tiermem-snapshot").start()
         return pending
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a snapshot or a commit is being made."""
-        return self._commits.under_way or (self._last is not None and not self._last.done)
-
     def wait_open(self) -> None:
         """Wait until pages may change, for commits too. Raises nothing that a commit or a snapshot has met."""
         self._commits.wait_open()

@@ -1,8 +1,8 @@
-"""Undoing updates: where the pager, the copies of old bytes and the commits meet.
+"""Undoing updates: where the pager, the copies on disk and the commits meet.
 
-Owns the rule for how many copies of what training changes the disk must hold, where the one is that may be taken back,
-and the question whether there is room for it. Does not know optimizers or norms. Guarantees that an early update is
-never begun which could run out of room for lack of a copy, and that none begins while a commit is under way.
+Owns the rule for how many copies of what training changes the disk must hold, and the question whether there is room
+for one that may be taken back. Does not know optimizers or norms. Guarantees that an early update is never begun which
+could run out of room for lack of a copy, and that none begins while a commit is under way.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from concurrent.futures import Future
 
 from tiermem.config import Config
 from tiermem.optim.schedules import UpdateSchedule, make_schedule
-from tiermem.optim.shares import Shares
-from tiermem.optim.undolog import UndoLog
+from tiermem.optim.service import GradientBook, UpdateQueue
+from tiermem.optim.speculation import Speculation
 from tiermem.optim.updates import Protector
+from tiermem.pager.extents import Extents
 from tiermem.pager.pager import Pager
-from tiermem.runtime.blueprint import Blueprint
-from tiermem.runtime.snapshots import Snapshots
+from tiermem.planner.footprint import Footprint
 from tiermem.runtime.storage import Storage
 
 
@@ -32,34 +32,39 @@ def wanted_copies(config: Config, update: str) -> int:
     return 1 + config.commits + (update == "backward")
 
 
-def choose_schedule(blueprint: Blueprint, update: str) -> UpdateSchedule:
-    """The schedule called `update`.
+def choose_schedule(update: str, footprint: Footprint, nbytes: int, budget: int) -> UpdateSchedule:
+    """The schedule called `update`, for `nbytes` bytes of pages and a budget of host memory.
 
-    Where all pages fit into host memory, or updates are not to run beside the computation, updating under backward
-    hides nothing and only costs writes: there "auto" is "forward", unless there is memory for an undo log.
+    Where all of it fits into memory, or updates are not to run beside the computation, updating under backward hides
+    nothing and only costs writes: there "auto" is "forward".
     """
-    pages = blueprint.swap_nbytes(1) > blueprint.host_nbytes
-    worthwhile = not blueprint.footprint.serial and (pages or bool(blueprint.logged))
-    return make_schedule(update, worthwhile=worthwhile)
+    return make_schedule(update, worthwhile=not footprint.serial and nbytes > budget)
 
 
 class Undo:
     """The `optim.service.Undo` of a runtime."""
 
-    def __init__(self, pager: Pager, protection: Callable[[], Protector], has_room: Callable[[], bool]) -> None:
-        """`protection` makes one; `has_room`: whether what it needs is there."""
+    def __init__(self, pager: Pager, extents: Extents, wait_open: Callable[[], None], *, copies: int) -> None:
+        """`wait_open`: waits until pages may change, for a commit under way, say.
+
+        `copies`: for how many copies of what training changes the disk has room.
+        """
         self._pager = pager
-        self._protection = protection
-        self._has_room = has_room
+        self._extents = extents
+        self._wait_open = wait_open
+        self._copies = copies
         self._reverting: tuple[Protector, Future[None]] | None = None  # the latest
 
     def has_room(self) -> bool:
-        """Whether an update that may be taken back can begin. May wait for a commit."""
-        return self._has_room()
+        """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
+        if self._copies < 2:
+            return False
+        self._wait_open()
+        return self._extents.generations.alive() < self._copies
 
     def protection(self) -> Protector:
         """A new protection."""
-        return self._protection()
+        return self._pager.protection(self._extents.keep())
 
     def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
         """Wait for the updates that are running, then until everything protected is as it was before.
@@ -73,24 +78,19 @@ class Undo:
         self._pager.wait_for(self._reverting[1])
 
 
-def make_undo(storage: Storage, blueprint: Blueprint, snapshots: Snapshots, shares: Shares) -> Undo:
-    """How the updates of a run are undone: with old bytes in an undo log, or, where none was drawn, in SWAP.
+def make_speculation(
+    storage: Storage,
+    wait_open: Callable[[], None],
+    queue: UpdateQueue,
+    gradients: GradientBook,
+    *,
+    room_for: Callable[[int], int],
+) -> Speculation:
+    """The speculation of a run; `wait_open` as for `Undo`.
 
-    `shares`: the threads of the update's worker.
+    `room_for(copies)`: bytes on disk for that many copies of what training changes.
     """
-    if blueprint.logged:
-        log = UndoLog(storage.pager, blueprint.logged, shares)
-        # While a commit is made pages may not change: no update waits for it here, since each may begin in `step()`.
-        return Undo(storage.pager, log.protection, lambda: not snapshots.under_way)
     nbytes = storage.space.statistics().nbytes  # of a run that is resumed: as it was made
-    copies = max(copies for copies in (1, 2, 3) if copies == 1 or blueprint.swap_nbytes(copies) <= nbytes)
-    pager, extents = storage.pager, storage.extents
-
-    def has_room() -> bool:
-        """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
-        if copies < 2:
-            return False
-        snapshots.wait_open()
-        return extents.generations.alive() < copies
-
-    return Undo(pager, lambda: pager.protection(extents.keep()), has_room)
+    copies = max(copies for copies in (1, 2, 3) if copies == 1 or room_for(copies) <= nbytes)
+    undo = Undo(storage.pager, storage.extents, wait_open, copies=copies)
+    return Speculation(queue, gradients, undo, storage.counters)
