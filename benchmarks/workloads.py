@@ -117,7 +117,7 @@ class Outcome:
     baseline_rss_bytes: int
     peak_rss_bytes: int
     phases: dict[str, list[float]]  # seconds of each step's parts
-    set_up_seconds: float  # from the beginning of the process to that of its first step
+    set_up_seconds: float  # from the end of the imports to the first step
     thread_seconds: dict[str, float]  # of processor time in a step, by what the thread does (`common.thread_seconds`)
     details: dict[str, Any]
 
