@@ -131,7 +131,7 @@ GROWTH = """
         # The record of the latest moves grows to its bound: here one that is soon reached.
         timeline = runtime._house.storage.timeline
         timeline._events, timeline._levels = deque(maxlen=500), deque(maxlen=500)
-        train(40)
+        train(80)
         before = train(10)
         after = train(steps, parts=5)
         assert runtime.statistics().last.bytes_read > 0, "everything was kept in memory"
@@ -152,13 +152,13 @@ def test_a_hundred_steps_grow_nothing(update, what, warm_python, tmp_path):
     """One tensor of 256 KiB (a weight, or the state of a tile) kept every 12 steps would show in resident memory.
 
     That is not zero: the interpreter and malloc take and return arenas of 256 KiB and 1 MiB on their own. What they
-    have given out shows more: 1 KiB kept each step, or six objects. A commit holds more than that: its record, its
+    have given out shows more: 1 KiB kept each step, or four objects. A commit holds more than that: its record, its
     manifest, its marks. Objects are counted over the last sixty steps: caches are still being filled in the first.
     """
     rss, heap, threads, descriptors, objects = run(warm_python, GROWTH, str(tmp_path), update, "100", what)
     assert rss < 2 * MIB, f"{rss / MIB:.2f} MiB more"
     assert heap < 100 << 10, f"{heap >> 10} KiB more"
-    assert objects < 6 * 60, f"{objects} more"
+    assert objects < 4 * 60, f"{objects} more"
     assert threads <= 0
     assert descriptors <= 0
     assert list(tmp_path.iterdir()) == []
