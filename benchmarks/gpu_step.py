@@ -35,6 +35,7 @@ GIB = 1 << 30
 _LEAST_SECONDS, _MIDDLE_SECONDS, _LARGE_SECONDS = 45.0, 600.0, 1200.0
 _MORE = 1.3  # times an equal part of what is left
 _PREDICTION_SECONDS = 40.0  # to measure the machine, and to simulate
+_LATE = 5.0  # by which the last contender may end after its time
 # What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
 _PARAMETER, _GRADIENT, _STATE = 2, 2, 10
 # FSDP2 holds fp32 parameters, gradients and two moments in host memory.
@@ -63,12 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs: list[dict[str, Any]] = []
     all_of_them = contenders(parameters, machine, options.deepspeed)
     wanted = [each for each in all_of_them if re.search(options.only, each.name)]
+    ours = [contender for contender in wanted if contender.script == _OURS]
+    reserved = _PREDICTION_SECONDS + _LATE if ours and not options.simulated else 0.0
     for number, contender in enumerate(wanted):
         print(f"{workload}: {contender.name}", file=sys.stderr)
         if options.traces is not None and contender.script == _OURS:
             trace = options.traces / f"{re.sub(r'[^a-z]+', '-', contender.name).strip('-')}.json"
             contender = replace(contender, settings={**contender.settings, "trace": str(trace)})  # noqa: PLW2901
-        left = ends - time.monotonic() - (_PREDICTION_SECONDS if not options.simulated else 0.0)
+        left = ends - time.monotonic() - reserved
         # One that takes long leaves something to those behind it.
         share = min(left, max(_LEAST_SECONDS, _MORE * left / (len(wanted) - number)))
         warm_up = WARM_UP if contender.script != _DEEPSPEED else 1  # it learns nothing in a second step
@@ -77,7 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs.append({"contender": contender.name, "settings": contender.settings, **run})
         if options.json is not None:  # as each ends: whoever started this may end it
             report(options, *summed_up(workload, parameters, runs))
-    ours = [contender for contender in wanted if contender.script == _OURS]
     machine_found: dict[str, object] = {}
     if ours and (options.simulated or ends - time.monotonic() > _PREDICTION_SECONDS):
         print(f"{workload}: what tiermem plan says", file=sys.stderr)

@@ -120,7 +120,7 @@ GROWTH = """
                     runtime.commit({"numbers": list(range(10))}).wait()
                 if (number + 1) % (steps // parts) == 0:
                     runtime.settle()
-                    # Orders of eviction keep outdated entries up to a bound, 30 a step: so they have none.
+                    # Orders of eviction keep outdated entries up to a bound, 30 a step. Now they have none.
                     pager._loop.call(pager._core.residency.reclassify)
                     gc.collect()
                     blocks.append(sys.getallocatedblocks())
