@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doubles_chain import SteppedTransfer, stepped_chain
+from doubles_chain import SteppedArena, SteppedSlab, SteppedTransfer, stepped_chain
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,8 +37,9 @@ class Bench:
         look_ahead: int = 0,
         reserve: int = 10,
         kept: frozenset[int] = frozenset(),
+        arena: type[SteppedArena] = SteppedArena,
     ) -> None:
-        self.chain, self.flying, self.store = stepped_chain(host, device, kept=kept)
+        self.chain, self.flying, self.store = stepped_chain(host, device, arena, kept=kept)
         self.ended: list[Any] = []
         self.forecast, self.counters = Forecast(), Counters()
         self.residency = Residency(
@@ -61,7 +62,7 @@ class Bench:
         return [(transfer.page.key.unit, transfer.target) for transfer in self.flying]
 
     def end(self, number: int, error: BaseException | None = None) -> SteppedTransfer:
-        transfer = next(transfer for transfer in self.flying if transfer.page is self.pages[number])
+        transfer = next(transfer for transfer in self.flying if transfer.page.key.unit == number)
         self.flying.remove(transfer)
         transfer.finish(error)
         while self.ended:
@@ -148,6 +149,21 @@ def test_a_dirty_victim_is_written_back_before_it_goes() -> None:
     assert bench.pages[0].valid == {SWAP}
     bench.end(1)
     assert asked.granted
+
+
+def test_of_memory_in_one_piece_only_what_lies_in_the_place_that_is_cleared_is_written() -> None:
+    bench = Bench(60, arena=SteppedSlab, reserve=0)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20, saved=True)
+    bench.store[large.key] = 9
+    bench.bring(0, 1, 2, 3, 4, 5, intent=WRITE)  # side by side
+    bench.order(1, 5, 3, 4, 2, 0)  # those used last, 0, 2 and 4, do not lie side by side
+    asked = Asked(bench, [large], READ, Lane.COMPUTE, HOST)
+    written = {number for number, target in bench.moving() if target is SWAP}
+    while not asked.granted:
+        bench.end(bench.flying[0].page.key.unit)
+        written |= {number for number, target in bench.moving() if target is SWAP}
+    assert len(written) == 2, "one of them is written in vain for each that is not beside another that goes"
+    assert bench.on(HOST) == {0, 1, 2, 3, 4, 5} - written
 
 
 def test_a_leased_page_is_never_evicted() -> None:

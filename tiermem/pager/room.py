@@ -7,6 +7,7 @@ ahead of time drives out only copies used later, and only those that cost no wri
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import closing
 
 from swap.requests import Priority
@@ -62,37 +63,55 @@ class Room:
         return self._clear(page, tier, spare=None, drop=False)
 
     def _clear(self, page: Page, tier: Tier, spare: Page | None, *, drop: bool = True) -> bool:
-        """Drop what is used last until `page` fits, all or nothing; send off what must be written down for that."""
+        """Drop what is used last until `page` fits, all or nothing; send off what must be written down for that.
+
+        The place is chosen first, and nothing beside it is written: what stays after all would be written in vain.
+        """
+        barred = {spare}
+        while True:
+            chosen, fits = self._choose(page, tier, barred)
+            dirty = [victim for victim in chosen if victim.is_dirty_on(tier)]
+            refused = [victim for victim in dirty if not self._send_away(victim, tier, page)]
+            if not refused:
+                break
+            barred.update(refused)  # without room below they stay: perhaps there is another place
+        if not fits or any(victim.is_dirty_on(tier) or victim.move is not None for victim in chosen):
+            return False  # or: what was sent down has driven out the copy below one of these, or sends it down itself
+        for victim in chosen if drop else ():
+            self._residency.drop(victim, tier)
+        return True
+
+    def _choose(self, page: Page, tier: Tier, barred: Collection[Page | None]) -> tuple[list[Page], bool]:
+        """Which copies have to go, used last as far as can be, and whether `page` fits then; none: what leaves may do.
+
+        Where they do not make room enough, all of them: once what is on its way up can go, too, they will have to.
+        """
         residency, census = self._residency, self._residency.census
-        room = residency.chain.capacity(tier) - residency.chain.arenas[tier].reserved
+        room, leaving = residency.chain.capacity(tier) - residency.chain.arenas[tier].reserved, census.leaving(tier)
         going: list[Page] = []
-        chosen: list[Page] | None = None
         look_at = 0  # where room is not in one piece, the question is asked again when there are twice as many to go
         with closing(census.victims(tier)) as victims:
             for _, victim in victims:
-                if room + census.leaving(tier) >= page.room:
-                    if census.leaving(tier):
+                if room + leaving >= page.room:
+                    if leaving:
                         break
                     if len(going) >= look_at:
                         look_at = 2 * len(going) + 1
                         chosen = self._clearing(page, tier, going)
                         if chosen is not None:
-                            break
-                if victim is spare:
-                    continue
-                if victim.is_dirty_on(tier):
-                    self.homes.displace(victim)
-                    self.send_off(victim, tier, spare=page)
-                else:
+                            return chosen, True
+                if victim not in barred:
                     going.append(victim)
                     room += victim.frames[tier].nbytes
-        if chosen is None and room >= page.room:
-            chosen = self._clearing(page, tier, going)
-        if chosen is None or any(victim.is_dirty_on(tier) or victim.move is not None for victim in chosen):
-            return False  # or: what was sent down has driven out the copy below one of these, or sends it down itself
-        for victim in chosen if drop else ():
-            residency.drop(victim, tier)
-        return True
+        if room + leaving < page.room:
+            return going, False
+        chosen = self._clearing(page, tier, going) if room >= page.room else None
+        return chosen or [], chosen is not None
+
+    def _send_away(self, victim: Page, tier: Tier, page: Page) -> bool:
+        """Have a victim written down so that it can go; False: there is no room for it below."""
+        self.homes.displace(victim)
+        return self.send_off(victim, tier, spare=page)
 
     def _clearing(self, page: Page, tier: Tier, going: list[Page]) -> list[Page] | None:
         """Which of the copies that may go have to, for `page` to fit in one piece; None: even all of them do not do."""
