@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +145,23 @@ def test_a_part_of_the_state_stays_for_good_instead_of_passing_through(update: s
     assert plan.moved < 1.5 * state
     tiles = [plan.stays[index] for index, access in enumerate(schedule.accesses) if access.key.kind is Kind.STATE]
     assert 0.25 < sum(tiles) / len(tiles) < 0.55
+
+
+def longest_run(schedule: Schedule, stays: Sequence[bool]) -> int:
+    """How many tiles of state one after the other do not stay, round the step."""
+    tiles = [stays[index] for index, access in enumerate(schedule.accesses) if access.key.kind is Kind.STATE]
+    runs = [len(list(run)) for kept, run in itertools.groupby(tiles * 2) if not kept]
+    return max(runs, default=0)
+
+
+@pytest.mark.parametrize(("units", "tiles", "share"), [(12, 6, 0.3), (12, 6, 0.5), (24, 3, 0.6), (12, 6, 0.7)])
+def test_what_goes_is_spread_over_the_step_for_hardly_more_bytes(units: int, tiles: int, share: float) -> None:
+    schedule = training(units, tiles, "backward")
+    rooms = rooms_of(schedule)
+    limits = Limits(int(share * sum(rooms.values())), ahead=30, behind=12)
+    plan, together = make_plan(schedule, rooms, limits), make_plan(replace(schedule, rests=True), rooms, limits)
+    assert 0 < plan.moved <= 1.05 * together.moved
+    assert longest_run(schedule, plan.stays) <= 8 < 15 <= longest_run(schedule, together.stays)
 
 
 @pytest.mark.parametrize("update", UPDATES)

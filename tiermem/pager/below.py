@@ -70,7 +70,7 @@ def make_plan_below(
     course = Course(here, rooms, limits, supplied=supplied)
     if at_home:  # what the update has made of them goes up at once
         course.ends = [ends or access.key.kind is Kind.PARAM for ends, access in zip(course.ends, here, strict=True)]
-    plan = best_plan(course, limits)
+    plan = best_plan(course, limits, even=not schedule.rests)
     stays = [True] * len(accesses)
     for position, kept in zip(places, plan.stays, strict=True):
         stays[position] = kept

@@ -4,6 +4,10 @@ Owns the `Plan` and the pure function that makes it. Does not know where anythin
 fixes which bytes move, the clock only when. Guarantees that what it keeps, what is in use and what is read ahead fit
 into the budget together wherever that can be, and that by its own count it never moves more bytes than if the page
 used longest ago had always been the one to go (LRU). With a device above host memory: `below.py`.
+
+Of plans that move as many bytes the better one has them moved all through the step. The sweep's does not: of pages that
+are used once a step it lets the same stretch of the step go every time, where the drive is then the limit, and has
+nothing to do elsewhere. So what stays is spread out, if that costs hardly more bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ from itertools import pairwise
 from tiermem.pager.course import Course, Limits
 from tiermem.pager.page import PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.pager.sweep import Cheapest, Farthest, Oldest, make_cyclic, sweep
+from tiermem.pager.sweep import Cheapest, Farthest, Oldest, make_cyclic, spread, sweep
+
+# What a plan that is spread out may move, as a share of the one that moves least: README.md, "All through the step".
+_SPREAD = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +57,21 @@ def make_plan(schedule: Schedule, rooms: Mapping[PageKey, int], limits: Limits) 
         rooms: bytes that a page takes; a page that is not there takes none.
         limits: what there is room for.
     """
-    return best_plan(Course(schedule.accesses, rooms, limits), limits)
+    return best_plan(Course(schedule.accesses, rooms, limits), limits, even=not schedule.rests)
 
 
-def best_plan(course: Course, limits: Limits) -> Plan:
-    """The same for a course under these limits."""
+def best_plan(course: Course, limits: Limits, *, even: bool) -> Plan:
+    """The same for a course under these limits; `even`: spread out, where that costs little."""
     if not course.accesses:
         return Plan((), 0, 0)
     swept = (sweep(course, limits.capacity, rule) for rule in (Farthest, Cheapest, Oldest))
-    plans = [_counted(course, make_cyclic(course, limits.capacity, stays)) for stays in swept]
-    return min(plans, key=lambda plan: plan.moved)
+    *plans, oldest = [_counted(course, make_cyclic(course, limits.capacity, stays)) for stays in swept]
+    best = min(*plans, oldest, key=lambda plan: plan.moved)
+    if not even or not best.moved:
+        return best
+    stays = make_cyclic(course, limits.capacity, spread(course, limits.capacity, best.stays))
+    spread_out = _counted(course, stays)
+    return spread_out if spread_out.moved <= min(oldest.moved, _SPREAD * best.moved) else best
 
 
 def _counted(course: Course, stays: list[bool]) -> Plan:

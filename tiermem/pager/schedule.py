@@ -28,10 +28,12 @@ class Schedule:
         accesses: who accesses what.
         hasty: how many pages of a unit's update are fetched before the parameters that the computation asks for next;
             the others come behind them and their gradients, wherever the update is recorded. None: all come before.
+        rests: whether some units are updated behind backward though others are under it: it is theirs that is to stay.
     """
 
     accesses: tuple[Access, ...]
     hasty: int | None = None
+    rests: bool = False
 
     @property
     def period(self) -> int:
@@ -39,6 +41,6 @@ class Schedule:
         return len(self.accesses) or 1
 
 
-def schedule_of(accesses: Iterable[tuple[Lane, PageKey]], *, hasty: int | None = None) -> Schedule:
-    """The schedule with these (lane, key) accesses in this order; `hasty` as in `Schedule`."""
-    return Schedule(tuple(Access(lane, key) for lane, key in accesses), hasty)
+def schedule_of(accesses: Iterable[tuple[Lane, PageKey]], *, hasty: int | None = None, rests: bool = False) -> Schedule:
+    """The schedule with these (lane, key) accesses in this order; `hasty` and `rests` as in `Schedule`."""
+    return Schedule(tuple(Access(lane, key) for lane, key in accesses), hasty, rests)

@@ -1,7 +1,8 @@
 """Whom to evict, all through a step: the sweep that decides what stays from one access to the next.
 
-Owns the orders in which pages go and the walk round the step under a capacity. Does not know tiers, moves or time.
-Guarantees that what it keeps fits at every position together with what is needed there, in every step alike.
+Owns the orders in which pages go, the walk round the step under a capacity, and the spreading out of what goes. Does
+not know tiers, moves or time. Guarantees that what it keeps fits at every position together with what is needed there,
+in every step alike.
 
 Victims are chosen by Belady's rule ("A study of replacement algorithms for virtual-storage computers", 1966): of all
 pages that may go, the one whose next use is farthest. Two other orders serve as comparison, see `plan.make_plan`.
@@ -196,6 +197,31 @@ def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
             gap.add(taken, size)
             fullest = int(taken.argmax())
     return stays
+
+
+def spread(course: Course, capacity: int, stays: Sequence[bool]) -> list[bool]:
+    """As `stays`, but what goes of the update's state is taken evenly from the whole step.
+
+    As much of it as has to go at the position where most would be there, and of what could stay over that position:
+    what is used around it is there anyway.
+    """
+    count, accesses = len(course.accesses), course.accesses
+    found = [kept or access.key.kind is Kind.STATE for kept, access in zip(stays, accesses, strict=True)]
+    gaps = _gaps(course)
+    taken = _taken(course, [gap for gap in gaps if found[gap.later]])
+    fullest = int(taken.argmax())
+    excess = int(taken[fullest]) - capacity
+    over = [gap for gap in gaps if accesses[gap.later].key.kind is Kind.STATE and gap.covers(fullest, count)]
+    total = sum(course.sizes[gap.later] for gap in over)
+    gone = due = 0
+    for gap in sorted(over, key=lambda gap: gap.later):
+        size = course.sizes[gap.later]
+        due += size
+        # As large a part of these bytes as of all; by whole numbers, so that it is the same everywhere.
+        if gone < excess and 2 * (due * excess - gone * total) >= size * total:
+            found[gap.later] = False
+            gone += size
+    return found
 
 
 def _gaps(course: Course) -> list[_Gap]:

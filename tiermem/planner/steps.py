@@ -17,7 +17,7 @@ forecast a whole step ahead several times in each backward (README.md, "Several 
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from tiermem.pager.page import Kind, Lane, PageKey
@@ -43,7 +43,7 @@ def plan_step(
     two: bool = True,
     touches: Sequence[tuple[int, PageKey]] = (),
     arrivals: Arrivals = MappingProxyType({}),
-    resting: Container[int] = (),
+    resting: Collection[int] = (),
     together: bool = False,
 ) -> Schedule:
     """The schedule of a step like the recorded one.
@@ -89,7 +89,7 @@ def plan_step(
             yield from updated(after.get(len(accesses) - 1, ()))
         yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
 
-    return schedule_of(walk(), hasty=_HASTY if together else None)
+    return schedule_of(walk(), hasty=_HASTY if together else None, rests=update == "backward" and bool(resting))
 
 
 class _Part(enum.Enum):
@@ -148,7 +148,7 @@ def _added_up(waiting: list[int]) -> Iterator[tuple[_Part, int]]:
 
 
 def _places(
-    accesses: Sequence[Access], tiles: Mapping[int, int], update: str, resting: Container[int]
+    accesses: Sequence[Access], tiles: Mapping[int, int], update: str, resting: Collection[int]
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
     """Which units are updated before the access of each index, and which behind it."""
     received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
