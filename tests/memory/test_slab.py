@@ -148,6 +148,29 @@ def test_room_in_bytes_is_not_room_in_one_piece() -> None:
 _CUTS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["hole", "taken", "stays"])), max_size=9)
 
 
+def test_the_low_end_is_set_aside_for_what_passes_through() -> None:
+    arena = SlabArena(TensorSlab(torch.empty(20 * UNIT, dtype=torch.uint8)), Tier.HOST, passing=4 * UNIT)
+    tiles = [_frame(arena, UNIT) for _ in range(12)]
+    assert min(tile.offset for tile in tiles) == 8 * UNIT
+    assert arena.allocate(UNIT) is None, "8 units are free, and not for tiles"
+    assert arena.clearing(UNIT, [tiles[3], tiles[5]]) == [tiles[3]], "the low end is no place for it"
+    large = [_frame(arena, 4 * UNIT), _frame(arena, 3 * UNIT)]
+    assert [frame.offset for frame in large] == [0, 4 * UNIT]
+    assert arena.allocate(2 * UNIT) is None
+    lowest = min(tiles, key=lambda tile: tile.offset)
+    assert arena.clearing(2 * UNIT, [*large, *tiles]) == [lowest], "what is large goes anywhere, also beside it"
+    arena.free(tiles[3])
+    arena.free(tiles[5])
+    assert _frame(arena, UNIT).offset == min(tiles[3].offset, tiles[5].offset), "where one of its size has been"
+
+
+def test_what_is_much_smaller_than_tiles_goes_to_the_high_end() -> None:
+    arena = SlabArena(TensorSlab(torch.empty(40 * UNIT, dtype=torch.uint8)), Tier.HOST, passing=10 * UNIT)
+    assert _frame(arena, 4 * UNIT).offset == 20 * UNIT
+    assert _frame(arena, UNIT).offset == 39 * UNIT
+    assert _frame(arena, 4 * UNIT).offset == 24 * UNIT
+
+
 @given(_CUTS, st.integers(1, 10))
 @settings(max_examples=300)
 def test_the_cheapest_window(cuts: list[tuple[int, str]], length: int) -> None:

@@ -176,12 +176,12 @@ class CudaDevice:
         self._above = CudaSlab(nbytes, self.torch_device)
         return SlabArena(self._above, Tier.DEVICE, poison=poison)
 
-    def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
+    def make_host_arena(self, nbytes: int, *, poison: bool, passing: int = 0) -> Arena:
         """The arena of the HOST tier: page-locked as far as the system allows, on the device's own NUMA node."""
         registry, address = CudaRegistry(self.torch_device), bus_address(self.torch_device)
         node = None if address is None else node_to_prefer(address)
         self._below = HostSlab(nbytes, registry, measure=self._measure, node=node)
-        return SlabArena(self._below, Tier.HOST, poison=poison)
+        return SlabArena(self._below, Tier.HOST, poison=poison, passing=passing)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""

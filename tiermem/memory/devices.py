@@ -35,8 +35,8 @@ class Device(Protocol):
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier."""
 
-    def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
-        """The arena of the HOST tier, in memory that suits its copies."""
+    def make_host_arena(self, nbytes: int, *, poison: bool, passing: int = 0) -> Arena:
+        """The arena of the HOST tier, in memory that suits its copies; `passing` as for `SlabArena`."""
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """Copy between a HOST and a DEVICE frame, `up` to the device, once the fences of both have passed.
@@ -109,9 +109,9 @@ class SimulatedDevice:
         """The arena of the DEVICE tier."""
         return SlabArena(_processor_slab(nbytes), Tier.DEVICE, poison=poison)
 
-    def make_host_arena(self, nbytes: int, *, poison: bool) -> Arena:
+    def make_host_arena(self, nbytes: int, *, poison: bool, passing: int = 0) -> Arena:
         """The arena of the HOST tier: in one piece as beside a real device, though there is nothing to lock it for."""
-        return SlabArena(HostSlab(nbytes), Tier.HOST, poison=poison)
+        return SlabArena(HostSlab(nbytes), Tier.HOST, poison=poison, passing=passing)
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         """See `Device`. Raises TiermemError after `close`."""

@@ -8,7 +8,7 @@ pageable memory it can be out of room in one piece while there is room in bytes:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from tiermem.memory.ranges import Range, RangeSet, cheapest_window
 from tiermem.memory.tiers import Tier
 
 _POISON = 0xFF
+_ASIDE = 2  # so many of what passes through have the low end for themselves
 
 
 class Slab(Protocol):
@@ -86,19 +87,26 @@ class _Freed(NamedTuple):
     fences: tuple[Fence, ...]
 
 
+def _above(lowest: int, holes: Iterable[Range]) -> list[Range]:
+    """What of the holes lies at `lowest` or above, in order."""
+    return [Range(max(lowest, hole.start), hole.end) for hole in holes if hole.end > lowest]
+
+
 class SlabArena(LiveFrames):
     """The frames of one slab: see `tiermem.memory.arena.Arena`. Raises ConfigError for less than one frame.
 
-    `poison` overwrites frames with NaN when they are freed and when they are handed out.
+    `poison` overwrites frames with NaN when they are freed and when they are handed out. `passing`: bytes of the
+    largest frame that only passes through; zero: nothing is set aside for such.
     """
 
-    def __init__(self, slab: Slab, tier: Tier, *, poison: bool = False) -> None:
+    def __init__(self, slab: Slab, tier: Tier, *, poison: bool = False, passing: int = 0) -> None:
         super().__init__(tier, slab.nbytes, poison=poison)
         usable = slab.nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
         self._slab = slab
         self._free = RangeSet()
         self._free.add(0, usable)
-        self._largest = 0
+        self._passing = round_up(passing) if passing else 0
+        self._largest = self._middle = 0
         self._freed: list[_Freed] = []
 
     def allocate(self, nbytes: int) -> Frame | None:
@@ -139,9 +147,12 @@ class SlabArena(LiveFrames):
 
         Of the places where the frame could lie it is the one that costs the fewest bytes of them.
         """
-        taken = [Range(frame.offset, frame.offset + frame.nbytes) for frame in candidates]
-        chosen = cheapest_window(list(self._free), taken, round_up(nbytes))
-        return None if chosen is None else [candidates[index] for index in chosen]
+        rounded = round_up(nbytes)
+        lowest = self._lowest(rounded)
+        able = [frame for frame in candidates if frame.offset >= lowest]
+        taken = [Range(frame.offset, frame.offset + frame.nbytes) for frame in able]
+        chosen = cheapest_window(_above(lowest, self._free), taken, rounded)
+        return None if chosen is None else [able[index] for index in chosen]
 
     def fence(self) -> Fence | None:
         """What the calling thread has asked of the device that works on the slab; None: it is all done."""
@@ -157,13 +168,24 @@ class SlabArena(LiveFrames):
     def _place(self, length: int) -> int | None:
         """Where a frame of this length goes: large ones to the low end, small ones (tiles) to the high end.
 
-        So that tiles, which come and go, do not lie about between parameters.
+        So that tiles, which come and go, do not lie about between parameters. Where the low end is set aside, those of
+        middling size (tiles of state, which stay) fill the gaps that others of their size have left.
         """
         self._largest = max(self._largest, length)
-        holes = self._free.at_least(length)
+        lowest = self._lowest(length)
+        holes = [hole for hole in _above(lowest, self._free.at_least(length)) if hole.length >= length]
         if not holes:
             return None
-        return holes[0].start if 2 * length >= self._largest else holes[-1].end - length
+        if 2 * length >= (self._passing or self._largest):
+            return holes[0].start
+        self._middle = max(self._middle, length)
+        if not self._passing or 2 * length < self._middle:
+            return holes[-1].end - length
+        return next((hole for hole in holes if hole.length == length), holes[0]).start
+
+    def _lowest(self, length: int) -> int:
+        """Where the first frame of this length may begin: the low end is set aside for what passes through."""
+        return 0 if 2 * length >= self._passing else min(_ASIDE * self._passing, self.capacity)
 
     def _fences(self, start: int, end: int) -> tuple[Fence, ...]:
         """What may still be going on in [start, end)."""

@@ -26,7 +26,7 @@ from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
-from tiermem.planner.footprint import Footprint, UnitSize, rounded
+from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, rounded
 from tiermem.planner.overhead import beside_pages
 from tiermem.planner.parts import size_of
 from tiermem.planner.resting import resting_units
@@ -47,6 +47,8 @@ from tiermem.zero3.units import ModelUnits, Wanted, find_units
 
 # The part of what training takes on disk, one in so many, up to which what is not trained has as many copies.
 _LITTLE = 5
+# How many of the largest parameters host memory has to hold for two to have a part of it to themselves.
+_ROOMY = 16
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ class Blueprint:
     def kept(self) -> frozenset[int]:
         """The units whose parameters stay in host memory by choice."""
         return frozenset(layout.unit for layout in self.layouts if layout.kept)
+
+    @property
+    def passing_nbytes(self) -> int:
+        """Bytes of the largest parameters that pass through host memory beside a device, if it holds many times them.
+
+        Zero otherwise: then no part of host memory can be spared for them alone.
+        """
+        largest = max((rounded(size.param_nbytes) for size in self.sizes if not size.kept), default=0)
+        roomy = self.host_nbytes - kept_nbytes(self.sizes) >= _ROOMY * largest
+        return largest if roomy and self.device is not None else 0
 
     @property
     def patient(self) -> frozenset[int]:

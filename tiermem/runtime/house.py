@@ -175,6 +175,7 @@ def build(
         blueprint.device,
         blueprint.kept,
         beside_nbytes=blueprint.beside_nbytes,
+        passing_nbytes=blueprint.passing_nbytes,
     )
     storage = company.together(
         "open its swap files",

@@ -42,7 +42,7 @@ class Budgets:
     """Bytes of each tier, and how those of memory are shared out. `device`: None where there is no DEVICE tier.
 
     `kept`: the units whose parameters stay in host memory by choice. `beside_nbytes`: host memory of the run
-    that is not for pages.
+    that is not for pages. `passing_nbytes`: of the largest page that only passes through it, see `SlabArena`.
     """
 
     swap_nbytes: int
@@ -51,6 +51,7 @@ class Budgets:
     device: DeviceFootprint | None = None
     kept: frozenset[int] = frozenset()
     beside_nbytes: int = 0
+    passing_nbytes: int = 0
 
     def appetites(self) -> dict[Tier, Appetite]:
         """How far the pager looks ahead on each tier."""
@@ -195,7 +196,7 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
 def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents: Extents) -> Chain:
     if device is None or budgets.device is None:
         return host_chain(HostArena(budgets.host_nbytes, poison=config.poison), extents, kept=budgets.kept)
-    host = device.make_host_arena(budgets.host_nbytes, poison=config.poison)
+    host = device.make_host_arena(budgets.host_nbytes, poison=config.poison, passing=budgets.passing_nbytes)
     try:
         top = device.make_arena(budgets.device.nbytes, poison=config.poison)
     except BaseException:
