@@ -13,6 +13,8 @@ from doubles_training import Outcome, Trainee, check, plain
 from torch import nn
 
 import tiermem
+from tiermem.planner.footprint import rounded
+from tiermem.runtime.blueprint import draw
 
 LAYERS, WIDTH, STEPS = 48, 64, 8
 LAYER_NBYTES = 4 * (WIDTH + 1) * WIDTH
@@ -80,6 +82,24 @@ def test_their_updates_go_up_and_come_down_and_not_to_disk(update: str, tmp_path
     assert bytes_moved["device->host", "param"] > 0
     for high, budget in high_water.values():
         assert high <= budget
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "auto"])
+def test_a_part_of_host_memory_is_theirs_where_it_holds_sixteen_of_them(update: str, tmp_path: Path) -> None:
+    """In the smallest budget that has such a part everybody still finds room."""
+    largest = rounded(LAYER_NBYTES)
+    for host, passing in ((16 * largest - 4096, 0), (16 * largest, largest)):
+        settings = config(tmp_path, update, host_memory=host, commits=False)
+        assert draw(make(), settings, None).passing_nbytes == passing
+    torch.manual_seed(1)
+    model = make()
+    torch.manual_seed(2)
+    with tiermem.offload(model, settings, coalesce=0) as runtime:
+        trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
+        train(trainee)
+        runtime.settle()
+        found = Outcome(trainee.noted, weights(runtime))
+    check(found, plain(make, train))
 
 
 @pytest.mark.parametrize("update", ["auto", "backward"])
