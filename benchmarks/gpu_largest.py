@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host_memory=options.host_memory,
         param_dtype="bfloat16",
         moments=options.moments,
+        update=options.update,
         commits=False,
         swap_dirs=[str(options.directory)],
     )
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "parameters": parameters,
             "tiers": {tier.name: tier.budget for tier in runtime.statistics().tiers},
             "moments": options.moments,
+            "update": options.update,
             "tokens": workload.rows * workload.length,
             "ready_seconds": time.monotonic() - began,
         }
@@ -69,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for taken in train(runtime, model, workload, options, began):
             raw = {**known, **taken, "peak_rss_bytes": peak_resident_bytes(), **device_details(device)}
             report(raw, options)
+        if options.trace is not None:
+            runtime.timeline(options.trace)
     print(table(raw))
     losses = raw["losses"]
     return 0 if all(map(math.isfinite, losses)) and losses[-1] < losses[0] else 1
@@ -115,10 +119,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-memory", default="1300MiB", help="of the GPU, activations aside")
     parser.add_argument("--host-memory", default="40GiB")
     parser.add_argument("--moments", default="int8", choices=("float32", "int8"))
+    # Nothing is clipped here: with "backward" an update is begun there, for good, and no gradient waits for the others.
+    parser.add_argument("--update", default="backward", choices=("auto", "backward", "forward", "step"))
     parser.add_argument("--steps", type=int, default=4, help="behind two that are not counted")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the whole run, after which no step begins")
     parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes")
+    parser.add_argument("--trace", type=Path, help="where the timeline of the last steps goes")
     return parser.parse_args(arguments)
 
 
@@ -138,6 +145,7 @@ def table(raw: dict[str, Any]) -> str:
         ("device budget", f"{device / 1e9:.2f} GB, a {tiers['SWAP'] / device:.0f}th ({whole / device:.0f}th)"),
         ("host budget", f"{tiers['HOST'] / 1e9:.1f} GB"),
         ("ready to train after", f"{raw['ready_seconds']:.0f} s"),
+        ("update", raw["update"]),
         ("s/step", f"{step:.2f} ({min(measured):.2f} to {max(measured):.2f}, {len(measured)} steps)"),
         ("tokens/s", f"{raw['tokens'] / step:.0f}"),
         ("GB a step", ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in moved.items())),

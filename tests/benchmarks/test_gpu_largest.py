@@ -13,12 +13,15 @@ import gpu_largest
 
 
 def test_it_trains_on_a_simulated_device_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swap, trace = tmp_path / "swap", tmp_path / "timeline.json"
+    swap.mkdir()
     small = ("--device-memory", "1MiB", "--host-memory", "16MiB", "--steps", "3")
-    assert gpu_largest.main(["--simulated", *small, "--directory", str(tmp_path)]) == 0
+    assert gpu_largest.main(["--simulated", *small, "--directory", str(swap), "--trace", str(trace)]) == 0
     said = capsys.readouterr()
     assert "| parameters, all of them trained | 724,864 |" in said.out
     assert said.err.count("loss") == 5
-    assert list(tmp_path.iterdir()) == []
+    assert list(swap.iterdir()) == []
+    assert "device->host" in trace.read_text()
 
 
 def test_the_table_has_the_medians_behind_the_first_two_steps() -> None:
@@ -26,6 +29,7 @@ def test_the_table_has_the_medians_behind_the_first_two_steps() -> None:
         "parameters": 2_000_000_000,
         "tiers": {"SWAP": 16_000_000_000, "HOST": 8_000_000_000, "DEVICE": 400_000_000},
         "moments": "int8",
+        "update": "backward",
         "tokens": 4000,
         "ready_seconds": 12.0,
         "seconds": [1.0, 9.0, 2.0, 4.0, 1.0],
