@@ -50,7 +50,7 @@ class Plan:
 
 
 def make_plan(schedule: Schedule, rooms: Mapping[PageKey, int], limits: Limits) -> Plan:
-    """The plan that moves the fewest bytes, of those that three orders of eviction lead to.
+    """The plan that moves the fewest bytes, of those that three orders of eviction lead to, or hardly more, spread out.
 
     Args:
         schedule: the accesses of a step.
