@@ -185,7 +185,7 @@ class SlabArena(LiveFrames):
 
     def _lowest(self, length: int) -> int:
         """Where the first frame of this length may begin: the low end is set aside for what passes through."""
-        return 0 if 2 * length >= self._passing else min(_ASIDE * self._passing, self.capacity)
+        return 0 if 2 * length >= self._passing else _ASIDE * self._passing
 
     def _fences(self, start: int, end: int) -> tuple[Fence, ...]:
         """What may still be going on in [start, end)."""

@@ -26,7 +26,7 @@ from tiermem.pager.sweep import Farthest, make_cyclic, sweep
 # For parameters to last on the device, so large a part of it (one over) has to be free: room between them is not in one
 # piece, and one that has to go comes down. And the largest may be no more than such a part of host memory, where it
 # needs a place in one piece for its update, for which pages that were to stay would have to go.
-_SPARE, _LARGEST = 4, 16
+_SPARE, LARGEST = 4, 16
 
 
 def make_plan_below(
@@ -53,7 +53,7 @@ def make_plan_below(
     there = _stays_above(accesses, own, roomy, settled, at_home=True)
     parameters = [index for index, access in enumerate(accesses) if access.key.kind is Kind.PARAM]
     largest = max((rooms.get(accesses[index].key, 0) for index in parameters), default=0)
-    at_home = largest * _LARGEST <= limits.capacity and all(
+    at_home = largest * LARGEST <= limits.capacity and all(
         index in there or accesses[index].key.is_of(settled) for index in parameters
     )
     if not at_home:

@@ -21,6 +21,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.compiled import are_wanted
 from tiermem.optim.tiles import UnitState
+from tiermem.pager.below import LARGEST
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
@@ -47,8 +48,6 @@ from tiermem.zero3.units import ModelUnits, Wanted, find_units
 
 # The part of what training takes on disk, one in so many, up to which what is not trained has as many copies.
 _LITTLE = 5
-# How many of the largest parameters host memory has to hold for two to have a part of it to themselves.
-_ROOMY = 16
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,11 @@ class Blueprint:
     def passing_nbytes(self) -> int:
         """Bytes of the largest parameters that pass through host memory beside a device, if it holds many times them.
 
-        Zero otherwise: then no part of host memory can be spared for them alone.
+        As many times as for parameters to be at home on the device. Zero otherwise: then no part of host memory can be
+        spared for them alone.
         """
         largest = max((rounded(size.param_nbytes) for size in self.sizes if not size.kept), default=0)
-        roomy = self.host_nbytes - kept_nbytes(self.sizes) >= _ROOMY * largest
+        roomy = self.host_nbytes - kept_nbytes(self.sizes) >= LARGEST * largest
         return largest if roomy and self.device is not None else 0
 
     @property
