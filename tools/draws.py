@@ -88,6 +88,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 _APART = ("dropout", "routed")
 _BEFORE = ("gradients", "look", "evaluate", "drop", "change_rate", "fail", "overflow")
 _BEHIND = ("look", "write", "change_rate", "evaluate", "reload_settings", "commit", "snapshot", "resume", "move")
+_SELDOM = ("save", "anew", "another_optimizer")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Draw:
-    """What is done. `room`: how much of what lies between the least budget and everything there is."""
+    """What is done. `room`: how much of what lies between the least budget and all; `scaled`: by a GradScaler."""
 
     number: int
     model: str
@@ -115,6 +116,7 @@ class Draw:
     offload: dict[str, Any]
     room: tuple[float, float]
     steps: tuple[Step, ...] = ()
+    scaled: bool = False
 
 
 def draw(number: int) -> Draw:
@@ -127,6 +129,7 @@ def draw(number: int) -> Draw:
     device = pick.choice(["cpu", "simulated", "simulated:up=20MB/s,latency=100us", "simulated:down=20MB/s"])
     keep = pick.choice([None, None, None, "200", "4000"])
     config = {
+        "param_dtype": "float32",
         "update": update,
         "device": device,
         "io_backend": pick.choice(["threads", "inline", "aiofiles"]),
@@ -150,13 +153,22 @@ def draw(number: int) -> Draw:
         (pick.choice([0.0, 0.0, 0.2, 0.6, 1.2, 3.0]), pick.choice([0.0, 0.2, 1.2])),
     )
     count, together = pick.choice([1, 1, 2, 3]), pick.random() < 0.25
-    return replace(
-        drawn,
-        steps=tuple(
-            _quiet_step(pick, drawn, count, together=together) if for_good else _step(pick, drawn)
-            for _ in range(pick.randint(3, 7))
-        ),
-    )
+    steps = [
+        _quiet_step(pick, drawn, count, together=together) if for_good else _step(pick, drawn)
+        for _ in range(pick.randint(3, 7))
+    ]
+    return _with_more(replace(drawn, steps=tuple(steps)))
+
+
+def _with_more(drawn: Draw) -> Draw:
+    """The same, with what was not drawn at first; by other numbers, so that a draw that has found something stays."""
+    pick = random.Random(f"{drawn.number} more")  # noqa: S311 - as above
+    scaled = drawn.clip != "by call" and drawn.config["update"] != "backward" and pick.random() < 0.3
+    steps = list(drawn.steps)
+    for number in range(len(steps)) if pick.random() < 0.5 else ():
+        if pick.random() < 0.3:
+            steps[number] = replace(steps[number], behind=(*steps[number].behind, pick.choice(_SELDOM)))
+    return replace(drawn, steps=tuple(steps), scaled=scaled)
 
 
 def _step(pick: random.Random, drawn: Draw) -> Step:

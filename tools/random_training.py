@@ -5,10 +5,11 @@ status of 1 if anything is raised, or a loss, a norm, a gradient, a weight or a 
 PyTorch; and prints the number and the draw, by which it can be had again.
 
     python tools/random_training.py DIRECTORY [--first 0] [--count 200]
+    python tools/random_training.py DIRECTORY --param-dtype bfloat16
     python tools/random_training.py DIRECTORY --ranks 2
 
-Over ranks the other side is offloaded, too, on the same ranks and with room for everything, and numbers may differ by a
-hundredth: sums over micro-batches and ranks are associated in other ways. Needs transformers.
+In 16 bits the other side is offloaded, too, simply and with room for everything. So it is over ranks, where numbers may
+differ by a hundredth: sums over micro-batches and ranks are associated in other ways. Needs transformers.
 """
 
 from __future__ import annotations
@@ -92,13 +93,25 @@ def difference(found: Notes, expected: Notes, near: float = 0.0) -> str:
     return ""
 
 
-def alone(number: int, directory: Path) -> str:
+def alone(number: int, directory: Path, param_dtype: str = "float32") -> str:
     """What is wrong with a draw in one process."""
     drawn = draw(number)
     try:
-        return difference(train(drawn, directory), Plain(drawn).run())
+        if param_dtype == "float32":
+            return difference(train(drawn, directory), Plain(drawn).run())
+        return _beside_simple(replace(drawn, config=drawn.config | {"param_dtype": param_dtype}), directory)
     except Exception:  # noqa: BLE001 - it is what this looks for
         return traceback.format_exc()
+
+
+def _beside_simple(drawn: Draw, directory: Path, rank: int = 0, near: float = 0.0) -> str:
+    simple = drawn.config | {"update": "step", "device": "cpu", "io_backend": "threads", "update_on": "host"}
+    roomy = replace(drawn, config=simple, offload={"coalesce": 0}, room=(1.2, 1.2))
+    sides = []
+    for side, what in (("roomy", roomy), ("drawn", drawn)):
+        directory.joinpath(side).mkdir(exist_ok=True)
+        sides.append(train(what, directory / side, rank))
+    return difference(sides[1], sides[0], near)
 
 
 def _rank(number: int, rank: int, ranks: int, directory: Path) -> str:
@@ -107,14 +120,8 @@ def _rank(number: int, rank: int, ranks: int, directory: Path) -> str:
     drawn = draw(number)
     if drawn.model == "routed":  # ranks that use other units are told so
         drawn = replace(drawn, model="nested")
-    simple = drawn.config | {"update": "step", "device": "cpu", "io_backend": "threads", "update_on": "host"}
-    roomy = replace(drawn, config=simple, offload={"coalesce": 0}, room=(1.2, 1.2))
     try:
-        sides = []
-        for side, what in (("roomy", roomy), ("drawn", drawn)):
-            directory.joinpath(side).mkdir(exist_ok=True)
-            sides.append(train(what, directory / side, rank))
-        return difference(sides[1], sides[0], NEAR)
+        return _beside_simple(drawn, directory, rank, NEAR)
     except Exception:  # noqa: BLE001 - as above
         return traceback.format_exc()
 
@@ -150,6 +157,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -157,7 +165,8 @@ def main() -> int:
     for number in range(asked.first, asked.first + asked.count):
         with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
             place = Path(directory)
-            text = alone(number, place) if asked.ranks == 1 else together(number, asked.ranks, place)
+            lone = asked.ranks == 1
+            text = alone(number, place, asked.param_dtype) if lone else together(number, asked.ranks, place)
         if text:
             wrong += 1
             print(f"{number}: {asdict(draw(number))}\n{text}", flush=True)

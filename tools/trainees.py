@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import tiermem
@@ -27,6 +28,8 @@ class Plain:
         self.draw, self.notes, self.skips = drawn, Notes(), False
         self.generator = torch.Generator().manual_seed(drawn.number + 7919 * rank)
         self.step = drawn.steps[0]
+        # A power of two, so that what is scaled and unscaled has the bits it had.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled=drawn.scaled)
         self.begin(self.make())
 
     def make(self) -> nn.Module:
@@ -69,9 +72,9 @@ class Plain:
         return {"input_ids": words, "labels": words}
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of a micro-batch."""
+        """Of a micro-batch, scaled if that was drawn."""
         result = self.model(**batch)
-        return result if isinstance(result, torch.Tensor) else result.loss  # type: ignore[no-any-return]
+        return self.scaler.scale(result if isinstance(result, torch.Tensor) else result.loss)
 
     def backward(self, count: int) -> None:
         """Bring so many micro-batches."""
@@ -100,8 +103,12 @@ class Plain:
         """The optimizer's step, which gradients that are not finite skip."""
         clip, parameters = self.draw.clip, list(self.model.parameters())
         if clip and not self.skips:
+            self.scaler.unscale_(self.optimizer)
             self.note("norm", nn.utils.clip_grad_norm_(parameters, self.draw.max_norm))
-        if not self.skips:
+        if self.draw.scaled:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif not self.skips:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -120,6 +127,20 @@ class Plain:
     def keep(self, how: str) -> None:
         """Keep the step, or keep it and go on from there; nothing to plain PyTorch."""
 
+    def saved(self) -> dict[str, torch.Tensor]:
+        """The model as it is saved."""
+        return self.model.state_dict()
+
+    def anew(self) -> None:
+        """Go on with the values alone."""
+        self.begin(self.model)
+
+    def another_optimizer(self) -> None:
+        """Go on with another optimizer, which takes over the moments."""
+        before = self.optimizer
+        self.begin(self.model)
+        self.optimizer.state.update(before.state)
+
 
 class Offloaded(Plain):
     """Carries it out offloaded. `budgets`: of memory, as `Config` has them."""
@@ -136,7 +157,6 @@ class Offloaded(Plain):
         swap.mkdir(exist_ok=True)
         config = tiermem.Config(
             swap_dirs=[swap],
-            param_dtype="float32",
             poison=True,
             stall_timeout=30.0,
             **(self.draw.config | self.budgets),
@@ -175,7 +195,11 @@ class Offloaded(Plain):
     def update(self) -> None:
         """Skipping is the optimizer's business."""
         norm = self.optimizer.clip_grad_norm_(self.draw.max_norm) if self.draw.clip == "by call" else None
-        self.optimizer.step()
+        if self.draw.scaled:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         if self.draw.clip and not self.skips:
             self.note("norm", self.optimizer.grad_norm if norm is None else norm)
         self.optimizer.zero_grad()
@@ -203,6 +227,23 @@ class Offloaded(Plain):
             self.runtime.close(remove=how == "move")
             self.lives += how == "move"
             self.begin(self.make(), resume=True if how == "resume" else path)
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """From its files."""
+        self.kept += 1
+        folder = self.directory / f"saved {self.kept}"
+        self.runtime.save_pretrained(folder, max_shard_size=4096)
+        return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+    def anew(self) -> None:
+        """Give the model back, and offload it again."""
+        self.runtime.close(restore_model=True, remove=True)
+        self.lives += 1
+        self.begin(self.model)
+
+    def another_optimizer(self) -> None:
+        """Made for the same parameters."""
+        super().begin(self.model)
 
 
 def gradients(trainee: Plain) -> None:
@@ -273,8 +314,18 @@ def reload_settings(trainee: Plain) -> None:
     trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
 
 
+def save(trainee: Plain) -> None:
+    """Save the model, and look at what is in the files."""
+    found = trainee.saved()
+    for name, _ in (*trainee.model.named_parameters(), *trainee.model.named_buffers()):
+        trainee.note(f"saved {name}", found.get(name))
+
+
 VERBS: dict[str, Callable[[Plain], None]] = {
     **{each.__name__: each for each in (gradients, look, evaluate, drop, change_rate, fail, overflow, write)},
     "reload_settings": reload_settings,
+    "save": save,
+    "anew": lambda trainee: trainee.anew(),
+    "another_optimizer": lambda trainee: trainee.another_optimizer(),
     **{how: lambda trainee, how=how: trainee.keep(how) for how in ("commit", "snapshot", "resume", "move")},
 }

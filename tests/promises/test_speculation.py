@@ -296,6 +296,25 @@ def test_gradients_that_are_dropped_count_once_at_most_and_with_a_warning(budget
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
+def test_an_optimizer_that_takes_over_from_one_that_clips_by_calls_may_clip_too(budget, tmp_path):
+    """What was learned of the old one's steps goes over with the moments: no clipping comes too late."""
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for number in range(6):
+            if number == 3:
+                before, optimizer = optimizer, trainee.adamw(trainee.model.parameters(), lr=2e-2)
+                if trainee.adamw is PlainAdamW:
+                    optimizer.state.update(before.state)
+            tokens_batch(trainee.model).backward()
+            trainee.note(optimizer.clip_grad_norm_(0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(run(Stack, script, tmp_path, "backward", budget), plain(Stack, script))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_without_clipping_nothing_is_protected(budget, tmp_path, monkeypatch):
     """Neither is the room for another copy asked for, nor a page written down to keep what it was."""
 

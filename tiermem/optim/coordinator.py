@@ -12,7 +12,7 @@ The exception is "backward" with one optimizer that does not clip: there updates
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Mapping, MutableMapping, MutableSet, Sequence
 
 import torch
 
@@ -51,8 +51,8 @@ class UpdateCoordinator:
         self._scales = Scales(gradients)
         # Optimizers of whose parameters others have so many; remembered as long as anybody else does.
         self._robbed: MutableMapping[SettingsSource, int] = weakref.WeakKeyDictionary()
-        # Optimizers that clip by calls between backward and step.
-        self._calling: set[SettingsSource] = set()
+        # Optimizers that clip by calls between backward and step, or drop gradients there.
+        self._calling: MutableSet[SettingsSource] = weakref.WeakSet()
         self.late = LateNorms(gradients, lambda unit: [p for p in gradients.present(unit) if p in self._source_of])
 
     # What an optimizer asks (UpdateService).
@@ -60,7 +60,8 @@ class UpdateCoordinator:
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
         """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it.
 
-        Returns the updates that those which had another optimizer have had: their moments go on.
+        Returns the updates that those which had another optimizer have had: their moments go on. So does what was
+        learned of how the step ends: where that one clipped by calls, or dropped gradients, this one may, too.
         """
         self.settle_early()
         self._queue.prepare()
@@ -68,6 +69,8 @@ class UpdateCoordinator:
         done = {before: before.step_counts() for before in dict.fromkeys(had.values())}
         for before in done:
             self._robbed[before] = self._robbed.get(before, 0) + sum(owner is before for owner in had.values())
+            if before in self._calling:
+                self._calling.add(source)
         self._source_of.update(dict.fromkeys(parameters, source))
         self._sources = list(dict.fromkeys(self._source_of.values()))
         return {number: done[before][number] for number, before in had.items() if number in done[before]}
