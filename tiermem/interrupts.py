@@ -10,7 +10,11 @@ gathered parameters. Nobody could give that back, and the next update would wait
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import traceback
+
+_OURS = ("tiermem", "swap")
 
 
 def empty_frames(error: BaseException) -> None:
@@ -32,3 +36,17 @@ def empty_all_frames(error: BaseException) -> None:
     while found is not None:
         traceback.clear_frames(found.__traceback__)
         found = found.__cause__
+
+
+def empty_kept_frames() -> None:
+    """Clear the local variables of our own frames in an interrupt that the interpreter keeps.
+
+    For one that came as a function of ours began, before that could see to it: what it was given is in its frame.
+    """
+    kept = getattr(sys, "last_value", None)
+    if not isinstance(kept, BaseException) or isinstance(kept, Exception):
+        return
+    for frame, _ in traceback.walk_tb(kept.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+            with contextlib.suppress(RuntimeError):  # it still runs: around whoever asks
+                frame.clear()

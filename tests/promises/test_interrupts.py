@@ -22,7 +22,7 @@ import tiermem
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Kind
-from tiermem.zero3 import gather
+from tiermem.zero3 import gather, handles
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.placeholder import Placeholders
@@ -287,6 +287,42 @@ def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, 
             optimizer.zero_grad()
             runtime.settle()
             assert not leased_pages(runtime), (number, kept)
+
+
+@pytest.mark.parametrize("budget", ["tight", "generous"])
+def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error_is_kept(budget, tmp_path, monkeypatch):
+    """Nothing of the function has run, and in its frame is what it was given: a view of parameters to be saved."""
+    model, plain, runtime = begin(tmp_path, "forward" if budget == "tight" else "step", budget)
+    left = 0
+
+    def interrupt(frame, event, argument):
+        nonlocal left
+        if event == "call" and frame.f_code is handles._Scope.pack.__code__:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        compute(runtime, model, together=False)
+        optimizer.step()
+        for left in range(1, 12):
+            try:
+                sys.settrace(interrupt)
+                compute(runtime, model, together=False)
+            except KeyboardInterrupt as error:
+                monkeypatch.setattr(sys, "last_value", error, raising=False)
+            finally:
+                sys.settrace(None)
+            assert left == 0
+            optimizer.zero_grad()
+            for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+                values.data.copy_(runtime.parameter(parameter))
+            assert torch.equal(compute(runtime, model, together=False), plain(batch()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            runtime.settle()
+            assert not leased_pages(runtime)
 
 
 def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.interrupts import empty_kept_frames
 from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
@@ -305,7 +306,9 @@ class Gatherer:
         written = None
         if state.base is not None:  # else an interrupt came while it was given back
             if viewers(state.base) > state.viewers:
-                return False
+                empty_kept_frames()
+                if viewers(state.base) > state.viewers:
+                    return False
             written = self._looks.changed(state.layout.unit, state.base)
             self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # one may have come behind it
             state.base = None
