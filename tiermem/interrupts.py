@@ -1,7 +1,8 @@
 """What an interrupt (Ctrl-C), or an error amid borrowed bytes, takes along.
 
 Owns the look at a traceback. Does not know who was interrupted, or what failed. Guarantees that frames which an
-interrupt has ended hold nothing any more, whoever keeps the error; those of an error only where its frames are told to.
+interrupt has ended hold nothing any more, whoever keeps the error; those of an error only where its frames are told to,
+and that of a function which had not begun once somebody misses what it was given, if the interpreter keeps the error.
 
 Why: the interactive interpreter and notebooks keep the last error (`sys.last_value`) until the next one, so its
 traceback, so the frames in it and whatever these had: a lease of the pager's that had not been stored yet, or a view of

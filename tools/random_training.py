@@ -159,6 +159,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     asked = parser.parse_args()
+    if asked.ranks > 1 and asked.param_dtype != "float32":
+        parser.error("--param-dtype is for one process")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     wrong = 0
