@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 LINT := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary
 READY := .venv/.ready-
 
-.PHONY: help demo test lint bench venv clean
+.PHONY: help demo test lint bench venv oldest clean
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -26,6 +26,7 @@ help:
 	@echo "make test    lint and all tests"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   step time beside plain PyTorch (BENCH_ARGS='--quick' by default)"
+	@echo "make oldest  the tests with the oldest libraries that pyproject.toml allows"
 	@echo "make clean   remove what the others made"
 
 demo: $(READY)hf
@@ -48,6 +49,17 @@ bench: $(READY)hf
 
 venv: $(READY)lint $(READY)test
 
+# In an environment of its own. What these libraries need themselves is the newest that they allow.
+oldest:
+	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	@$(PYTHON) tools/oldest.py > .venv-oldest/constraints.txt
+	@echo "installing into .venv-oldest: the oldest that are allowed"
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 \
+		--constraint .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[hf,plots,test]' \
+		--constraint .venv-oldest/constraints.txt
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_ARGS)
+
 # What is needed for a target and no more: the extra of pyproject.toml named in the mark's name.
 # torch first and by exact version: asked for with the rest, the resolver may fetch several builds of it.
 $(READY)%: pyproject.toml constraints.txt
@@ -60,5 +72,5 @@ $(READY)%: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tiermem-swap-*
+	rm -rf .venv .venv-oldest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tiermem-swap-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -64,7 +64,7 @@ MAY_IMPORT_SWAP = frozenset(
 )
 BELOW_ZERO3 = FLOORS["tiermem.zero3"]
 NOT_BELOW_ZERO3 = ("torch.distributed", "torch.nn")
-SKIPPED_FOLDERS = frozenset({".git", ".venv", "build", "dist", "__pycache__", "node_modules"})
+SKIPPED_FOLDERS = frozenset({".git", ".venv", ".venv-oldest", "build", "dist", "__pycache__", "node_modules"})
 
 
 @dataclass(frozen=True, slots=True)

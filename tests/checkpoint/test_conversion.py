@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import json
 import os
 import sys
@@ -15,18 +17,24 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, MixtralModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    MixtralModel,
+    Qwen3MoeConfig,
+    core_model_loading,
+)
 from transformers import conversion_mapping as mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
-    Interleave,
     MergeModulelist,
     PermuteForRope,
-    Split,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -42,6 +50,7 @@ from tiermem.checkpoint.pieces import Transpose as Transposed
 from tiermem.checkpoint.tensor_file import TensorInfo
 from tiermem.checkpoint.weights import open_weights
 
+OLDER = Version(transformers.__version__) < Version("5.23")
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -209,7 +218,8 @@ def test_a_parameter_that_is_there_both_ways_and_one_that_is_not_there(tmp_path:
 
 def test_with_init_a_merged_parameter_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
     plain = saved(tmp_path / "saved")
-    tensors = {name: values for name, values in file_of(tmp_path / "saved").items() if "w2" not in name}
+    read = file_of(tmp_path / "saved")  # some versions of safetensors map the file, which is written anew below
+    tensors = {name: values.clone() for name, values in read.items() if "w2" not in name}
 
     def init(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -274,7 +284,10 @@ def test_renamed_weights_are_those_of_from_pretrained(tmp_path: Path, make: Any)
     if make is clip_text:  # as on the hub; transformers leaves the prefix out when it saves what it has not loaded
         tensors = {f"text_model.{name}": values for name, values in tensors.items()}
         save_file(tensors, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
-    assert set(tensors) - set(plain.state_dict()), "transformers renames, in this version"
+    if not mapping.get_model_conversion_mapping(plain, add_legacy=False):
+        assert OLDER, "transformers renames, in this version"
+        pytest.skip("this transformers renames nothing in it")
+    assert set(tensors) - set(plain.state_dict())
     _, runtime = offloaded(make, tmp_path / "swap", tmp_path / "saved")
     with runtime:
         check(runtime, type(plain).from_pretrained(tmp_path / "saved"))
@@ -294,9 +307,19 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
     mapping.get_checkpoint_conversion_mapping("llama")  # fills the table
 
     def register(*transforms: Any) -> None:
-        monkeypatch.setitem(mapping._checkpoint_conversion_mapping_cache, "LlamaForCausalLM", list(transforms))
+        for name in ("LlamaForCausalLM", "llama"):  # by class; in older versions by the model's type
+            monkeypatch.setitem(mapping._checkpoint_conversion_mapping_cache, name, list(transforms))
 
     return register
+
+
+# Operations that transformers did not have from the first on.
+Interleave, Split = (getattr(core_model_loading, name, None) for name in ("Interleave", "Split"))
+# Before 5.16 transformers takes `row_10` before `row_2`.
+NUMBERED = {"join columns", "stack columns", "numbered from one"}
+COUNTS = "num_shards_attribute" in inspect.signature(Chunk).parameters
+CountedChunk = functools.partial(Chunk, num_shards_attribute="parts") if COUNTS else Chunk
+needs_split = pytest.mark.skipif(Split is None, reason="this transformers has no operation that splits unevenly")
 
 
 def converter(sources: Any, targets: Any, *operations: Any) -> WeightConverter:
@@ -309,11 +332,6 @@ CONVERSIONS: dict[str, Any] = {
         converter(r"self_attn\.qkv\.weight", QKV, Chunk(dim=0)),
         lambda own: {"self_attn.qkv.weight": torch.cat([own.pop(name) for name in QKV])},
         {"num_key_value_heads": 4},
-    ),
-    "split": (
-        converter("self_attn.qkv.weight", QKV, Split(dim=0)),
-        lambda own: {"self_attn.qkv.weight": torch.cat([own.pop(name) for name in QKV])},
-        {},
     ),
     "transpose": (
         converter("mlp.up.weight", "mlp.up_proj.weight", Transpose(0, 1)),
@@ -366,9 +384,15 @@ CONVERSIONS: dict[str, Any] = {
         {},
     ),
 }
+if Split is not None:
+    CONVERSIONS["split"] = (
+        converter("self_attn.qkv.weight", QKV, Split(dim=0)),
+        lambda own: {"self_attn.qkv.weight": torch.cat([own.pop(name) for name in QKV])},
+        {},
+    )
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", CONVERSIONS if COUNTS else [name for name in CONVERSIONS if name not in NUMBERED])
 @pytest.mark.parametrize("block", [64, 4 << 20])
 def test_every_conversion_gives_what_from_pretrained_gives(
     tmp_path: Path, registered: Any, monkeypatch: pytest.MonkeyPatch, name: str, block: int
@@ -401,8 +425,16 @@ def test_every_conversion_gives_what_from_pretrained_gives(
     ("operations", "said"),
     [
         ([PermuteForRope()], r"PermuteForRope, for model.layers.0.self_attn.q_proj.weight"),
-        ([Interleave(dim=0)], r"Interleave\(dim=0\), for"),
-        ([Chunk(dim=0, num_shards_attribute="parts")], r"Chunk\(dim=0\), for"),
+        pytest.param(
+            [(Interleave or MergeModulelist)(dim=0)],
+            r"Interleave\(dim=0\), for",
+            marks=pytest.mark.skipif(Interleave is None, reason="this transformers has no operation that interleaves"),
+        ),
+        pytest.param(
+            [CountedChunk(dim=0)],
+            r"Chunk\(dim=0\), for",
+            marks=pytest.mark.skipif(not COUNTS, reason="this transformers has no chunks counted by an attribute"),
+        ),
         ([Chunk(dim=1)], r"Chunk\(dim=1\), for"),
         ([Transpose(0, 1), MergeModulelist(dim=0)], r"Transpose, MergeModulelist\(dim=0\), for"),
         ([type("Renumber", (MergeModulelist,), {})()], r"Renumber\(dim=0\), for"),
@@ -426,6 +458,7 @@ def test_what_cannot_be_streamed_is_named_and_nothing_is_guessed(
     assert "not in the model" not in message
 
 
+@needs_split
 def test_parts_that_do_not_fit_are_named(tmp_path: Path, registered: Any) -> None:
     registered(
         converter("self_attn.qkv.weight", QKV, Split(dim=0)),

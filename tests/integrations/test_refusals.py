@@ -122,7 +122,9 @@ def test_a_part_that_is_not_offloaded_and_a_closed_runtime(tmp_path: Path) -> No
 def test_nothing_is_closed(runtime: tiermem.Runtime, tmp_path: Path) -> None:
     trainer = Trainer(args=arguments(tmp_path), train_dataset=data(), runtime=runtime)
     trainer.train()
-    trainer.end()
+    # What it does is done, where transformers has no name for it yet (before 5.20).
+    end = getattr(trainer, "end", trainer.accelerator.end_training)
+    end()
     del trainer
     runtime.settle()  # an error if it were closed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ import tiermem
 from tiermem.integrations.trainer import Seq2SeqTrainer, Trainer
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1}
+# As newer versions of transformers call it, and as older ones do.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in inspect.signature(transformers.TrainingArguments).parameters
+)
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it comes, clipping by 1.0": {"max_grad_norm": 1.0},
     "without clipping": {"max_grad_norm": 0},
@@ -28,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "epochs, evaluation first": {"num_train_epochs": 1, "max_steps": -1, "eval_on_start": True},
     "autocast": {"bf16": True, **EVERY_STEP},
-    "activation checkpointing": {"activation_checkpointing": True},
+    "activation checkpointing": {CHECKPOINTING: True},
     "noise on embeddings, smooth labels": {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1},
     "a plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", **EVERY_STEP},
     "tokens counted, logs now and then": {"include_num_input_tokens_seen": "all", "logging_steps": 3},

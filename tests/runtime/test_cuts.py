@@ -14,12 +14,15 @@ from doubles_together import MIB, Beside, Chain, Tied, leased_pages, rows, squar
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiermem
 from tiermem.zero3.fibers import OwnStack
 
 AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
 AGAIN = "a checkpoint computes units again that backward has not come to"
+# Until transformers 5.20 a layer's checkpoint is around its call, since then within it.
+CALLED_INSIDE = "__call__" in vars(GradientCheckpointingLayer)
 
 
 class Around(Chain):
@@ -285,7 +288,7 @@ def test_nobody_waits_for_what_is_kept_in_memory(make, update, tmp_path):
         assert any(layout.kept for layout in beside.runtime._house.layouts)
         for _ in range(3):
             beside.step(rows())
-        assert beside.why_not is None
+        assert beside.why_not == (None if make is Chain or not CALLED_INSIDE else AGAIN)
         beside.compare()
 
 

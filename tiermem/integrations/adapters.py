@@ -21,7 +21,7 @@ try:
     import transformers
     from safetensors.torch import load_file
 except ImportError as error:
-    raise ImportError("tiermem.integrations.adapters needs transformers 5, accelerate and peft") from error
+    raise ImportError("tiermem.integrations.adapters needs transformers 5.4 or newer, accelerate and peft") from error
 
 _FILE = "adapter_model.safetensors"
 
