@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tiermem.errors import ConfigError
 
@@ -32,9 +31,9 @@ class LlamaShape:
     tied: bool = False
     rope_theta: float = 10000.0
 
-    def to_config(self) -> LlamaConfig:
-        """Return the shape as transformers writes it."""
-        return LlamaConfig(
+    def to_config(self) -> Any:
+        """Return the shape as transformers writes it, a `LlamaConfig`; raises as `library`."""
+        return library().LlamaConfig(
             hidden_size=self.width,
             intermediate_size=self.mlp_width,
             num_hidden_layers=self.layers,
@@ -66,6 +65,15 @@ PRESETS = {
 }
 
 
+def library() -> Any:
+    """transformers, which not everything needs. Raises `ConfigError` if it is not there."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"models come from transformers: pip install 'tiermem[hf]' ({error})") from error
+    return transformers
+
+
 def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str = "") -> Any:
     """Return the configuration of a preset, or of a config.json (or the folder that holds one).
 
@@ -80,9 +88,10 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str 
         return config
     if not model or not Path(model).exists():
         raise ConfigError(f'no preset and no file "{model}"; presets: {", ".join(PRESETS)}{otherwise}')
+    transformers = library()
     try:
         # Code that comes with a model is not run, and nobody is asked on stdout whether it shall be.
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # every architecture checks its values in its own way
         raise ConfigError(f"{model} is not a Hugging Face model configuration: {_reason(error)}") from error
     known = getattr(config, "vocab_size", None)  # not every architecture says so at the top
@@ -93,13 +102,12 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str 
 
 def build_model(config: Any) -> Any:
     """Return the causal language model of `config`, an unmodified transformers module; ValueError if there is none."""
-    factory: Any = AutoModelForCausalLM  # untyped in transformers
-    return factory.from_config(config)
+    return library().AutoModelForCausalLM.from_config(config)
 
 
 def empty_model(config: Any) -> Any:
     """Return the model without storage. Raises `ConfigError` if `config` describes none that can be built."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in library().MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"not a causal language model: transformers has none of the kind {config.model_type!r}")
     try:
         with torch.device("meta"):

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from tiermem.errors import ConfigError
 
@@ -86,6 +85,10 @@ class TokenizerTokens:
     def __init__(self, corpus: Corpus, path: Path) -> None:
         if not path.is_file():
             raise ConfigError(f"there is no tokenizer file {path}")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError(f"--tokenizer needs tokenizers: pip install 'tiermem[hf]' ({error})") from error
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
