@@ -28,6 +28,7 @@ FLOORS = {
     "tiermem.interrupts": 1,
     "tiermem.registry": 1,
     "tiermem.wear": 1,
+    "tiermem.machine_code": 1,
     # Words of the memory room without state or torch; the hall speaks them too.
     "tiermem.memory.sizes": 1,
     "tiermem.memory.links": 1,

@@ -60,7 +60,7 @@ def about_software(python: str, torch: str, no_loops: str | None) -> Iterator[Fi
         )
     else:
         slower = "updates of bfloat16 parameters and 8-bit moments take three times as long; same bits"
-        yield Finding("numba", no_loops, slower, "install numba, or a version of it for this Python and processor")
+        yield Finding("numba", "no compiled loops", slower, no_loops)
 
 
 def about_cpu(

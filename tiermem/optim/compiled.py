@@ -133,7 +133,9 @@ def _try() -> CompiledLoops | str:
         loops = CompiledLoops(importlib.import_module("tiermem.optim.loops"))
         different = differences(loops)
     except ImportError as error:
-        return f"numba cannot be imported ({error})"
+        return f"numba cannot be imported ({error}): install it, or a version of it for this Python and processor"
+    except OSError as error:
+        return f"numba cannot keep what it compiles ({error}): make room there, or set NUMBA_CACHE_DIR"
     except Exception as error:  # noqa: BLE001  a compiler has many ways to fail, and torch can do without it
         return f"numba cannot compile the update here ({type(error).__name__}: {error})"
     if different:

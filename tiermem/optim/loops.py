@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from tiermem.machine_code import loop
 from tiermem.optim import vectors
 from tiermem.optim.codebook import UNIT, CodeBook, signed_book, unsigned_book
 from tiermem.optim.intrinsics import bits_of, float_of, fused_multiply_add, half_bits_of
@@ -54,7 +54,7 @@ _EVEN = np.float32(0.5)
 _UNIT = np.float32(1.0)
 _FULL = np.float32(UNIT)
 
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = loop()
 
 
 @_compile

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from tiermem.machine_code import loop
 
 Halves = npt.NDArray[np.int16]
 
@@ -42,7 +44,7 @@ def _bits_of(_context: Any, _number: Any) -> Any:
 
 
 # Only here may the compiler add in another order than written: that is what makes vectors of it.
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@loop(fastmath={"reassoc", "contract"})
 def _squares(halves: Halves) -> Any:
     total = np.float32(0.0)
     for i in range(halves.size):
@@ -51,13 +53,13 @@ def _squares(halves: Halves) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def _copy(source: Halves, target: Halves) -> None:
     for i in range(source.size):
         target[i] = source[i]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def add_rounded(one: Any, other: Any) -> Any:
     """The bits of the sum of two bfloat16 numbers with these bits."""
     number = np.float32(
@@ -69,13 +71,13 @@ def add_rounded(one: Any, other: Any) -> Any:
     return np.int16(rounded >> _SIXTEEN) if number == number else _NAN
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def _add(source: Halves, target: Halves) -> None:
     for i in range(source.size):
         target[i] = add_rounded(source[i], target[i])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def put(source: Halves, target: Halves, adds: bool) -> None:
     """Copy to `target`, or add to it."""
     if adds:
@@ -84,13 +86,13 @@ def put(source: Halves, target: Halves, adds: bool) -> None:
         _copy(source, target)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def put_squares(halves: Halves, squares: Any, place: int) -> None:
     """Write the sum of squares of a block to its place among those of others."""
     squares[place] = _squares(halves)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def sum_of_squares(halves: Halves) -> float:
     """The sum of squares of the numbers with these bits: int16, 1-D.
 
@@ -102,7 +104,7 @@ def sum_of_squares(halves: Halves) -> float:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def copy_and_add(halves: Halves, begin: int, target: Halves, total: float) -> float:
     """Copy what begins at `begin` to all of `target`; return `total` and the squares of the blocks that begin there.
 
@@ -118,7 +120,7 @@ def copy_and_add(halves: Halves, begin: int, target: Halves, total: float) -> fl
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def sum_and_add(halves: Halves, begin: int, target: Halves, total: float, block: Halves) -> float:
     """Add what begins at `begin` to all of `target`, as torch does; return `total` and the squares of these sums.
 

@@ -19,9 +19,10 @@ import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from tiermem.machine_code import callback, loop
 from tiermem.zero3.squares import BLOCK, Halves, add_rounded, put_squares
 
 _JOB = 8  # numbers that the threads are told
@@ -61,19 +62,19 @@ def _doubles_at(_context: Any, _address: Any) -> Any:
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def _put_both(earlier: Halves, later: Halves, target: Halves) -> None:
     for i in range(target.size):
         target[i] = add_rounded(earlier[i], later[i])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def _add_both(earlier: Halves, later: Halves, target: Halves) -> None:
     for i in range(target.size):
         target[i] = add_rounded(add_rounded(target[i], earlier[i]), later[i])
 
 
-@cfunc(types.void(types.CPointer(types.int64)), cache=True)
+@callback(types.void(types.CPointer(types.int64)))
 def _share(told: Any) -> None:
     """What one thread of the team does: its share of the blocks."""
     job = carray(told, (_JOB,))
@@ -94,7 +95,7 @@ def _share(told: Any) -> None:
             put_squares(target[begin:end], squares, block)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@loop()
 def _fold(total: float, squares: Any) -> float:
     """Add up in order."""
     for square in squares:
