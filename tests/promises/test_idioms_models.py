@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import warnings
 from pathlib import Path
 
@@ -292,6 +293,7 @@ def parametrized(layer: nn.Linear) -> None:
         parametrizations.orthogonal,
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*whose values are paged out, and makes NaN of it:RuntimeWarning")
 def test_what_was_computed_from_paged_out_weights_is_an_error_at_every_call(change, tmp_path):
     model = mlp()
     with offload(model, tmp_path):
@@ -315,6 +317,7 @@ def test_what_was_computed_from_paged_out_weights_is_an_error_at_every_call(chan
         (parametrized, True),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*whose values are paged out, and makes NaN of it:RuntimeWarning")
 def test_weights_computed_from_others_since_offload_train_as_in_plain_torch(change, gathered, tmp_path):
     plain = mlp()
     model = copy.deepcopy(plain)
@@ -369,14 +372,36 @@ def test_a_gradient_that_would_be_ignored_is_an_error(tmp_path):
         assert runtime.gradient(model[2].weight) is None
 
 
-def test_torchs_own_clipping_finds_nothing_and_ours_says_what_to_use(tmp_path):
-    """A remark of the table: no check can catch it, because nothing of ours is called."""
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
+def test_torchs_own_clipping_finds_no_gradients_and_says_what_to_use(clip, update, tmp_path):
     model = mlp()
-    with offload(model, tmp_path):
+    with tiermem.offload(model, config_for(tmp_path, MIB, update)):
         optimizer = tiermem.AdamW(model.parameters())
         model(torch.randn(2, 6)).sum().backward()
+        with pytest.raises(
+            tiermem.TiermemError, match=r"finds no gradients.* Use optimizer.clip_grad_norm_\(max_norm\)"
+        ):
+            clip(model.parameters(), 1e-3)
+        assert all(parameter.grad is None for parameter in model.parameters()), "others may ask"
+        if update != "backward":
+            assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0, "there is nothing to clip"
+
+
+def test_who_clips_in_its_step_or_only_measures_is_not_told(tmp_path):
+    model = mlp()
+    with offload(model, tmp_path):
+        optimizer = tiermem.AdamW(model.parameters(), max_grad_norm=1e-3)
+        model(torch.randn(2, 6)).sum().backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
-        assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+        optimizer.step()
+        assert optimizer.grad_norm > 1e-3
+        optimizer.max_grad_norm = None
+        model(torch.randn(2, 6)).sum().backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) == 0
 
 
 def test_the_models_own_zero_grad_forgets_nothing(tmp_path):
@@ -396,8 +421,8 @@ def test_forward_called_past_the_hooks_gives_nan(tmp_path):
     model = mlp()
     x = torch.randn(3, 6)
     with offload(model, tmp_path), torch.no_grad():
-        assert torch.isnan(model[0].forward(x)).all()
-        assert torch.isnan(nn.functional.linear(x, model[0].weight)).all()
+        with pytest.warns(RuntimeWarning, match="linear was given a parameter whose values are paged out"):
+            assert torch.isnan(model[0].forward(x)).all()
         assert torch.equal(model.forward(x), model(x))
 
 
@@ -405,9 +430,29 @@ def test_vectors_of_parameters_are_made_while_gathered(tmp_path):
     model = mlp()
     expected = nn.utils.parameters_to_vector(model.parameters()).detach()
     with offload(model, tmp_path) as runtime:
-        assert nn.utils.parameters_to_vector(model.parameters()).isnan().all(), "placeholders show"
+        with pytest.warns(RuntimeWarning, match="view was given a parameter whose values are paged out"):
+            assert nn.utils.parameters_to_vector(model.parameters()).isnan().all(), "placeholders show"
         with runtime.gathered(model):
             assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), expected)
+
+
+def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
+    model = mlp()
+    with offload(model, tmp_path), torch.no_grad():
+        average = torch.zeros_like(model[0].weight)
+        for compute in (
+            lambda: model[0].weight.norm(),
+            lambda: torch.isnan(model[0].weight).any(),
+            lambda: average.lerp_(model[0].weight, 0.1),
+            lambda: torch.stack([model[0].bias, model[0].bias]),
+        ):
+            with pytest.warns(RuntimeWarning, match=r"paged out, and makes NaN of it: use runtime.parameter") as caught:
+                compute()
+            assert [each.filename for each in caught] == [__file__]
+        assert not recwarn.list
+        model.to(torch.float32).cpu().float()
+        print(model[0].weight, model[0].weight.numel(), model[0].weight.data.shape)
+    assert not recwarn.list
 
 
 def test_hooks_after_accumulation_see_the_gradient_only_if_they_were_there_first(tmp_path):

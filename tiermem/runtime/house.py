@@ -56,6 +56,7 @@ from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.layout import Slot, UnitLayout
 from tiermem.zero3.materialize import Materializer, WeightSource
+from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.norms import compiled_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
@@ -219,6 +220,7 @@ def _furnish(
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
+    gatherer.absence.goes_unclipped = partial(_goes_unclipped, gatherer, gradients, coordinator)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
     buffers = _watch_buffers(blueprint.divided.model, weights)
@@ -248,6 +250,15 @@ def _furnish(
         company,
         conductor,
     )
+
+
+def _goes_unclipped(
+    gatherer: Gatherer, gradients: Gradients, coordinator: UpdateCoordinator, parameter: nn.Parameter
+) -> bool:
+    """Whether a parameter has a gradient that nobody clips but who finds it in `p.grad`, where it is not."""
+    unit, slot = gatherer.slots[id(parameter)]
+    clipped = any(optimizer.max_grad_norm is not None for optimizer in coordinator.optimizers())
+    return not clipped and slot.parameter in gradients.numbers(unit)
 
 
 def _watch_buffers(model: nn.Module, weights: WeightSource | None) -> BufferWatch:

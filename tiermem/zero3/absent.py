@@ -7,7 +7,10 @@ that an absent one is neither copied nor pickled as if it had values.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +30,10 @@ _ASKED = frozenset(
     for name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "is_meta", "layout", "ndim")
 )
 
+# Where all gradients that there are get clipped. What is there is asked of each parameter, and no gradient of ours is.
+_GRAD: Any = torch.Tensor.grad
+_CLIPPING = "torch.nn.utils.clip_grad"
+
 # What is given parameters to say whose gradients are wanted.
 _GOING_BACK = (torch.autograd.grad, torch.autograd.backward)
 
@@ -37,6 +44,8 @@ class Absence:
     def __init__(self) -> None:
         # Carries out an operation that comes to absent parameters of the model; None: it is carried out as it is.
         self.answer: Answer | None = None
+        # Whether a parameter has a gradient, which is a page and not in `p.grad`, that no optimizer clips by itself.
+        self.goes_unclipped: Callable[[nn.Parameter], bool] = lambda _: False
         self._kinds: dict[type, type[_Absent]] = {}
         self._marked: dict[int, nn.Parameter] = {}
         self._closed = False
@@ -79,6 +88,8 @@ class _Absent:
     def __torch_function__(
         cls, function: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function == _GRAD.__get__:
+            _refuse_clipping(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
         return unseen(_operate)(function, args, kwargs or {})
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
@@ -117,6 +128,21 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         if absence.answer is not None:
             operation = _within(absence.answer, function, args, kwargs, operation)
     return operation()
+
+
+def _refuse_clipping(absence: Absence, parameter: nn.Parameter, frame: FrameType | None) -> None:
+    """Raise TiermemError where torch, which asks in `frame`, would clip nothing, and say nothing."""
+    if frame is None or frame.f_globals.get("__name__") != _CLIPPING or not absence.goes_unclipped(parameter):
+        return
+    while frame is not None and frame.f_globals.get("__name__") == _CLIPPING:
+        if frame.f_locals.get("max_norm") == math.inf:  # a norm is asked for
+            return
+        frame = frame.f_back
+    del frame  # the error would keep it, and it the error
+    raise TiermemError(
+        "torch.nn.utils.clip_grad_* finds no gradients: those of an offloaded model are pages, and p.grad is None. "
+        "Use optimizer.clip_grad_norm_(max_norm), or tiermem.AdamW(..., max_grad_norm=). By value there is none"
+    )
 
 
 def _through_edges(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operation | None:

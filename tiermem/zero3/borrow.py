@@ -2,7 +2,7 @@
 
 Owns the decision whether an operation reads an absent parameter as part of the computation. Does not gather: it says
 which units an operation reads. Guarantees that no operation inside a call of the model, or in a backward, reads a
-placeholder, except one that writes into it, which is left to fail.
+placeholder, except one that writes into it, which is left to fail; and that who else computes with one is told.
 
 Why. `F.linear(x, self.embedding.weight)` for a tied output, `self.table.weight[i]`: no hook of the embedding runs, and
 what is read is NaN. So it is in backward, where a checkpoint runs a function again that reads parameters and belongs
@@ -12,6 +12,8 @@ conversion) is left alone: there the user says what is to be in memory (`runtime
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +36,12 @@ _ASKING = (
 _MAKING = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+)
+# What computes nothing; `view_as` is how torch asks for a leaf's node of the graph.
+_ASIDE = frozenset(("detach", "view_as", "numpy", "__array__", "__dlpack__"))
+# What is done to all parameters of a model: `Module.to`, and the like.
+_CONVERTING = frozenset(
+    ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "pin_memory")
 )
 _WRITING = ("__set__", "__delete__", "__setitem__")
 _LEFT_ALONE = frozenset((*_ASKING, *_MAKING, *_WRITING))
@@ -68,7 +76,10 @@ class Borrowing:
     ) -> Any:
         """Carry out an operation on absent parameters, with what it reads gathered."""
         units = dict.fromkeys(self._own(_read(function, args, kwargs)))
-        if not units or not self._is_computing(args):
+        if not units:
+            return operation()
+        if not self._is_computing(args):
+            _warn(function)
             return operation()
         try:
             self._before(None, tuple(units))
@@ -90,11 +101,34 @@ class Borrowing:
         )
 
 
+def _attribute(function: Callable[..., Any]) -> str:
+    """The name of the attribute that is read, or "": the descriptor knows which."""
+    if getattr(function, "__name__", "") != "__get__":
+        return ""
+    return getattr(getattr(function, "__self__", None), "__name__", "")
+
+
+def _warn(function: Callable[..., Any]) -> None:
+    """Warn of numbers made of placeholders; not of what shows or converts a whole model, which has no use for them."""
+    name = getattr(function, "__name__", "")
+    if name in _ASIDE or name in _CONVERTING or name.startswith("_has_") or _attribute(function):
+        return
+    frame, level = sys._getframe(), 1  # noqa: SLF001 - documented
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("tiermem", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{name} was given a parameter whose values are paged out, and makes NaN of it: use runtime.parameter(p), "
+        "which is a copy, or put `with runtime.gathered(module_or_parameters):` around it",
+        RuntimeWarning,
+        stacklevel=level,
+    )
+
+
 def _read(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """The arguments whose elements an operation looks at. Raises TiermemError if it is to write an absent parameter."""
     name, everything = getattr(function, "__name__", ""), (*args, *kwargs.values())
-    if name == "__get__":  # an attribute: the descriptor knows which
-        return everything if getattr(getattr(function, "__self__", None), "__name__", "") in _SHOWING else ()
+    if name == "__get__":
+        return everything if _attribute(function) in _SHOWING else ()
     if name in _LEFT_ALONE or "out" in kwargs:
         return ()
     if not ((name.endswith("_") and not name.endswith("__")) or name in _ASSIGNING):
