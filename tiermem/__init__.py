@@ -9,6 +9,7 @@
 and then the training loop as always. See README.md for more.
 """
 
+import tiermem.own_swap  # noqa: F401 - before all others
 from tiermem.config import Config
 from tiermem.errors import BudgetError, CapacityError, ConfigError, InvariantError, ResumeError, TiermemError
 from tiermem.optim.adamw import AdamW

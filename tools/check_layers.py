@@ -29,6 +29,7 @@ FLOORS = {
     "tiermem.registry": 1,
     "tiermem.wear": 1,
     "tiermem.machine_code": 1,
+    "tiermem.own_swap": 1,
     # Words of the memory room without state or torch; the hall speaks them too.
     "tiermem.memory.sizes": 1,
     "tiermem.memory.links": 1,
@@ -52,6 +53,7 @@ SWAP_MAY_USE_FOR_TYPES = frozenset({"typing_extensions"})
 MAY_IMPORT_SWAP = frozenset(
     {
         "swap",
+        "tiermem.own_swap",
         "tiermem.config",
         "tiermem.memory",
         "tiermem.pager",
