@@ -404,16 +404,25 @@ def test_who_clips_in_its_step_or_only_measures_is_not_told(tmp_path):
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) == 0
 
 
-def test_the_models_own_zero_grad_forgets_nothing(tmp_path):
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+def test_the_models_own_zero_grad_finds_nothing_to_forget_and_says_so(update, tmp_path):
     model = mlp()
-    with offload(model, tmp_path) as runtime:
+    with tiermem.offload(model, config_for(tmp_path, MIB, update)) as runtime:
         optimizer = tiermem.AdamW(model.parameters())
-        model(torch.randn(3, 6)).sum().backward()
-        gradient = runtime.gradient(model[0].weight)
         model.zero_grad()
-        assert torch.equal(runtime.gradient(model[0].weight), gradient)
-        optimizer.zero_grad()
+        model(torch.randn(3, 6)).sum().backward()
+        with pytest.raises(
+            tiermem.TiermemError, match=r"Module.zero_grad finds no gradients.* Use optimizer.zero_grad"
+        ):
+            model.zero_grad()
+        with pytest.raises(tiermem.TiermemError, match=r"Module.zero_grad finds no gradients"):
+            model[2].zero_grad()
+        if update == "backward":
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
         assert runtime.gradient(model[0].weight) is None
+        model.zero_grad()
 
 
 def test_forward_called_past_the_hooks_gives_nan(tmp_path):

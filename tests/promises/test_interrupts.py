@@ -289,8 +289,11 @@ def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, 
             assert not leased_pages(runtime), (number, kept)
 
 
+@pytest.mark.parametrize("kept", ["by the interpreter", "being handled", "behind another being handled"])
 @pytest.mark.parametrize("budget", ["tight", "generous"])
-def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error_is_kept(budget, tmp_path, monkeypatch):
+def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error_is_kept(
+    budget, kept, tmp_path, monkeypatch
+):
     """Nothing of the function has run, and in its frame is what it was given: a view of parameters to be saved."""
     model, plain, runtime = begin(tmp_path, "forward" if budget == "tight" else "step", budget)
     left = 0
@@ -300,29 +303,44 @@ def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error
         if event == "call" and frame.f_code is handles._Scope.pack.__code__:
             left -= 1
             if left == 0:
+                sys.settrace(None)
                 raise KeyboardInterrupt
+
+    def be_interrupted():
+        sys.settrace(interrupt)
+        compute(runtime, model, together=False)
+
+    def go_on():
+        assert left == 0
+        optimizer.zero_grad()
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            values.data.copy_(runtime.parameter(parameter))
+        assert torch.equal(compute(runtime, model, together=False), plain(batch()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        runtime.settle()
+        assert not leased_pages(runtime)
 
     with runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         compute(runtime, model, together=False)
         optimizer.step()
-        for left in range(1, 12):
+        for number in range(1, 12):
+            left = number
             try:
-                sys.settrace(interrupt)
-                compute(runtime, model, together=False)
+                be_interrupted()
             except KeyboardInterrupt as error:
-                monkeypatch.setattr(sys, "last_value", error, raising=False)
-            finally:
-                sys.settrace(None)
-            assert left == 0
-            optimizer.zero_grad()
-            for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
-                values.data.copy_(runtime.parameter(parameter))
-            assert torch.equal(compute(runtime, model, together=False), plain(batch()).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            runtime.settle()
-            assert not leased_pages(runtime)
+                if kept == "being handled":
+                    go_on()
+                elif kept == "behind another being handled":
+                    try:
+                        raise ValueError("while it is handled")
+                    except ValueError:
+                        go_on()
+                else:
+                    monkeypatch.setattr(sys, "last_value", error, raising=False)
+            if kept == "by the interpreter":
+                go_on()
 
 
 def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_path, monkeypatch):

@@ -220,7 +220,7 @@ def _furnish(
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
-    gatherer.absence.goes_unclipped = partial(_goes_unclipped, gatherer, gradients, coordinator)
+    _tell_of_gradients(gatherer, gradients, coordinator)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
     buffers = _watch_buffers(blueprint.divided.model, weights)
@@ -252,13 +252,15 @@ def _furnish(
     )
 
 
-def _goes_unclipped(
-    gatherer: Gatherer, gradients: Gradients, coordinator: UpdateCoordinator, parameter: nn.Parameter
-) -> bool:
-    """Whether a parameter has a gradient that nobody clips but who finds it in `p.grad`, where it is not."""
-    unit, slot = gatherer.slots[id(parameter)]
-    clipped = any(optimizer.max_grad_norm is not None for optimizer in coordinator.optimizers())
-    return not clipped and slot.parameter in gradients.numbers(unit)
+def _tell_of_gradients(gatherer: Gatherer, gradients: Gradients, coordinator: UpdateCoordinator) -> None:
+    """Let absent parameters know what is not in their `.grad`."""
+
+    def has_gradient(parameter: nn.Parameter) -> bool:
+        unit, slot = gatherer.slots[id(parameter)]
+        return slot.parameter in gradients.numbers(unit)
+
+    gatherer.absence.has_gradient = has_gradient
+    gatherer.absence.is_clipped = lambda: any(each.max_grad_norm is not None for each in coordinator.optimizers())
 
 
 def _watch_buffers(model: nn.Module, weights: WeightSource | None) -> BufferWatch:

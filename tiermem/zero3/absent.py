@@ -30,9 +30,9 @@ _ASKED = frozenset(
     for name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "is_meta", "layout", "ndim")
 )
 
-# Where all gradients that there are get clipped. What is there is asked of each parameter, and no gradient of ours is.
+# Where all gradients that there are get clipped, or cleared. It is asked of each parameter, and no gradient of ours is.
 _GRAD: Any = torch.Tensor.grad
-_CLIPPING = "torch.nn.utils.clip_grad"
+_CLIPPING, _CLEARING = "torch.nn.utils.clip_grad", "torch.nn.modules.module"
 
 # What is given parameters to say whose gradients are wanted.
 _GOING_BACK = (torch.autograd.grad, torch.autograd.backward)
@@ -44,8 +44,9 @@ class Absence:
     def __init__(self) -> None:
         # Carries out an operation that comes to absent parameters of the model; None: it is carried out as it is.
         self.answer: Answer | None = None
-        # Whether a parameter has a gradient, which is a page and not in `p.grad`, that no optimizer clips by itself.
-        self.goes_unclipped: Callable[[nn.Parameter], bool] = lambda _: False
+        # Whether a parameter has a gradient, which is a page and not in `p.grad`; whether an optimizer clips by itself.
+        self.has_gradient: Callable[[nn.Parameter], bool] = lambda _: False
+        self.is_clipped: Callable[[], bool] = lambda: False
         self._kinds: dict[type, type[_Absent]] = {}
         self._marked: dict[int, nn.Parameter] = {}
         self._closed = False
@@ -89,7 +90,7 @@ class _Absent:
         cls, function: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function == _GRAD.__get__:
-            _refuse_clipping(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
+            _refuse_search(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
         return unseen(_operate)(function, args, kwargs or {})
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
@@ -130,18 +131,27 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return operation()
 
 
-def _refuse_clipping(absence: Absence, parameter: nn.Parameter, frame: FrameType | None) -> None:
-    """Raise TiermemError where torch, which asks in `frame`, would clip nothing, and say nothing."""
-    if frame is None or frame.f_globals.get("__name__") != _CLIPPING or not absence.goes_unclipped(parameter):
+def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType | None) -> None:
+    """Raise TiermemError where torch, which asks in `frame`, would find no gradients, do nothing, and say nothing."""
+    asking = frame.f_globals.get("__name__") if frame is not None else None
+    if frame is None or asking not in (_CLIPPING, _CLEARING) or not absence.has_gradient(parameter):
+        return
+    if asking == _CLEARING:
+        if frame.f_code.co_name == "zero_grad":
+            raise _nothing_found("Module.zero_grad", "optimizer.zero_grad()")
         return
     while frame is not None and frame.f_globals.get("__name__") == _CLIPPING:
-        if frame.f_locals.get("max_norm") == math.inf:  # a norm is asked for
+        if absence.is_clipped() or frame.f_locals.get("max_norm") == math.inf:  # a norm is asked for
             return
         frame = frame.f_back
     del frame  # the error would keep it, and it the error
-    raise TiermemError(
-        "torch.nn.utils.clip_grad_* finds no gradients: those of an offloaded model are pages, and p.grad is None. "
-        "Use optimizer.clip_grad_norm_(max_norm), or tiermem.AdamW(..., max_grad_norm=). By value there is none"
+    use = "optimizer.clip_grad_norm_(max_norm), or tiermem.AdamW(..., max_grad_norm=). By value there is none"
+    raise _nothing_found("torch.nn.utils.clip_grad_*", use)
+
+
+def _nothing_found(by: str, use: str) -> TiermemError:
+    return TiermemError(
+        f"{by} finds no gradients: those of an offloaded model are pages, and p.grad is None. Use {use}"
     )
 
 
