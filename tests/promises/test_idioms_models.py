@@ -391,6 +391,16 @@ def test_torchs_own_clipping_finds_no_gradients_and_says_what_to_use(clip, updat
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0, "there is nothing to clip"
 
 
+def test_what_is_made_of_an_absent_parameter_has_no_gradient_of_its_own(tmp_path):
+    model = mlp()
+    with offload(model, tmp_path):
+        model(torch.randn(2, 6)).sum().backward()
+        other = nn.Module()
+        other.weight = nn.Parameter(model[0].weight.detach())
+        other.zero_grad()
+        assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1e-3) == 0
+
+
 def test_who_clips_in_its_step_or_only_measures_is_not_told(tmp_path):
     model = mlp()
     with offload(model, tmp_path):

@@ -256,8 +256,8 @@ def _tell_of_gradients(gatherer: Gatherer, gradients: Gradients, coordinator: Up
     """Let absent parameters know what is not in their `.grad`."""
 
     def has_gradient(parameter: nn.Parameter) -> bool:
-        unit, slot = gatherer.slots[id(parameter)]
-        return slot.parameter in gradients.numbers(unit)
+        place = gatherer.slots.get(id(parameter))  # None: a copy of an absent one
+        return place is not None and place[1].parameter in gradients.numbers(place[0])
 
     gatherer.absence.has_gradient = has_gradient
     gatherer.absence.is_clipped = lambda: any(each.max_grad_norm is not None for each in coordinator.optimizers())
