@@ -40,7 +40,7 @@ COMMANDS = {
     "a picture of bench": (["bench", "--dir", ".", "--size", "16MiB", "--plot", "a.png"], 1, "matplotlib: pip install"),
     "a picture of a plan": ([*_PLAN, "--plot", "a.png"], 1, "matplotlib: pip install"),
     "scalars": (["train", "--model", "llama-5m", "--tensorboard", "runs", *_NAMED], 1, "pip install 'tiermem["),
-    "snapshots": (["snapshot", "list", "."], 1, "no"),
+    "snapshots": (["snapshot", "list", "."], 1, "nothing is committed in ."),
 }
 
 
