@@ -141,6 +141,9 @@ class SwapFile:
             self._choose_direct()
             return
         before = os.fstat(self._fd).st_size
+        if before == 0:  # the only time it can be said
+            with contextlib.suppress(OSError):  # a file system without the flag, or too old: slower at worst
+                self._system.overwrite_in_place(self._fd)
         self._write_superblock()
         self._choose_direct()
         self._reserve(before)

@@ -9,6 +9,7 @@ a call that was given up may still change what it protects.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Sequence
@@ -100,6 +101,23 @@ class DirectoryLock:
         os.pwrite(fd, mark, 0)  # over what is there, and cut then: a full disk has no room for it otherwise
         os.ftruncate(fd, len(mark))
         return True
+
+
+def lock_holder(path: str, system: SystemCalls) -> int | None:
+    """The process that holds the lock at `path`; -1 if it does not say which it is, None if nobody does."""
+    try:
+        fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        return None
+    try:
+        # Shared and at once given back: a run that starts in this instant would be refused, one that lives is seen.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        number = os.pread(fd, _LONGEST, 0).removeprefix(_MARK).strip()
+        return int(number) if number.isdigit() else -1
+    finally:
+        system.close(fd)
+    return None
 
 
 def close_descriptor(fd: int, path: str, system: SystemCalls) -> None:

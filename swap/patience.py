@@ -35,7 +35,7 @@ class PatientSystemCalls(SystemCalls):
         self._seconds = seconds
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()  # of that list: two drives may be silent at once
-        for name in ("close", "fallocate", "truncate", "free_bytes", "lock", "sleep"):
+        for name in ("close", "fallocate", "truncate", "overwrite_in_place", "free_bytes", "lock", "sleep"):
             setattr(self, name, getattr(self._system, name))
 
     def late(self) -> Sequence[threading.Thread]:

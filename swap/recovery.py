@@ -7,7 +7,6 @@ be whole, and that a mismatch between manifest, files and bytes is an error that
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,6 +20,7 @@ from swap.errors import FormatError, SwapError, SwapIOError
 from swap.extents import Extent
 from swap.files import look
 from swap.generations import Generations, Mark
+from swap.locks import lock_holder
 from swap.manifest import Entry, Manifest
 from swap.manifest_files import ManifestFiles
 from swap.requests import Request
@@ -35,12 +35,13 @@ _IN_FLIGHT = 4  # extents read at once while verifying
 class Leftovers:
     """What is in the directories. `files`: the superblock of each directory's swap file, None where none is.
 
-    `in_use`: another process holds one of them now.
+    `in_use`: a run holds one of them now. `holder`: the process it belongs to, 0 where that is not known.
     """
 
     in_use: bool
     files: tuple[Superblock | None, ...]
     manifest: Manifest | None
+    holder: int = 0
 
     @property
     def empty(self) -> bool:
@@ -68,8 +69,10 @@ def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCall
     """What earlier runs left in existing directories. Changes nothing. Raises FormatError for foreign, damaged ones."""
     system = system or SystemCalls()
     paths = [os.path.join(os.fspath(directory), name) for directory in directories]
+    holder = next(filter(None, (lock_holder(f"{path}.lock", system) for path in paths)), None)
     return Leftovers(
-        in_use=any(_is_locked(f"{path}.lock", system) for path in paths),
+        in_use=holder is not None,
+        holder=max(0, holder or 0),
         files=tuple(look(f"{path}.swapfile", system)[1] for path in paths),
         manifest=CommitStore(directories, name=name, system=system).read_latest(),
     )
@@ -158,18 +161,3 @@ def verify(space: SwapSpace, entries: Iterable[Entry], *, mode: Literal["first",
     if errors and mode == "first":
         raise errors.pop(0)
     return errors
-
-
-def _is_locked(path: str, system: SystemCalls) -> bool:
-    try:
-        fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError:
-        return False
-    try:
-        # Shared and at once given back: a run that starts in this instant would be refused, one that lives is seen.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        system.close(fd)
-    return False

@@ -169,6 +169,13 @@ def test_a_full_swap_directory(warm_python, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_swap_directory_that_another_process_uses(warm_python, tmp_path):
+    with offload(mlp(), tmp_path):
+        found = warm_python.run("-c", TRY_TO_OFFLOAD, str(tmp_path))
+        expected = f"SwapInUseError None another run (process {os.getpid()}) is using {tmp_path}"
+        assert found.stdout.startswith(expected), found.stdout + found.stderr
+
+
 @contextlib.contextmanager
 def mounted(target, *options):
     done = subprocess.run(["mount", *options, str(target)], capture_output=True, text=True, check=False)
@@ -190,6 +197,15 @@ def test_a_full_disk(warm_python, tmp_path):
         found = warm_python.run("-c", TRY_TO_OFFLOAD, str(directory))
         assert found.stdout.startswith("SwapFullError"), found.stdout + found.stderr
         assert list(directory.iterdir()) == []
+
+
+@needs_root
+def test_a_file_system_that_counts_no_blocks(warm_python, tmp_path):
+    """ramfs says that it has none, and so do some in user space. There is room all the same."""
+    (tmp_path / "uncounted").mkdir()
+    with mounted(tmp_path / "uncounted", "-t", "ramfs", "ramfs") as directory:
+        found = warm_python.run("-c", TRY_TO_OFFLOAD, str(directory))
+        assert (found.stdout, found.returncode) == ("", 0), found.stderr
 
 
 @needs_root
@@ -812,6 +828,30 @@ def test_calls_from_several_threads_at_a_time_are_refused(tmp_path):
         (error,) = errors
         assert "called in thread 'second' while thread 'MainThread' was inside" in str(error)
         model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: nn.Linear(4, 4), (2, 4)),
+        (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 8)),
+        (lambda: nn.LayerNorm(4), (2, 4)),
+        (lambda: nn.LSTM(4, 4), (2, 4)),
+    ],
+)
+def test_inputs_of_another_dtype_than_the_parameters(tmp_path, make, inputs):
+    """float32 where nobody asked for bfloat16: it is the default, and torch does not know why it is so."""
+    model = nn.Sequential(make())
+    with offload(model, tmp_path, param_dtype="bfloat16"):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            model(torch.randn(inputs))
+        (note,) = raised.value.__notes__
+        assert "Config(param_dtype='bfloat16')" in note
+        assert "inputs of that dtype" in note
+        model(torch.randn(inputs).bfloat16())
+        with pytest.raises((RuntimeError, ValueError, IndexError)) as raised:
+            model(torch.randn(3).bfloat16())
+        assert not hasattr(raised.value, "__notes__"), "it is not the dtype"
 
 
 def test_threads_that_take_turns(tmp_path):

@@ -104,7 +104,7 @@ def test_two_runs_in_one_directory(tmp_path: Path, resume: bool | str) -> None:
     training = Training(make_config(tmp_path))
     training.step()
     training.commit().wait()
-    with pytest.raises(swap.SwapInUseError, match="another run is using"):
+    with pytest.raises(swap.SwapInUseError, match="a runtime of this process is using"):
         Training(make_config(tmp_path, overwrite=True), resume=resume)
     training.step()
     training.close()
@@ -403,7 +403,7 @@ def test_a_full_disk_is_found_before_anything_is_changed(tmp_path: Path, monkeyp
     real = os.statvfs
 
     class Full:
-        f_bavail, f_frsize = 3, 4096
+        f_bavail, f_frsize, f_blocks = 3, 4096, 1000
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full() if Path(path) == directory else real(path))
     with pytest.raises(swap.SwapFullError, match="free"):

@@ -455,6 +455,17 @@ def test_vectors_of_parameters_are_made_while_gathered(tmp_path):
             assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), expected)
 
 
+def test_a_parameter_that_is_printed_says_that_it_is_paged_out(tmp_path):
+    model = mlp()
+    plainly = repr(model[0].weight)
+    with offload(model, tmp_path) as runtime:
+        shown = f"size={tuple(model[0].weight.shape)}, dtype=torch.float32, requires_grad=True)"
+        assert repr(model[0].weight) == f"Parameter containing:\ntensor(<paged out: see runtime.parameter(p)>, {shown}"
+        assert "nan" not in f"{model[0].weight} {[*model.parameters()]}"
+        with runtime.gathered(model):
+            assert repr(model[0].weight) == plainly
+
+
 def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
     model = mlp()
     with offload(model, tmp_path), torch.no_grad():

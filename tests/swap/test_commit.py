@@ -610,7 +610,8 @@ def test_leftovers_are_recognised(tmp_path: Path) -> None:
     found = find_leftovers([tmp_path], name="r0")
     assert (found.empty, found.resumable, found.in_use) == (True, False, False)
     run = Run(tmp_path)
-    assert find_leftovers([tmp_path], name="r0").in_use
+    found = find_leftovers([tmp_path], name="r0")
+    assert (found.in_use, found.holder) == (True, os.getpid())
     run.two_commits()
     assert not find_leftovers([tmp_path], name="r0").resumable  # its owner lives
     run.space.close()

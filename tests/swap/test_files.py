@@ -353,16 +353,15 @@ def test_a_real_size_limit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real ext4 file system of 16 MiB, where the machine lets us have one."""
+def mounted(directory: Path, mkfs: list[str], nbytes: int) -> Iterator[Path]:
+    """A real file system, where the machine lets us have one."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root")
-    image, point = tmp_path / "image", tmp_path / "mounted"
+    image, point = directory / "image", directory / "mounted"
     point.mkdir()
     image.write_bytes(b"")
-    os.truncate(image, 16 * MIB)
-    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(point)]):
+    os.truncate(image, nbytes)
+    for command in ([*mkfs, str(image)], ["mount", "-o", "loop", str(image), str(point)]):
         try:
             made = subprocess.run(command, check=False, capture_output=True, text=True)
         except FileNotFoundError:
@@ -371,6 +370,63 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             pytest.skip(f"{command[0]} is not possible here: {made.stderr.strip()}")
     yield point
     subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real ext4 file system of 16 MiB."""
+    yield from mounted(tmp_path, ["mkfs.ext4", "-q", "-F"], 16 * MIB)
+
+
+@pytest.fixture
+def copying_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real btrfs file system of 128 MiB."""
+    yield from mounted(tmp_path, ["mkfs.btrfs", "-q"], 128 * MIB)
+
+
+def first_block(path: str) -> str:
+    """Where on the disk a file's data begin, as `filefrag` tells it."""
+    found = subprocess.run(["filefrag", "-v", path], check=True, capture_output=True, text=True)
+    return next(line.split()[3] for line in found.stdout.splitlines() if line.split()[:1] == ["1:"])
+
+
+def test_a_swap_file_on_btrfs_is_overwritten_in_place(copying_disk: Path) -> None:
+    file = open_file(copying_disk, nbytes=8 * MIB)
+    places = []
+    for stamp in (b"a", b"b", b"c"):
+        write_stamp(file, stamp)
+        file.sync()
+        places.append(first_block(file.path))
+    file.close()
+    assert len(set(places)) == 1, places
+
+
+def test_room_reserved_on_btrfs_is_there_when_others_fill_the_disk(copying_disk: Path) -> None:
+    with SwapSpace.open([copying_disk], name="r0", nbytes=32 * MIB) as space:
+        use(space)
+        with open(copying_disk / "other", "wb", buffering=0) as other:
+            with pytest.raises(OSError, match="No space"):
+                other.writelines(bytes(MIB) for _ in range(256))
+        use(space)
+
+
+def test_a_file_is_to_be_overwritten_in_place_before_anything_is_in_it(tmp_path: Path) -> None:
+    asked = []
+
+    class Copying(SystemCalls):
+        def overwrite_in_place(self, fd: int) -> None:
+            asked.append(os.fstat(fd).st_size)
+
+    open_file(tmp_path, system=Copying()).close()
+    open_file(tmp_path, system=Copying()).close()  # takes over what is there
+    assert asked == [0]
+
+
+def test_a_file_system_that_counts_no_blocks_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255)))
+    assert SystemCalls().free_bytes(str(tmp_path)) > 1 << 60
+    with SwapSpace.open([tmp_path], name="r0", nbytes=8 * MIB) as space:
+        use(space)
 
 
 def test_a_real_full_disk(small_disk: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from swap import SystemCalls
 from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
@@ -86,9 +87,8 @@ def free_together(directories: Sequence[Path]) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes an ordinary user may still write on the file system of `directory`."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
+    """Return the bytes an ordinary user may still write on the file system of `directory`, as `swap` counts them."""
+    return SystemCalls().free_bytes(os.fspath(directory))
 
 
 def capacity_bytes(directories: Sequence[Path]) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from swap.errors import NO_SPACE
+from swap.syscalls import UNCOUNTED
 from tiermem.cli.disk import free_bytes
 from tiermem.memory.numa import block_node
 from tiermem.memory.sizes import format_bytes
@@ -83,7 +84,7 @@ def examine_drive(directory: Path) -> DriveReport:
         directory=str(directory),
         exists=exists,
         writable=writable,
-        free_bytes=free_bytes(directory) if exists else None,
+        free_bytes=_counted(directory) if exists else None,
         file_system=file_system(directory) if exists else None,
         direct_io=direct,
         rotational=is_rotational(directory) if exists else None,
@@ -92,6 +93,11 @@ def examine_drive(directory: Path) -> DriveReport:
         node=drive_node(directory) if exists else None,
         refusal=refusal,
     )
+
+
+def _counted(directory: Path) -> int | None:
+    free = free_bytes(directory)
+    return free if free < UNCOUNTED else None
 
 
 def _probed(directory: Path) -> tuple[bool | None, str | None]:

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swap import CommitStore, Leftovers, Manifest, SwapFullError, SwapInUseError, find_leftovers, find_prepared
+from swap import (
+    CommitStore,
+    Leftovers,
+    Manifest,
+    SwapFullError,
+    SwapInUseError,
+    SystemCalls,
+    find_leftovers,
+    find_prepared,
+)
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
 from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
@@ -81,7 +90,10 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
     names = ", ".join(str(path) for path in config.swap_paths)
     leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME)
     if leftovers.in_use:
-        raise SwapInUseError(f"another run is using {names}: wait for its end, or choose other directories")
+        if leftovers.holder == os.getpid():
+            raise SwapInUseError(f"a runtime of this process is using {names}: close() it, or choose other directories")
+        who = f" (process {leftovers.holder})" if leftovers.holder else ""
+        raise SwapInUseError(f"another run{who} is using {names}: wait for its end, or choose other directories")
     manifest = leftovers.manifest
     if manifest is None:
         continues = resume is not False and path is None
@@ -140,8 +152,7 @@ def check_room(config: Config, nbytes: int) -> None:
     free: dict[int, int] = {}
     old = 0
     for path in config.swap_paths:
-        status = os.statvfs(path)
-        free[os.stat(path).st_dev] = status.f_bavail * status.f_frsize
+        free[os.stat(path).st_dev] = SystemCalls().free_bytes(os.fspath(path))
         file = path / f"{SPACE_NAME}.swapfile"
         if file.exists():
             old += file.stat().st_blocks * 512

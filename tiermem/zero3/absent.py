@@ -93,6 +93,10 @@ class _Absent:
             _refuse_search(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
         return unseen(_operate)(function, args, kwargs or {})
 
+    def __repr__(self: Any) -> str:
+        shown = f"size={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+        return f"Parameter containing:\ntensor(<paged out: see runtime.parameter(p)>, {shown})"
+
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
         raise _refusal("copied (copy.deepcopy, AveragedModel)")
 

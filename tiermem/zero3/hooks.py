@@ -7,6 +7,7 @@ is told how to do it, and a copy made while the values are there is a plain mode
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,9 @@ from tiermem.errors import TiermemError
 from tiermem.interrupts import empty_frames
 from tiermem.zero3.cuts import Arguments
 from tiermem.zero3.engine import unseen
+
+_SHORT = (torch.bfloat16, torch.float16)
+_OF_DTYPES = re.compile("dtype|scalar type|input type", re.IGNORECASE)
 
 
 class BoundHook:
@@ -121,8 +125,10 @@ class AfterCall(BoundHook):
         super().__init__(is_there)
         self._call = call
 
-    def act(self, module: nn.Module, *_: Any) -> None:
-        """The module has run."""
+    def act(self, module: nn.Module, _: Any, output: Any = None) -> None:
+        """The module has run, or raised."""
+        if output is None and isinstance(error := sys.exc_info()[1], (RuntimeError, ValueError)):
+            _explain_dtypes(error, module)
         self._call(module)
 
 
@@ -169,6 +175,19 @@ def gradient_hook(
             raise
 
     return arrived
+
+
+def _explain_dtypes(error: Exception, module: nn.Module) -> None:
+    """Tell why torch refuses float32, if that is it: bfloat16 is the default, and nobody may have asked for it."""
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.dtype in _SHORT), None)
+    if dtype is None or _OF_DTYPES.search(str(error)) is None or getattr(error, "__notes__", None):
+        return
+    name = str(dtype).removeprefix("torch.")
+    error.add_note(
+        f"the parameters of this model are {name} in forward and backward: Config(param_dtype={name!r}). Give it "
+        f"inputs of that dtype (and buffers: model.to({dtype}) before tiermem.offload), or choose "
+        "Config(param_dtype='float32')"
+    )
 
 
 def may_checkpoint_itself(module: nn.Module) -> bool:
