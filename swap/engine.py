@@ -16,6 +16,7 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -30,6 +31,7 @@ from swap.errors import SwapClosedError, SwapError, SwapTimeoutError
 from swap.requests import Block, BlockFile, Check, Operation, Priority, Request, Span, cut
 from swap.settings import EngineSettings, EngineStatistics
 from swap.syscalls import SystemCalls
+from swap.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -55,11 +57,11 @@ class Engine:
         self._queues: dict[int, DeviceQueue] = {}
         self._available: dict[int, threading.Condition] = {}
         self._sequences = itertools.count(1)
-        self._requests = 0
-        self._failed = 0
+        self._counts = Counter(requests=0, failed=0)
         self._closed = False
         self._pid = os.getpid()
         self._callback_error: BaseException | None = None
+        self._watch = Watch(self.settings.stall_seconds)
 
     # What callers use.
 
@@ -131,7 +133,7 @@ class Engine:
             _demand_open(closed=self._closed)
             # Not before: a request and its parts know each other, and a refused one would keep the buffer's views.
             request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
-            self._requests += 1
+            self._counts["requests"] += 1
             for part in request.parts:
                 blocks = block_count(part.nbytes, self.settings.block_size)
                 request.pending += blocks
@@ -151,7 +153,7 @@ class Engine:
         now = time.monotonic()
         with self._lock:
             devices = tuple(queue.statistics(now) for queue in self._queues.values())
-            requests, failed = self._requests, self._failed
+            requests, failed = self._counts["requests"], self._counts["failed"]
         return EngineStatistics(
             bytes_read=sum(device.bytes_read for device in devices),
             bytes_written=sum(device.bytes_written for device in devices),
@@ -222,7 +224,10 @@ class Engine:
                     since += [queue.progressed, *started]
             if not since:  # all of it is moved: it is being completed
                 since = [max(self._queues[part.file.device].progressed for part in request.parts)]
-        return min(since) + self.settings.stall_seconds - time.monotonic()
+            now = time.monotonic()
+            unwatched = self._watch.look(now)
+        left = min(since) + self.settings.stall_seconds - now
+        return left if left > 0 else unwatched
 
     # What backends use (BlockSource).
 
@@ -318,7 +323,7 @@ class Engine:
         for request in requests:
             if not request.settle():
                 with self._lock:
-                    self._failed += 1
+                    self._counts["failed"] += 1
             raised = request.complete()
             if raised is not None:
                 self._callback_error = self._callback_error or raised

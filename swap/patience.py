@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swap.syscalls import SystemCalls
+from swap.watch import join
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class PatientSystemCalls(SystemCalls):
         raised: list[BaseException] = []
         thread = threading.Thread(target=functools.partial(_run, call, answer, raised), name="swap-call", daemon=True)
         thread.start()
-        thread.join(min(self._seconds, threading.TIMEOUT_MAX))
+        join([thread], self._seconds)
         if answer:
             return answer[0]
         if raised:

@@ -9,7 +9,6 @@ drive that never answers cannot keep the interpreter from exiting.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 from swap.backends.base import Backend, BlockSource
@@ -17,6 +16,7 @@ from swap.device_queue import DeviceQueue
 from swap.errors import SwapError
 from swap.syscalls import SystemCalls
 from swap.transfer import transfer
+from swap.watch import join
 
 
 class ThreadsBackend(Backend):
@@ -45,10 +45,8 @@ class ThreadsBackend(Backend):
 
     def close(self, timeout: float) -> None:
         """Join the threads that come to an end within `timeout` seconds together."""
-        deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # an on_done that closes the engine runs on one of them
-                thread.join(max(0.0, deadline - time.monotonic()))
+        # An on_done that closes the engine runs on one of them.
+        join([thread for thread in self._threads if thread is not threading.current_thread()], timeout)
 
     def late(self) -> Sequence[threading.Thread]:
         """The threads that are stuck in a call."""

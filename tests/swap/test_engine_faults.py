@@ -361,6 +361,8 @@ def test_a_device_that_is_through_does_not_count_as_stalled_while_the_other_work
 
     behind = engine.start(Operation.WRITE, spans, AlignedBuffer(4 * BLOCK).view, priority=Priority.DEMAND)
     clock.now += 11
+    assert behind.stalled() is None, "this process may have been stopped all the while"
+    clock.now += 3
     assert behind.stalled() is not None
     engine.close()
 

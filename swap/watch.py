@@ -1,0 +1,46 @@
+"""Whether this process was running while it waited: a stopped one (Ctrl-Z, a paused container or machine) was not.
+
+Owns the doubt about a wait that has taken too long. Does not know what is waited for. Guarantees that silence is put
+down to a drive only after the process has run, and looked, for a while on end; so a drive that is silent indeed is
+found out that much later.
+
+What the kernel had to say while the process was stopped its threads report as soon as they run again, and whoever has
+waited meanwhile may come before them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+_LONGEST_GRACE = 3.0
+_LATE = 1.0
+
+
+class Watch:
+    """Counts how long somebody has been looking on end. Not thread-safe."""
+
+    def __init__(self, stall_seconds: float) -> None:
+        self._grace = grace(stall_seconds)
+        self._since = self._last = float("-inf")
+
+    def look(self, now: float) -> float:
+        """Look; return the seconds to go on looking before silence means something, 0 or less if that is so now."""
+        if now - self._last > self._grace + _LATE:
+            self._since = now
+        self._last = now
+        return self._since + self._grace - now
+
+
+def grace(stall_seconds: float) -> float:
+    """Seconds of a running process without an answer, beyond `stall_seconds` of any."""
+    return min(stall_seconds, _LONGEST_GRACE)
+
+
+def join(threads: Sequence[threading.Thread], stall_seconds: float) -> None:
+    """Wait until they have ended, for `stall_seconds` together, and a while longer in case the process was stopped."""
+    for seconds in (stall_seconds, grace(stall_seconds)):
+        until = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
