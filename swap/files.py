@@ -22,7 +22,7 @@ from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
-from swap.locks import DirectoryLock, close_descriptor
+from swap.locks import DirectoryLock, close_descriptor, in_use
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 
@@ -44,7 +44,6 @@ class SwapFile:
         self.created = False
         self.reserved = False
         self._failed_sync: OSError | None = None
-        self._pid = os.getpid()
         self._fd = fd
         self._lock = lock
         self._system = system
@@ -84,6 +83,7 @@ class SwapFile:
             raise
         try:
             file.created = not there
+            file._claim()
             file._prepare(keep=keep)
         except BaseException:
             file.close(remove=file.created)
@@ -109,6 +109,12 @@ class SwapFile:
         except OSError as error:
             self._failed_sync = error
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
+        if self._lock.is_held and not self._is_in_place(fd):
+            detail = (
+                "somebody has removed this file, or put another in its place; its bytes end with this process: "
+                "save them elsewhere before it is closed"
+            )
+            raise SwapIOError("sync", self.path, errno=errno.ENOENT, detail=detail)
 
     def sync_name(self) -> None:
         """Wait until the file's name is durable. Raises SwapIOError."""
@@ -127,12 +133,34 @@ class SwapFile:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        remove = remove and os.getpid() == self._pid  # never by a forked child: the parent is still using it
+        remove = remove and self._lock.is_mine  # never by a forked child: the parent is still using it
         with contextlib.ExitStack() as stack:  # each of these whatever the ones before raise
             stack.callback(self._lock.release, remove=remove, after=[*self._system.late(), *after])
             stack.callback(close_descriptor, fd, self.path, self._system)
+            if self._lock.is_mine:
+                stack.callback(self._unlock, fd)
             if remove:
                 _unlink_if_same(self.path, os.fstat(fd))
+
+    def _is_in_place(self, fd: int) -> bool:
+        try:
+            return _is_same(self.path, os.fstat(fd))
+        except OSError as error:
+            raise SwapIOError("look at", self.path, errno=error.errno or errno.EIO) from error
+
+    def _unlock(self, fd: int) -> None:
+        with contextlib.suppress(OSError):  # it ends with the last descriptor
+            self._system.unlock(fd)
+
+    def _claim(self) -> None:
+        """Lock the file itself too: somebody may clear the directory of what looks old, such as the lock file."""
+        try:
+            self._system.lock(self._fd)
+        except BlockingIOError:
+            self.created = False
+            raise in_use(self.path, "unknown") from None
+        except OSError as error:
+            raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
 
     def _prepare(self, *, keep: bool) -> None:
         if keep:
@@ -168,9 +196,10 @@ class SwapFile:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise SwapIOError("read", self.path, length=ALIGNMENT, errno=error.errno or errno.EIO) from error
             return
-        self._system.close(self._fd)
-        self._fd = fd
+        old, self._fd = self._fd, fd
+        self._system.close(old)  # with it the lock
         self.direct = True
+        self._claim()
 
     def _reserve(self, before: int) -> None:
         needed = DATA_OFFSET + self.nbytes
@@ -286,11 +315,19 @@ def _whole(path: str, block: Superblock | None, nbytes: int) -> Superblock:
     return block
 
 
+def _is_same(path: str, mine: os.stat_result) -> bool:
+    """Whether our file is still at `path`. Raises OSError where that cannot be found out."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
 def _unlink_if_same(path: str, mine: os.stat_result) -> None:
     """Remove our file, but not one that someone has put in its place."""
     try:
-        there = os.stat(path, follow_symlinks=False)
-        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+        if _is_same(path, mine):
             os.unlink(path)
     except FileNotFoundError:
         return

@@ -8,6 +8,7 @@ a call that was given up may still change what it protects.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -28,7 +29,18 @@ class DirectoryLock:
         """Take the lock. Raises SwapInUseError, FormatError for a foreign file, SwapIOError for anything else."""
         self.path = path
         self._system = system
+        self._pid = os.getpid()
         self._fd = self._acquire()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process took it, and is not a forked child of the one that did."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been given back."""
+        return self._fd >= 0
 
     def release(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
         """Give the lock back; remove its file if asked. Idempotent.
@@ -50,6 +62,9 @@ class DirectoryLock:
         except OSError as error:
             raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
         finally:
+            if self.is_mine:  # a child that gave it back would do so for its parent
+                with contextlib.suppress(OSError):
+                    self._system.unlock(fd)
             close_descriptor(fd, self.path, self._system)
 
     def _release_after(self, stuck: Sequence[threading.Thread], remove: bool) -> None:
@@ -86,10 +101,7 @@ class DirectoryLock:
             self._system.lock(fd)
         except BlockingIOError:
             who = holder.removeprefix(_MARK).decode(errors="replace").strip() or "unknown"
-            raise SwapInUseError(
-                f"the directory {os.path.dirname(self.path)!r} is in use by process {who}: "
-                "wait for that run to end, or choose another directory"
-            ) from None
+            raise in_use(self.path, who) from None
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -101,6 +113,14 @@ class DirectoryLock:
         os.pwrite(fd, mark, 0)  # over what is there, and cut then: a full disk has no room for it otherwise
         os.ftruncate(fd, len(mark))
         return True
+
+
+def in_use(path: str, who: str) -> SwapInUseError:
+    """The error of somebody who comes to the file at `path` while process `who` is using it."""
+    return SwapInUseError(
+        f"the directory {os.path.dirname(path)!r} is in use by process {who}: "
+        "wait for that run to end, or choose another directory"
+    )
 
 
 def lock_holder(path: str, system: SystemCalls) -> int | None:

@@ -36,7 +36,8 @@ class PatientSystemCalls(SystemCalls):
         self._seconds = seconds
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()  # of that list: two drives may be silent at once
-        for name in ("close", "fallocate", "truncate", "overwrite_in_place", "free_bytes", "lock", "sleep"):
+        at_once = ("close", "fallocate", "truncate", "overwrite_in_place", "free_bytes", "lock", "unlock", "sleep")
+        for name in at_once:
             setattr(self, name, getattr(self._system, name))
 
     def late(self) -> Sequence[threading.Thread]:

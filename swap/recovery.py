@@ -69,7 +69,8 @@ def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCall
     """What earlier runs left in existing directories. Changes nothing. Raises FormatError for foreign, damaged ones."""
     system = system or SystemCalls()
     paths = [os.path.join(os.fspath(directory), name) for directory in directories]
-    holder = next(filter(None, (lock_holder(f"{path}.lock", system) for path in paths)), None)
+    locked = (f"{path}.{kind}" for path in paths for kind in ("lock", "swapfile"))
+    holder = next(filter(None, (lock_holder(path, system) for path in locked)), None)
     return Leftovers(
         in_use=holder is not None,
         holder=max(0, holder or 0),

@@ -85,6 +85,10 @@ class SystemCalls:
         """Take the exclusive kernel lock of an open file; BlockingIOError if someone has it."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def unlock(self, fd: int) -> None:
+        """Give it back, also where forked children have the descriptor too: to close it is not enough then."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
     def sleep(self, seconds: float) -> None:
         """Wait before trying again."""
         time.sleep(seconds)

@@ -397,6 +397,29 @@ def test_an_error_of_a_page_fails_the_commit_and_nothing_hangs(tmp_path: Path, f
     training.close()
 
 
+def test_when_somebody_removes_the_swap_file_a_commit_says_so_and_a_snapshot_saves_the_run(tmp_path: Path) -> None:
+    losses, state = undisturbed(tmp_path / "plain", 4)
+    (tmp_path / "run").mkdir()
+    training = Training(make_config(tmp_path / "run"))
+    training.step()
+    training.commit().wait()
+    (swap_file,) = (tmp_path / "run").glob("*.swapfile")
+    swap_file.unlink()
+    training.step()
+    with pytest.raises(swap.SwapIOError, match="somebody has removed this file"):
+        training.commit().wait()
+    assert training.runtime.committed["step"] == 1
+    assert training.step() == losses[2]
+    extra = {"step": training.done, "scheduler": training.scheduler.state_dict()}
+    training.runtime.snapshot(tmp_path / "elsewhere", extra=extra)
+    training.close()
+    (tmp_path / "next").mkdir()
+    training = Training(make_config(tmp_path / "next"), resume=str(tmp_path / "elsewhere"))
+    assert training.step() == losses[3]
+    check_equal(training.state(), state)
+    training.close()
+
+
 def test_a_full_disk_is_found_before_anything_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = committed(tmp_path / "run")
     before = contents(directory)

@@ -57,6 +57,73 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
     open_file(tmp_path).close()
 
 
+def test_a_run_whose_lock_file_somebody_has_removed_is_not_disturbed(tmp_path: Path) -> None:
+    """What clears directories of old files (systemd-tmpfiles) begins with it: it is never written again."""
+    file = open_file(tmp_path)
+    write_stamp(file, b"k")
+    Path(tmp_path / "r0.lock").unlink()
+    assert swap.find_leftovers([tmp_path], name="r0").in_use
+    for keep in (False, True):
+        with pytest.raises(swap.SwapInUseError, match="in use by process unknown"):
+            open_file(tmp_path, keep=keep)
+    assert Path(file.path).read_bytes()[swap.DATA_OFFSET :][:4096] == b"k" * 4096
+    file.close()
+    open_file(tmp_path, keep=True).close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_forked_child_does_not_keep_the_directory_and_does_not_give_it_back(tmp_path: Path, direct: bool) -> None:
+    """Such as workers of a data loader that live on: they have the descriptors."""
+    code = (
+        "import os, pathlib, sys, swap\n"
+        "from swap.syscalls import SystemCalls\n"
+        "if sys.argv[2] == 'False': os.O_DIRECT = 0\n"
+        "take = lambda: swap.SwapFile.open(pathlib.Path(sys.argv[1]), name='r0', nbytes=4096)\n"
+        "file = take()\n"
+        "read, write = os.pipe()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    os.close(write)\n"
+        "    file.close()\n"
+        "    os.read(read, 1)\n"
+        "    os._exit(0)\n"
+        "other = os.fork()\n"
+        "if not other:\n"
+        "    os.close(write)\n"
+        "    os.read(read, 1)\n"
+        "    os._exit(0)\n"
+        "try: take(); sys.exit(8)\n"
+        "except swap.SwapInUseError: pass\n"
+        "file.close()\n"
+        "take().close()\n"
+        "os.close(write)\n"
+        "os.waitpid(child, 0); os.waitpid(other, 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(direct)],
+        cwd=os.getcwd(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_is_in_a_file_that_somebody_has_removed_is_not_called_durable(tmp_path: Path, replaced: bool) -> None:
+    file = open_file(tmp_path)
+    file.sync()
+    os.unlink(file.path)
+    if replaced:
+        Path(file.path).write_bytes(b"another")
+    for _ in range(2):
+        with pytest.raises(SwapIOError, match="somebody has removed this file, or put another in its place"):
+            file.sync()
+    file.close(remove=True)
+    assert Path(file.path).exists() == replaced
+
+
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     code = (
         "import sys, os, pathlib, swap\n"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import swap
-from swap.locks import DirectoryLock
+from swap.locks import DirectoryLock, lock_holder
 from tiermem.runtime.beginning import SPACE_NAME
 
 PREFIXES = ("tiermem-swap-", "tiermem-tune-", "tiermem-measure-")
@@ -49,7 +49,8 @@ def _clear(folder: Path) -> bool:
         except swap.SwapError:  # held by a run that lives, or not ours
             return False
         try:
-            found = _is_uncommitted(folder)
+            # Its own lock besides: somebody may have cleared the directory of what looked old, a lock file first.
+            found = lock_holder(str(file), swap.SystemCalls()) is None and _is_uncommitted(folder)
             if found:
                 file.unlink(missing_ok=True)
         except OSError:
