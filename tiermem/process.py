@@ -1,12 +1,16 @@
 """The process a runtime lives in.
 
-Owns the number of that process. Does not know runtimes. Guarantees that a forked child, to which neither the threads
-nor the memory of a runtime come along, is told so instead of waiting for ever for threads it does not have.
+Owns the number of that process, and the start of its threads. Does not know runtimes. Guarantees that a forked child,
+to which neither the threads nor the memory of a runtime come along, is told so instead of waiting for ever for threads
+it does not have; so does whoever may not start one.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from typing import Any
 
 from tiermem.errors import TiermemError
 
@@ -31,3 +35,12 @@ class HomeProcess:
                 f"this is a forked child of process {self._pid}, which has the runtime: neither its threads nor its "
                 "memory come along; leave the model alone here (data loader workers need the data only)"
             )
+
+
+def start_thread(name: str, work: Callable[..., None], *arguments: Any) -> TiermemError | None:
+    """Start a thread that the program waits for at its end; the error of a system that allows no more of them."""
+    try:
+        threading.Thread(target=work, args=arguments, name=name).start()
+    except RuntimeError as error:
+        return TiermemError(f"no thread can be started for {name} ({error}); see `ulimit -u`, or the container's limit")
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,36 @@ def test_an_error_of_a_page_fails_the_commit_and_nothing_hangs(tmp_path: Path, f
     training.runtime.close()
     training = Training(make_config(tmp_path), resume=True)
     assert training.done == 1
+    training.close()
+
+
+@pytest.mark.parametrize("what", ["commit", "snapshot"])
+def test_where_no_thread_can_be_started_nothing_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    losses, state = undisturbed(tmp_path / "plain", 3)
+    (tmp_path / "run").mkdir()
+    training = Training(make_config(tmp_path / "run"))
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == f"tiermem-{what}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def write(name: str) -> Any:
+        return training.commit() if what == "commit" else training.runtime.snapshot(tmp_path / name)
+
+    training.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(tiermem.TiermemError, match=f"no thread can be started for tiermem-{what}"):
+            write("first").wait()
+    assert not (tmp_path / "first").exists()
+    assert training.step() == losses[1]
+    write("second").wait()
+    assert training.step() == losses[2]
+    check_equal(training.state(), state)
     training.close()
 
 

@@ -21,7 +21,6 @@ decided both are kept. Several ranks decide together and at once, so that none g
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from typing import Any, Protocol
 from swap import Mark, SwapError, take_checksums
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
+from tiermem.process import start_thread
 from tiermem.runtime.commits_agreed import publish_everywhere
 from tiermem.runtime.company import Company, together
 from tiermem.runtime.storage import Storage
@@ -121,7 +121,9 @@ class Commits:
         pending = self._last = PendingCommit(self._storage.pager)
         arguments = (pending, record, self._generation, self._updates.unfinished())
         # Not a daemon: a program that ends with a commit under way finishes it.
-        threading.Thread(target=self._run, args=arguments, name="tiermem-commit").start()
+        refusal = start_thread("tiermem-commit", self._run, *arguments)
+        if refusal is not None:
+            pending.future.set_exception(refusal)
         return pending
 
     def wait_open(self) -> None:

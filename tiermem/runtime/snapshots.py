@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +30,7 @@ from tiermem.checkpoint.tensor_file import read_text
 from tiermem.checkpoint.writing import Part, finish_snapshot, write_buffers, write_part
 from tiermem.memory.heap import trim_heap
 from tiermem.pager.extents import DURABLE
+from tiermem.process import start_thread
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.commits import Commits, PendingCommit, UpdateWaiter
 from tiermem.runtime.company import Company, together
@@ -93,7 +93,11 @@ class Snapshots:
         self._marked = Future()
         arguments = (pending, self._marked, draft, record, buffers, self._updates.unfinished())
         # Not a daemon: a program that ends with a snapshot under way finishes it.
-        threading.Thread(target=self._run, args=arguments, name="tiermem-snapshot").start()
+        refusal = start_thread("tiermem-snapshot", self._run, *arguments)
+        if refusal is not None:
+            draft.abandon()
+            self._marked.set_result(None)
+            pending.future.set_exception(refusal)
         return pending
 
     def wait_open(self) -> None:
