@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,29 @@ def scaled(directory: Path, rank: int, size: int) -> Any:
         return {"scales": scales, "skipped": optimizer.skipped, "weights": parameters_of(runtime)}
 
 
+def begun_in_plain(directory: Path, rank: int, size: int) -> Any:
+    """Weights and the state of torch's AdamW, which every rank has whole; all ranks are given the same rows."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            loss_of(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(1)
+    model = Odd()
+    begun = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    train(model, begun, range(3))
+    moved = copy.deepcopy(model)
+    with tiermem.offload(moved, config_for(directory)) as runtime:
+        optimizer = tiermem.AdamW(moved.parameters(), lr=1e-2)
+        optimizer.load_state_dict(begun.state_dict())
+        train(moved, optimizer, range(3, 5))
+        found = parameters_of(runtime)
+    train(model, begun, range(3, 5))
+    return {name: torch.equal(found[name], values) for name, values in model.named_parameters()}
+
+
 class Cast(Odd):
     """float32 parameters, computed with in bfloat16."""
 
@@ -376,6 +400,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         activations,
         one_cannot_page_activations,
         scaled,
+        begun_in_plain,
         autocast,
         lora,
         mixture,

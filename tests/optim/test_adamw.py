@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.kernels import Workspace
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import make_schedule
-from tiermem.optim.service import UpdateService
+from tiermem.optim.service import Moments, UpdateService
 from tiermem.optim.speculation import Speculation
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
@@ -30,6 +30,20 @@ from tiermem.stats import Counters
 pytestmark = pytest.mark.timeout(60)
 
 SIZES = [[700, 3000, 5], [64, 1], [2500]]
+
+
+class Service(UpdateCoordinator):
+    """With what the runtime adds: where moments that are loaded go."""
+
+    store: StateStore
+    unit_of: dict[int, int]
+
+    def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
+        def keep() -> None:
+            for parameter, (first, second) in given.items():
+                self.store.store_moments(self.unit_of[parameter], parameter, first, second)
+
+        return keep
 
 
 class Harness:
@@ -57,7 +71,9 @@ class Harness:
         self.updater = Updater(self.pager, by_unit, workspace=Workspace(1024))
         self.undo, self.counters = FakeUndo(self.pager), Counters()
         speculation = Speculation(self.updater, self.book, self.undo, self.counters)
-        self.service = UpdateCoordinator(self.units, self.updater, self.book, make_schedule(schedule), speculation)
+        self.service = Service(self.units, self.updater, self.book, make_schedule(schedule), speculation)
+        self.service.store = self.store
+        self.service.unit_of = {segment.parameter: state.unit for state in self.units for segment in state.segments}
         generator = torch.Generator().manual_seed(1)
         self.faces: list[torch.nn.Parameter] = []  # what the optimizer is given: placeholders of the right shape
         self.plain: list[torch.nn.Parameter] = []
@@ -465,12 +481,49 @@ def test_a_copy_of_the_optimizer_is_refused(harness: Harness, way: Callable[[obj
         way(AdamW(harness.faces))
 
 
-def test_moments_in_a_state_dict_are_refused(harness: Harness) -> None:
-    ours, torchs = AdamW(harness.faces), torch.optim.AdamW(harness.plain, fused=True)
-    harness.backward(0)
-    torchs.step()
-    with pytest.raises(ConfigError, match="exp_avg"):
-        ours.load_state_dict(torchs.state_dict())
+def test_the_state_of_torchs_own_is_taken_over(harness: Harness) -> None:
+    """Counts, settings and moments; the updates that follow are those of torch's."""
+    begun = torch.optim.AdamW(harness.plain, lr=0.02, betas=(0.8, 0.9), weight_decay=0.3, fused=True)
+    for seed in range(3):
+        begun.zero_grad()
+        harness.backward(seed, without=(1,) if seed else ())
+        begun.step()
+    saved = copy.deepcopy(begun.state_dict())
+    ours = AdamW(harness.faces)
+    for parameter, values in enumerate(harness.plain):
+        unit = harness.service.unit_of[parameter]
+        write_parameter(harness.pager, harness.units[unit], parameter, values)
+        harness.store.store_master(unit, parameter, values)
+    ours.zero_grad()
+    ours.load_state_dict(saved)
+    assert [ours.steps_of(face) for face in harness.faces[:3]] == [3, 1, 3]
+    assert ours.param_groups[0]["betas"] == (0.8, 0.9)
+    assert not ours.state
+    for seed in range(3, 6):
+        harness.backward(seed)
+        begun.step()
+        ours.step()
+    harness.check_same()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"exp_avg": torch.zeros(1)},
+        {"step": 1, "exp_avg": torch.zeros(1)},
+        {"step": 1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), "max_exp_avg_sq": torch.zeros(1)},
+        {"step": 1, "exp_avg": 0.0, "exp_avg_sq": torch.zeros(1)},
+        {"step": 1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1, dtype=torch.uint8)},
+        {"momentum_buffer": torch.zeros(1)},
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(harness: Harness, entry: dict[str, object]) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    saved = ours.state_dict()
+    saved["param_groups"][0]["lr"], saved["state"] = 5.0, {0: entry}
+    with pytest.raises(ConfigError, match="this optimizer state carries"):
+        ours.load_state_dict(saved)
+    assert ours.param_groups[0]["lr"] == 0.01
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])

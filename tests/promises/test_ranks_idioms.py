@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, directory: Path) -> Reports:
     jobs = [
-        (2, [*SAVED, "streamed", "activations", "scaled", "one_cannot_page_activations"]),
+        (2, [*SAVED, "streamed", "activations", "scaled", "begun_in_plain", "one_cannot_page_activations"]),
         *((size, ["kept"]) for size in SIZES),
     ]
     return run_jobs(warm_python, directory, jobs)
@@ -95,6 +95,12 @@ def test_an_overflow_on_one_rank_is_an_overflow_of_all(reports: Reports) -> None
     for name, weights in first["weights"].items():
         assert torch.isfinite(weights).all(), name
         assert torch.equal(weights, second["weights"][name]), name
+
+
+def test_a_run_begun_in_plain_pytorch_goes_on_with_its_bits(reports: Reports) -> None:
+    for found in values(reports[2, "begun_in_plain"]):
+        assert found
+        assert all(found.values()), found
 
 
 # What a rank keeps: a part of everything, and what is in transit between the ranks.

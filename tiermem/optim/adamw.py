@@ -17,7 +17,7 @@ import torch
 
 from tiermem.errors import ConfigError, TiermemError, UnknownSettingError
 from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
-from tiermem.optim.service import StepResult, UpdateService
+from tiermem.optim.service import Moments, StepResult, UpdateService
 from tiermem.optim.updates import Settings
 from tiermem.registry import registry
 
@@ -198,23 +198,25 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and step counts.
+        """Restore groups and step counts; and moments where there are some, as `torch.optim.AdamW` saves them.
 
-        A parameter without a state in it keeps its count, as its moments are pages and stay. Raises `ConfigError` for a
-        state with moments, as torch's AdamW saves it, and for groups of another optimizer or without numbers.
+        With a state of torch's AdamW a run that was begun in plain PyTorch goes on; give the model its weights before
+        it is offloaded. Moments of any floating dtype are taken one after the other, so they may be of a file that is
+        mapped (`torch.load(path, mmap=True)`); on several ranks each loads the same. A parameter without a state in it
+        keeps its count, as its moments are pages and stay.
+
+        Raises `ConfigError` for a state or groups of another optimizer or another model, or without numbers, and
+        `TiermemError` between backward and step; nothing is changed then.
         """
-        for entry in state_dict["state"].values():
-            if set(entry) - {"step"}:
-                raise ConfigError(
-                    f"this optimizer state carries {sorted(set(entry) - {'step'})}; moments of an offloaded model are "
-                    "pages and come back with offload(..., resume=...), not with load_state_dict"
-                )
         for group in state_dict["param_groups"]:
             _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
             if missing := sorted(_SETTINGS - group.keys()):
                 raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
             _numbers(group)  # not their range: a cosine may end a rounding below 0
-        super().load_state_dict(state_dict)
+        store = self._prepare_moments(state_dict)
+        steps = {number: {"step": entry["step"]} for number, entry in state_dict["state"].items() if "step" in entry}
+        super().load_state_dict({**state_dict, "state": steps})
+        store()
         # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
         self._steps.update({self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()})
         self.state.clear()
@@ -222,6 +224,16 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[self._index_of[parameter]] = group
+
+    def _prepare_moments(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check the moments in a state, and return what stores them. Torch sees to the numbers of parameters."""
+        given: dict[int, Moments] = {}
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            for number, parameter in zip(saved["params"], group["params"], strict=False):
+                moments = _moments(state_dict["state"].get(number, {}))
+                if moments is not None:
+                    given[self._index_of[parameter]] = moments
+        return self._runtime().prepare_moments(given) if given else lambda: None
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise TiermemError: what copies and pickles the optimizer would get one that knows no runtime."""
@@ -261,6 +273,20 @@ class AdamW(torch.optim.Optimizer):
             service = found.owner
             indices.append(found.index)
         return service, indices
+
+
+def _moments(entry: Mapping[str, Any]) -> Moments | None:
+    """The moments in a parameter's state, if there are any. Raises ConfigError for a state that is not AdamW's."""
+    if set(entry) <= {"step"}:
+        return None
+    if set(entry) == {"step", "exp_avg", "exp_avg_sq"}:
+        first, second = entry["exp_avg"], entry["exp_avg_sq"]
+        if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (first, second)):
+            return first, second
+    raise ConfigError(
+        f"this optimizer state carries {sorted(entry)}; expected step and, where there are moments, exp_avg and "
+        "exp_avg_sq, as torch.optim.AdamW without amsgrad has them"
+    )
 
 
 def _check_torch_options(options: Mapping[str, object]) -> None:

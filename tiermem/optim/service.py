@@ -1,13 +1,13 @@
 """What the AdamW face, the schedules and the runtime ask of each other.
 
 Owns the protocols between the rooms and the small records they exchange. Does not know who implements them. Guarantees
-that parameters are named by their global index here, so that no module and no tensor but a gradient norm crosses this
-line.
+that parameters are named by their global index here, so that no module, and no tensor but a gradient norm and moments
+that are loaded, crosses this line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tiermem.optim.updates import Protector, Settings, UnitUpdate
+
+Moments = tuple[torch.Tensor, torch.Tensor]
+"""First and second moment of a parameter, each of its shape, whole whatever the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,13 @@ class SettingsSource(Protocol):
         """Settings and step counts as torch's optimizers give them."""
 
 
+class MomentStore(Protocol):
+    """Who can replace moments (`UpdateService.prepare_moments`)."""
+
+    def prepare(self, given: Mapping[int, Moments]) -> Callable[[], None]:
+        """Check them; return the function that stores them."""
+
+
 @runtime_checkable
 class UpdateService(Protocol):
     """What an optimizer asks of the runtime that owns its parameters."""
@@ -70,6 +80,9 @@ class UpdateService(Protocol):
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed; if some were, the step ends with that."""
+
+    def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
+        """Check moments that are to replace those of these parameters; the function that does it, between steps."""
 
 
 class GradientBook(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from tiermem.ahead import LookAhead
-from tiermem.errors import TiermemError
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
-from tiermem.optim.service import SettingsSource, StepResult, UpdateQueue
+from tiermem.optim.service import Moments, MomentStore, SettingsSource, StepResult, UpdateQueue
 from tiermem.process import HomeProcess
 from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.gather import Gatherer
@@ -177,7 +177,12 @@ class Steps:
         self._records: list[dict[str, Any]] = []
         self._closed = False
         self._home = HomeProcess()
+        self._moments: MomentStore | None = None
         self.number = 0  # steps done
+
+    def connect(self, moments: MomentStore) -> None:
+        """Once the house is built."""
+        self._moments = moments
 
     @property
     def look_ahead(self) -> LookAhead:
@@ -203,6 +208,7 @@ class Steps:
     def close(self) -> None:
         """From now on every other verb raises TiermemError."""
         self._closed = True
+        self._moments = None  # an optimizer that is kept is not to keep the house
 
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
         """Make `source` the optimizer of `parameters`; returns the updates they have had.
@@ -248,6 +254,14 @@ class Steps:
         self._check_open()
         self._ledger.scheduler.gradients.line_up()
         return self._coordinator.clip_gradients(source, max_norm)
+
+    def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
+        """Check moments that are to replace those of these parameters; the function that does it, between steps."""
+        self._check_open()
+        self._ledger.line_up()
+        if self._moments is None:
+            raise InvariantError("moments were given before the runtime was built")
+        return self._moments.prepare(given)
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed.

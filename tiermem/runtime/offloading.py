@@ -23,6 +23,7 @@ from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.face import Runtime
+from tiermem.runtime.given_moments import with_moments
 from tiermem.runtime.house import build
 from tiermem.zero3.guards import refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Initializer
@@ -87,7 +88,7 @@ def offload(
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
         blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
         require_alike(model, blueprint, own, company, weights=source is not None)
-        return Runtime(build(blueprint, own, beginning, company, init=init, weights=source), config)
+        return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")
         raise

@@ -1,0 +1,181 @@
+"""A run that was begun in plain PyTorch goes on offloaded, with the weights and the optimizer's state it had."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from doubles_models import Stack
+from doubles_training import BUDGETS, MIB, UPDATES, PlainAdamW, budget_for, config_for
+from torch import nn
+
+import tiermem
+
+HYPER = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
+
+
+class Images(nn.Module):
+    """Weights in another order of memory than that of their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 9, 3), nn.Conv2d(9, 5, 3)])
+        self.head = nn.Linear(5, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            images = layer(images).relu()
+        return self.head(images.mean((2, 3)))
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(40, (2, 5))
+
+
+def images() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8)
+
+
+def groups(model: nn.Module) -> list[dict]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[1::2], "lr": 3e-2}, {"params": parameters[::2]}]
+
+
+def train(model, optimizer, make_batch, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(make_batch()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def begun(make=Stack, make_batch=tokens):
+    """A model after three steps, and the state of its optimizer."""
+    torch.manual_seed(1)
+    model = make()
+    optimizer = PlainAdamW(groups(model), **HYPER)
+    train(model, optimizer, make_batch, 3)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("make", "make_batch"), [(Stack, tokens), (Images, images)])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_the_bits_of_plain_pytorch(tmp_path, make, make_batch, budget, update):
+    model, optimizer = begun(make, make_batch)
+    moved = copy.deepcopy(model)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.manual_seed(3)
+    expected = train(model, optimizer, make_batch, 3)
+    (tmp_path / "run").mkdir()
+    nbytes = budget_for(moved, tmp_path / "run", budget)
+    with tiermem.offload(moved, config_for(tmp_path / "run", nbytes, update), coalesce=0) as runtime:
+        ours = tiermem.AdamW(groups(moved))
+        ours.load_state_dict(torch.load(tmp_path / "optimizer.pt", mmap=True))
+        torch.manual_seed(3)
+        assert train(moved, ours, make_batch, 3) == expected
+        for (name, values), parameter in zip(model.named_parameters(), moved.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values), name
+
+
+def test_in_the_middle_of_an_offloaded_run(tmp_path):
+    """Updates that are queued are not to come behind what is loaded."""
+    model, optimizer = begun()
+    other = copy.deepcopy(model)
+    torch.manual_seed(3)
+    expected = train(model, optimizer, tokens, 2)
+    _, fresh = begun()  # the same as the first one was
+    for update in ("forward", "backward"):
+        directory = tmp_path / update
+        directory.mkdir()
+        moved = copy.deepcopy(other)
+        weights = {name: values.clone() for name, values in moved.state_dict().items()}
+        with tiermem.offload(moved, config_for(directory, "64KiB", update), coalesce=0) as runtime:
+            ours = tiermem.AdamW(groups(moved), **HYPER)
+            train(moved, ours, tokens, 2)
+            with runtime.gathered(moved, write=True):
+                moved.load_state_dict(weights)
+            ours.load_state_dict(fresh.state_dict())
+            torch.manual_seed(3)
+            assert train(moved, ours, tokens, 2) == expected
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
+def test_masters_stay_and_moments_are_those_given(tmp_path, param_dtype, moments):
+    model, optimizer = begun(lambda: Stack(width=80))
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = optimizer.state_dict()
+    with tiermem.offload(
+        model, config_for(tmp_path, 64 * MIB, "step", param_dtype=param_dtype, moments=moments), coalesce=0
+    ) as runtime:
+        ours = tiermem.AdamW(groups(model))
+        first = state["param_groups"][0]["params"][:1]  # one of its unit alone, the others without any
+        ours.load_state_dict(state | {"state": {number: state["state"][number] for number in first}})
+        ours.load_state_dict(state)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for number, parameter in enumerate([each for group in groups(model) for each in group["params"]]):
+            name = names[id(parameter)]
+            assert torch.equal(runtime.master(parameter), expected[name]), name
+            unit, slot = runtime._places.find(parameter)
+            found = runtime._house.states.read_moments(unit, slot.parameter)
+            entry = state["state"][number]
+            for values, key in zip(found, ("exp_avg", "exp_avg_sq"), strict=True):
+                given = entry[key].flatten()
+                if moments == "float32" or given.numel() < 4096:
+                    assert torch.equal(values, given), name
+                else:
+                    assert (values - given).abs().max() <= given.abs().max() / 16, name
+                    assert not torch.equal(values, given)
+
+
+def test_what_is_loaded_is_committed(tmp_path):
+    model, optimizer = begun()
+    moved = copy.deepcopy(model)
+    torch.manual_seed(3)
+    expected = train(model, optimizer, tokens, 2)
+    _, fresh = begun()
+    with tiermem.offload(moved, config_for(tmp_path, "64KiB", "auto"), coalesce=0) as runtime:
+        ours = tiermem.AdamW(groups(moved))
+        runtime.commit().wait()
+        pending = runtime.commit()  # pages are not to change under it
+        ours.load_state_dict(fresh.state_dict())
+        pending.wait()
+        runtime.commit(extra="loaded").wait()
+    with tiermem.deferred_init():
+        again = Stack()
+    with tiermem.offload(again, config_for(tmp_path, "64KiB", "auto"), coalesce=0, resume=True) as runtime:
+        assert runtime.committed == "loaded"
+        ours = tiermem.AdamW(groups(again))
+        ours.load_state_dict(runtime.committed_optimizer_state())
+        torch.manual_seed(3)
+        assert train(again, ours, tokens, 2) == expected
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    model, optimizer = begun()
+    state = optimizer.state_dict()
+    with tiermem.offload(model, config_for(tmp_path, "64KiB", "step"), coalesce=0) as runtime:
+        ours = tiermem.AdamW(groups(model), lr=0.5)
+        entries = dict(state["state"])  # of another order of parameters
+        entries[0], entries[1] = entries[1], entries[0]
+        with pytest.raises(tiermem.ConfigError, match=r"expected moments of shape .* for .*found"):
+            ours.load_state_dict(state | {"state": entries})
+        with pytest.raises(ValueError, match="parameter group"):
+            ours.load_state_dict(state | {"param_groups": state["param_groups"][:1]})
+        model(tokens()).square().mean().backward()
+        with pytest.raises(tiermem.TiermemError, match="between backward and step"):
+            ours.load_state_dict(state)
+        ours.zero_grad()
+        assert ours.param_groups[1]["lr"] == 0.5
+        assert not ours.step_counts()
+        unit, slot = runtime._places.find(next(model.parameters()))
+        assert not any(each.any() for each in runtime._house.states.read_moments(unit, slot.parameter))
+        ours.load_state_dict(state)
+    with pytest.raises(tiermem.TiermemError, match="closed"):
+        ours.load_state_dict(state)
