@@ -15,7 +15,9 @@ import torch
 from doubles_models import Stack, mlp
 from doubles_scenarios import Wide, tokens_batch, wide_batch
 from doubles_training import MIB, budget_for, config_for, least_budget, plain
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import swap
 import tiermem
@@ -828,6 +830,30 @@ def test_calls_from_several_threads_at_a_time_are_refused(tmp_path):
         (error,) = errors
         assert "called in thread 'second' while thread 'MainThread' was inside" in str(error)
         model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("divide", [nn.parallel.DistributedDataParallel, fully_shard])
+def test_a_model_is_divided_over_ranks_once(tmp_path, divide):
+    """By us: torch's wrapper around ours, and ours around torch's, are told so."""
+    model = mlp()
+    with offload(model, tmp_path):
+        with pytest.raises(tiermem.TiermemError, match="use the model as it is"):
+            divide(model)
+        model(torch.ones(2, 6)).sum().backward()
+    divided = divide(mlp())
+    with pytest.raises(
+        tiermem.ConfigError, match=r"(found DistributedDataParallel|is a DTensor).*offload the model itself"
+    ):
+        offload(divided, tmp_path)
+    divided(torch.ones(2, 6)).sum().backward()
 
 
 @pytest.mark.parametrize(

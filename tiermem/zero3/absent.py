@@ -34,6 +34,10 @@ _ASKED = frozenset(
 _GRAD: Any = torch.Tensor.grad
 _CLIPPING, _CLEARING = "torch.nn.utils.clip_grad", "torch.nn.modules.module"
 
+# Who makes a model one of several ranks asks where each parameter is, before it does anything.
+_DEVICE: Any = torch.Tensor.device
+_DIVIDING = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+
 # What is given parameters to say whose gradients are wanted.
 _GOING_BACK = (torch.autograd.grad, torch.autograd.backward)
 
@@ -91,6 +95,8 @@ class _Absent:
     ) -> Any:
         if function == _GRAD.__get__:
             _refuse_search(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
+        elif function == _DEVICE.__get__:
+            _refuse_division(sys._getframe(1))  # noqa: SLF001 - documented
         return unseen(_operate)(function, args, kwargs or {})
 
     def __repr__(self: Any) -> str:
@@ -151,6 +157,15 @@ def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType |
     del frame  # the error would keep it, and it the error
     use = "optimizer.clip_grad_norm_(max_norm), or tiermem.AdamW(..., max_grad_norm=). By value there is none"
     raise _nothing_found("torch.nn.utils.clip_grad_*", use)
+
+
+def _refuse_division(frame: FrameType) -> None:
+    """Raise TiermemError where torch, which asks in `frame`, is about to spread the model over ranks."""
+    if str(frame.f_globals.get("__name__")).startswith(_DIVIDING):
+        raise TiermemError(
+            "DistributedDataParallel, or FSDP, of an offloaded model: its pages are divided over the ranks, and its "
+            "gradients averaged, already; use the model as it is"
+        )
 
 
 def _nothing_found(by: str, use: str) -> TiermemError:

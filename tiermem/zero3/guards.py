@@ -9,6 +9,7 @@ a model whose runtime is closed says so instead of computing with NaN, or being 
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ def all_gathered(divided: ModelUnits, gatherer: Gatherer) -> Callable[[], bool]:
 
 def refuse_unfit(model: nn.Module) -> None:
     """Raise ConfigError for what cannot be made pages without loss, before anything is looked at more closely."""
+    _refuse_divided(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(f"parameter {name} has no shape yet: run the lazy module once before offload")
@@ -67,6 +69,21 @@ def refuse_unfit(model: nn.Module) -> None:
     _refuse_scripted(model)
     _refuse_overlaps(model)
     _refuse_views(model)
+
+
+def _refuse_divided(model: nn.Module) -> None:
+    """Refuse what torch has spread over ranks: that is done here, too, and once is enough."""
+    instead = "offload the model itself, on every rank: its state is divided over them and gradients are averaged"
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel") and hasattr(module, "module"):
+            raise ConfigError(f"found {kind} around a {type(module.module).__name__}; {instead}")
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ConfigError(f"parameter {name} is a DTensor, of fully_shard or a tensor-parallel plan; {instead}")
 
 
 def _refuse_scripted(model: nn.Module) -> None:
