@@ -5,6 +5,7 @@ Knows bytes; does not know tensors, models or pages. Guarantees that every compl
 names operation, path, offset, length and errno. See README.md beside this file.
 """
 
+import swap.system  # noqa: F401 - before all others
 from swap.backends.base import Backend
 from swap.blocks import ALIGNMENT, align_down, align_up, is_aligned
 from swap.buffers import AlignedBuffer

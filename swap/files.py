@@ -25,6 +25,7 @@ from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, S
 from swap.locks import DirectoryLock, close_descriptor, in_use
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
+from swap.system import require_linux
 
 DATA_OFFSET = ALIGNMENT
 """Bytes before the first data byte."""
@@ -70,6 +71,7 @@ class SwapFile:
             raise ValueError(f"expected a positive multiple of {ALIGNMENT} bytes, found {nbytes}")
         if not name or "/" in name or "\0" in name:
             raise ValueError(f"expected a file name without '/', found {name!r}")
+        require_linux()
         system = system or SystemCalls()
         path = os.path.join(os.fspath(directory), f"{name}.swapfile")
         _check_directory(os.fspath(directory))
