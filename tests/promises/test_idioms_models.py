@@ -475,6 +475,8 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
             lambda: torch.isnan(model[0].weight).any(),
             lambda: average.lerp_(model[0].weight, 0.1),
             lambda: torch.stack([model[0].bias, model[0].bias]),
+            lambda: model[0].weight.detach().clone(),
+            lambda: average.mul_(0.9).add_(model[0].weight.detach(), alpha=0.1),
         ):
             with pytest.warns(RuntimeWarning, match=r"paged out, and makes NaN of it: use runtime.parameter") as caught:
                 compute()

@@ -183,7 +183,8 @@ def _through_edges(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     wanted = kwargs.get("inputs", args[1] if len(args) > 1 else None) or ()
     edges = [get_gradient_edge(each) if is_absent(each) and each.requires_grad else each for each in wanted]
     given = {**kwargs, "inputs": edges}
-    if not edges or any(absent_in((args[0], edges, kwargs.get("grad_outputs"), kwargs.get("grad_tensors")))):
+    given_too = (args[0], edges, kwargs.get("grad_outputs"), kwargs.get("grad_tensors"))
+    if not edges or next(absent_in(given_too), None) is not None:
         return None
     if not kwargs.get("materialize_grads"):
         return lambda: function(args[0], **given)

@@ -75,8 +75,11 @@ class Borrowing:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operation: Operation
     ) -> Any:
         """Carry out an operation on absent parameters, with what it reads gathered."""
-        units = dict.fromkeys(self._own(_read(function, args, kwargs)))
-        if not units:
+        read = _read(function, args, kwargs)
+        units = dict.fromkeys(self._own(read))
+        if not units:  # at most what was detached of a parameter at rest
+            if next(absent_in(read), None) is not None:
+                _warn(function)
             return operation()
         if not self._is_computing(args):
             _warn(function)
