@@ -466,6 +466,21 @@ def test_a_parameter_that_is_printed_says_that_it_is_paged_out(tmp_path):
             assert repr(model[0].weight) == plainly
 
 
+@pytest.mark.parametrize("write", ["mul_", "zero_", "fill_", "copy_", "clamp_"])
+def test_a_write_through_data_at_rest_is_an_error(tmp_path, write):
+    model = mlp()
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    given = {"copy_": [torch.ones(70, 6)], "zero_": []}.get(write, [2.0])
+    with offload(model, tmp_path) as runtime:
+        with pytest.raises(tiermem.TiermemError, match=f"was to be written by {write} while its values are paged out"):
+            getattr(model[0].weight.data, write)(*given)
+        assert not isinstance(model[0].weight.data, nn.Parameter)
+        with runtime.gathered(model[0], write=True):
+            getattr(model[0].weight.data, write)(*given)
+        expected = getattr(before["0.weight"], write)(*given)
+        assert torch.equal(runtime.parameter(model[0].weight), expected)
+
+
 def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
     model = mlp()
     with offload(model, tmp_path), torch.no_grad():
@@ -477,6 +492,7 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
             lambda: torch.stack([model[0].bias, model[0].bias]),
             lambda: model[0].weight.detach().clone(),
             lambda: average.mul_(0.9).add_(model[0].weight.detach(), alpha=0.1),
+            lambda: average.mul_(0.9).add_(model[0].weight.data, alpha=0.1),
         ):
             with pytest.warns(RuntimeWarning, match=r"paged out, and makes NaN of it: use runtime.parameter") as caught:
                 compute()

@@ -30,6 +30,9 @@ _ASKED = frozenset(
     for name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "is_meta", "layout", "ndim")
 )
 
+# What of a parameter at rest is at rest as well: not a parameter, but told what it is when something is made of it.
+_DATA: Any = torch.Tensor.data
+
 # Where all gradients that there are get clipped, or cleared. It is asked of each parameter, and no gradient of ours is.
 _GRAD: Any = torch.Tensor.grad
 _CLIPPING, _CLEARING = "torch.nn.utils.clip_grad", "torch.nn.modules.module"
@@ -61,7 +64,7 @@ class Absence:
         if self._closed or kind.__torch_function__ is not nn.Parameter.__torch_function__:
             return
         self._marked[id(parameter)] = parameter
-        parameter.__class__ = self._kinds.get(kind) or self._make(kind)  # type: ignore[assignment]
+        parameter.__class__ = self.kind_of(kind)  # type: ignore[assignment]
 
     def end(self, parameter: nn.Parameter) -> None:
         """The parameter is to have its values again."""
@@ -76,11 +79,12 @@ class Absence:
             self.end(parameter)
         self._marked.clear()
 
-    def _make(self, kind: type) -> type[_Absent]:
-        attributes = {"present": kind, "absence": self, "__module__": kind.__module__}
-        made = type(kind)(kind.__name__, (_Absent, kind), attributes)
-        self._kinds[kind] = made
-        return made
+    def kind_of(self, kind: type) -> type[_Absent]:
+        """The class of what is a `kind` when it is present."""
+        if kind not in self._kinds:
+            attributes = {"present": kind, "absence": self, "__module__": kind.__module__}
+            self._kinds[kind] = type(kind)(kind.__name__, (_Absent, kind), attributes)
+        return self._kinds[kind]
 
 
 class _Absent:
@@ -134,7 +138,11 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         return plainly()
     if function in _GOING_BACK:
         return (_through_edges(function, args, kwargs) or plainly)()
-    operation = plainly if getattr(function, "__name__", "") != "detach" else _detached(plainly, args)
+    operation: Operation = plainly
+    if getattr(function, "__name__", "") == "detach":
+        operation = _still_absent(plainly, args, lambda kind: kind)
+    elif function == _DATA.__get__:
+        operation = _still_absent(plainly, args, lambda kind: kind.absence.kind_of(torch.Tensor))
     for absence in {type(each).absence: None for each in absent_in((*args, *kwargs.values()))}:  # type: ignore[attr-defined]
         if absence.answer is not None:
             operation = _within(absence.answer, function, args, kwargs, operation)
@@ -197,12 +205,12 @@ def _through_edges(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return with_zeros
 
 
-def _detached(plainly: Operation, args: Sequence[Any]) -> Operation:
-    """What `detach` does: of what stays absent it makes an absent one, as `nn.Parameter` wants to be of one class."""
+def _still_absent(plainly: Operation, args: Sequence[Any], kind_of: Callable[[Any], type]) -> Operation:
+    """What `detach` and `data` do: an absent one of what stays absent. `nn.Parameter` wants one of its class."""
 
     def operation() -> Any:
         kind, made = type(args[0]), plainly()
-        return made.as_subclass(kind) if issubclass(kind, _Absent) else made
+        return made.as_subclass(kind_of(kind)) if issubclass(kind, _Absent) else made
 
     return operation
 
