@@ -104,8 +104,9 @@ def why_not() -> str | None:
     try:
         with memory_group(1 << 30):
             return None
-    except OSError as error:
-        return f"no memory limit can be set here: {error}"
+    except OSError as error:  # not with the group's name, which is another one each time
+        where = f" in {Path(error.filename).parent}" if error.filename else ""
+        return f"no memory limit can be set here: {error.strerror or error}{where}"
 
 
 def run_in_group(

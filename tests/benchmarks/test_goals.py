@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -65,6 +67,18 @@ def test_parts_that_are_run_one_by_one_join_in_one_result(warm_python: WarmPytho
         assert raw["memory"]["steps"][2]["loss"] < raw["memory"]["steps"][0]["loss"]
     else:
         assert reason in text
+
+
+def test_why_no_limit_can_be_set_is_said_in_the_same_words_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who is not root; the reason is compared with another process's."""
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(memory_group, "groups_root", lambda: Path("/sys/fs/cgroup"))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    reasons = {memory_group.why_not() for _ in range(2)}
+    assert reasons == {"no memory limit can be set here: Permission denied in /sys/fs/cgroup"}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
