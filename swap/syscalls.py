@@ -73,8 +73,9 @@ class SystemCalls:
 
         Raises OSError where the file system does not know the flag, as all that never copy.
         """
-        (flags,) = struct.unpack("q", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))
-        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("q", flags | _NO_COPY_ON_WRITE))
+        # Four bytes, though the numbers of these calls speak of a long.
+        (flags,) = struct.unpack("I4x", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("I4x", flags | _NO_COPY_ON_WRITE))
 
     def free_bytes(self, path: str) -> int:
         """Bytes an ordinary user may still write on the file system of `path`; `UNCOUNTED` where it counts none."""
