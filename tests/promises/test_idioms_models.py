@@ -532,6 +532,21 @@ def test_functional_calls_and_vmap_work_and_functional_gradients_are_refused(tmp
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated.*", "ignore::torch.jit.TracerWarning")
+def test_what_records_a_model_records_it_gathered(tmp_path):
+    model = mlp()
+    x = torch.randn(4, 6)
+    expected = model(x).detach()
+    with offload(model, tmp_path) as runtime:
+        for record in (lambda: torch.jit.trace(model, x), lambda: torch.export.export(model, (x,)).module()):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                record()
+            with runtime.gathered(model):
+                found = record()(x)
+            assert torch.equal(found, expected)
+        model(x).sum().backward()
+
+
 # The end.
 
 

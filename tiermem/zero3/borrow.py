@@ -31,6 +31,7 @@ _SHOWING = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _ASKING = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_pinned", "data_ptr", "untyped_storage"),
+    *("is_conj", "is_neg", "is_inference", "_is_view"),
     *("__len__", "__hash__", "__repr__", "__format__", "register_hook", "register_post_accumulate_grad_hook"),
 )
 _MAKING = (
