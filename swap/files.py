@@ -199,7 +199,8 @@ class SwapFile:
                 raise SwapIOError("read", self.path, length=ALIGNMENT, errno=error.errno or errno.EIO) from error
             return
         old, self._fd = self._fd, fd
-        self._system.close(old)  # with it the lock
+        self._unlock(old)  # explicitly: a child that is forked meanwhile has this descriptor, too
+        self._system.close(old)
         self.direct = True
         self._claim()
 

@@ -451,6 +451,16 @@ def copying_disk(tmp_path: Path) -> Iterator[Path]:
     yield from mounted(tmp_path, ["mkfs.btrfs", "-q"], 128 * MIB)
 
 
+def check_reserved(disk: Path, nbytes: int) -> None:
+    """Others may fill what is left of a small disk: the room was reserved."""
+    with SwapSpace.open([disk], name="r0", nbytes=nbytes) as space:
+        use(space)
+        with open(disk / "other", "wb", buffering=0) as other:
+            with pytest.raises(OSError, match="No space"):
+                other.writelines(bytes(MIB) for _ in range(256))
+        use(space)
+
+
 def first_block(path: str) -> str:
     """Where on the disk a file's data begin, as `filefrag` tells it."""
     found = subprocess.run(["filefrag", "-v", path], check=True, capture_output=True, text=True)
@@ -469,12 +479,7 @@ def test_a_swap_file_on_btrfs_is_overwritten_in_place(copying_disk: Path) -> Non
 
 
 def test_room_reserved_on_btrfs_is_there_when_others_fill_the_disk(copying_disk: Path) -> None:
-    with SwapSpace.open([copying_disk], name="r0", nbytes=32 * MIB) as space:
-        use(space)
-        with open(copying_disk / "other", "wb", buffering=0) as other:
-            with pytest.raises(OSError, match="No space"):
-                other.writelines(bytes(MIB) for _ in range(256))
-        use(space)
+    check_reserved(copying_disk, 32 * MIB)
 
 
 def test_a_file_is_to_be_overwritten_in_place_before_anything_is_in_it(tmp_path: Path) -> None:
@@ -499,13 +504,7 @@ def test_a_file_system_that_counts_no_blocks_has_room(tmp_path: Path, monkeypatc
 def test_a_real_full_disk(small_disk: Path) -> None:
     with pytest.raises(SwapFullError, match=r"cannot reserve .* bytes are free"):
         open_file(small_disk, nbytes=64 * MIB)
-    with SwapSpace.open([small_disk], name="r0", nbytes=8 * MIB) as space:
-        use(space)
-        # Others may fill what is left: the room was reserved.
-        with open(small_disk / "other", "wb", buffering=0) as other:
-            with pytest.raises(OSError, match="No space"):
-                other.writelines(bytes(MIB) for _ in range(64))
-        use(space)
+    check_reserved(small_disk, 8 * MIB)
 
 
 def test_a_real_read_only_disk(small_disk: Path) -> None:
