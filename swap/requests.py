@@ -240,8 +240,8 @@ class Request:
     def stalled(self) -> SwapTimeoutError | None:
         """The error, naming the request, if the device has made no progress for the engine's `stall_seconds`.
 
-        For those who wait by `on_done` instead of `wait`, and ask every second or more often: silence counts only when it
-        has been looked at for a while (`watch.py`). Never waits, and the transfer goes on.
+        For those who wait by `on_done` instead of `wait`, and ask every second or more often: silence counts only when
+        it has been looked at for a while (`watch.py`). Never waits, and the transfer goes on.
         """
         if self.done or self._owner.seconds_until_stall(self) > 0:
             return None
