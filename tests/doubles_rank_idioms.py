@@ -194,7 +194,7 @@ def scaled(directory: Path, rank: int, size: int) -> Any:
 
 
 def begun_in_plain(directory: Path, rank: int, size: int) -> Any:
-    """Weights and the state of torch's AdamW, which every rank has whole; all ranks are given the same rows."""
+    """Weights and the state of torch's AdamW, which every rank has whole, in and out; all ranks see the same rows."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -212,8 +212,12 @@ def begun_in_plain(directory: Path, rank: int, size: int) -> Any:
         optimizer.load_state_dict(begun.state_dict())
         train(moved, optimizer, range(3, 5))
         found = parameters_of(runtime)
+        left = optimizer.full_state_dict()["state"]
     train(model, begun, range(3, 5))
-    return {name: torch.equal(found[name], values) for name, values in model.named_parameters()}
+    same = {name: torch.equal(found[name], values) for name, values in model.named_parameters()}
+    for number, entry in begun.state_dict()["state"].items():
+        same |= {f"{number} {name}": torch.equal(left[number][name], values) for name, values in entry.items()}
+    return same
 
 
 class Cast(Odd):

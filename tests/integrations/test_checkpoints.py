@@ -358,3 +358,24 @@ def test_without_commits_a_checkpoint_is_refused_before_training(tmp_path: Path)
         with pytest.raises(ConfigError, match="commits=False"):
             Trainer(args=arguments(tmp_path, save_strategy="steps"), runtime=runtime)
         Trainer(args=arguments(tmp_path, save_strategy="steps", save_only_model=True), runtime=runtime)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+def test_a_run_of_transformers_own_trainer_goes_on_bit_for_bit(update: str, tmp_path: Path, expected: Trained) -> None:
+    with pytest.raises(KilledError):
+        plain(tmp_path / "elsewhere", make=dropping, named={"callbacks": [Killer(5)]}, **RUN)
+    checkpoint = tmp_path / "elsewhere" / "checkpoint-4"
+
+    def script(trainer: transformers.Trainer) -> None:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+    same_end(paged(tmp_path, make=empty, script=script, update=update, **RUN), expected)
+    # It ended with a checkpoint of its own, which is not to be given up for that folder by mistake.
+    with pytest.raises(ResumeError, match=r"made by transformers' own Trainer.*offload the model with resume=False"):
+        resumed(tmp_path, str(checkpoint), update=update)
+    (checkpoint / "optimizer.pt").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ResumeError, match=r"optimizer.pt': expected the state of an optimizer, found"):
+        resumed(tmp_path, str(checkpoint), update=update)
+    (checkpoint / "optimizer.pt").unlink()
+    with pytest.raises(ResumeError, match="belongs to no commit of a runtime"):
+        resumed(tmp_path, str(checkpoint), update=update)

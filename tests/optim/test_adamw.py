@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -44,6 +44,9 @@ class Service(UpdateCoordinator):
                 self.store.store_moments(self.unit_of[parameter], parameter, first, second)
 
         return keep
+
+    def read_moments(self, parameters: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [self.store.read_moments(self.unit_of[parameter], parameter) for parameter in parameters]
 
 
 class Harness:

@@ -1,4 +1,4 @@
-"""A run that was begun in plain PyTorch goes on offloaded, with the weights and the optimizer's state it had."""
+"""A run that was begun in plain PyTorch goes on offloaded, with the weights and moments it had; and the way back."""
 
 from __future__ import annotations
 
@@ -179,3 +179,48 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         ours.load_state_dict(state)
     with pytest.raises(tiermem.TiermemError, match="closed"):
         ours.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("make", "make_batch"), [(Stack, tokens), (Images, images)])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_run_goes_on_in_plain_pytorch(tmp_path, make, make_batch, budget, update):
+    torch.manual_seed(1)
+    model = make()
+    alone = copy.deepcopy(model)
+    optimizer = PlainAdamW(groups(alone), **HYPER)
+    torch.manual_seed(3)
+    expected = train(alone, optimizer, make_batch, 6)
+    nbytes = budget_for(model, tmp_path, budget)
+    runtime = tiermem.offload(model, config_for(tmp_path, nbytes, update), coalesce=0)
+    ours = tiermem.AdamW(groups(model), **HYPER)
+    assert ours.full_state_dict()["state"] == {}
+    torch.manual_seed(3)
+    found = train(model, ours, make_batch, 3)
+    torch.save(ours.full_state_dict(), tmp_path / "optimizer.pt")
+    torch.manual_seed(3)
+    for _ in range(3):
+        make_batch()
+    runtime.close(restore_model=True)
+    back = torch.optim.AdamW(groups(model))  # neither fused nor with these settings: both are in the state
+    back.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    found += train(model, back, make_batch, 3)
+    assert found == expected
+    for (name, values), parameter in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, values), name
+
+
+def test_moments_are_read_between_steps(tmp_path):
+    with tiermem.offload(model := Stack(), config_for(tmp_path, "64KiB", "step"), coalesce=0):
+        ours = tiermem.AdamW(groups(model))
+        train(model, ours, tokens, 1)
+        model(tokens()).square().mean().backward()
+        with pytest.raises(tiermem.TiermemError, match="asked for between backward and step"):
+            ours.full_state_dict()
+        ours.step()
+        before = ours.full_state_dict()["state"]
+        kept = copy.deepcopy(before)
+        train(model, ours, tokens, 2)
+        for number, entry in before.items():  # copies, that stay
+            assert all(torch.equal(entry[name], kept[number][name]) for name in ("exp_avg", "exp_avg_sq"))
+            assert (entry["step"], ours.state_dict()["state"][number]["step"]) == (2, 4)

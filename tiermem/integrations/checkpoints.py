@@ -1,7 +1,8 @@
 """A Trainer's checkpoint of an offloaded model: which commit of the runtime a folder belongs to, and its weights.
 
 Owns the ticket, a small file in the folder whose like is the commit's `extra`; the export of weights into a folder that
-others write into, too; and the way back, weights from such a folder into pages. Does not know when a Trainer saves.
+others write into, too; and the way back, weights from such a folder, or from one that transformers' own Trainer wrote,
+into pages. Does not know when a Trainer saves.
 Guarantees that a folder is taken for resumable only with the very commit it was made with, and that what a folder
 holds is durable before the commit that names it.
 """
@@ -27,6 +28,7 @@ from tiermem.output_file import write_whole
 from tiermem.runtime import Runtime
 
 TICKET = "tiermem.json"
+OPTIMIZER = "optimizer.pt"  # transformers' name for it
 KEY = "transformers.Trainer"  # in the `extra` of a commit
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -143,8 +145,23 @@ def export_weights(runtime: Runtime, folder: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
+def has_moments(folder: Path) -> bool:
+    """Whether a folder holds an optimizer's state with moments, as transformers' own Trainer saves it.
+
+    Raises ResumeError if that file cannot be read.
+    """
+    path = folder / OPTIMIZER
+    if not path.is_file():
+        return False
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return any("exp_avg" in entry for entry in state["state"].values())
+    except Exception as error:  # torch has no one error for a file that is damaged, or no state of an optimizer
+        raise ResumeError(f"{str(path)!r}: expected the state of an optimizer, found {error}") from error
+
+
 def load_weights(runtime: Runtime, folder: Path) -> None:
-    """Give the offloaded model the values in a folder written by `export_weights`; moments stay as they are.
+    """Give the offloaded model the values in a Trainer's folder; moments stay as they are.
 
     A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one of another shape,
     before anything is changed.

@@ -20,6 +20,7 @@ from tiermem.integrations.checkpoints import (
     Ticket,
     export_weights,
     find_checkpoint,
+    has_moments,
     load_weights,
     make_durable,
     set_aside,
@@ -84,7 +85,8 @@ class Trainer(transformers.Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **named: Any) -> Any:
         """As transformers'. A resume takes the model from the runtime, which must hold the state of that checkpoint.
 
-        True: the checkpoint in `output_dir` that belongs to the runtime's commit.
+        True: the checkpoint in `output_dir` that belongs to the runtime's commit. A folder that transformers' own
+        Trainer has written is read instead, weights and moments, so that its run goes on.
 
         Raises:
             ResumeError: the runtime does not hold the state of that checkpoint; or it holds that of one, and is to
@@ -186,14 +188,26 @@ class Trainer(transformers.Trainer):
         rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
-        """Nothing is read: the pages hold it already. Raises ResumeError if they do not."""
-        found = Ticket.of_folder(Path(resume_from_checkpoint))
+        """Nothing is read: the pages hold it already. Raises ResumeError if they do not.
+
+        Of a checkpoint that transformers' own Trainer made the weights are read here; moments come with the optimizer.
+        """
+        folder = Path(resume_from_checkpoint)
+        found = Ticket.of_folder(folder)
         if found is None:
-            why = why_no_ticket(Path(resume_from_checkpoint))
-            raise ResumeError(
-                f"{resume_from_checkpoint!r} belongs to no commit of a runtime: {why}. It has weights at most: to "
-                "begin anew from them, offload the model with weights= and leave resume_from_checkpoint out"
-            )
+            if not has_moments(folder):
+                raise ResumeError(
+                    f"{resume_from_checkpoint!r} belongs to no commit of a runtime: {why_no_ticket(folder)}. It has "
+                    "weights at most: to begin anew from them, offload the model with weights= and leave "
+                    "resume_from_checkpoint out"
+                )
+            if self._must_resume:
+                raise ResumeError(
+                    f"{resume_from_checkpoint!r} was made by transformers' own Trainer, and the runtime goes on from a "
+                    "checkpoint of its own; offload the model with resume=False to begin from that folder"
+                )
+            load_weights(self.runtime, folder)
+            return
         held, steps = self._state_of or (Ticket.of_commit(self.runtime.committed), None)
         if held != found or steps != self.runtime.statistics().steps:
             name = "no checkpoint" if held is None else f"{held.checkpoint}"

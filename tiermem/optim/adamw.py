@@ -7,23 +7,19 @@ looks (schedulers, trainers, checkpoints of the loop), and to hold no tensor of 
 
 from __future__ import annotations
 
-import math
-import numbers
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from tiermem.errors import ConfigError, TiermemError, UnknownSettingError
+from tiermem.errors import ConfigError, TiermemError
+from tiermem.optim.hyperparameters import SETTINGS, UNSUPPORTED, as_number, check_group, check_torch_options, numbers_of
 from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
 from tiermem.optim.service import Moments, StepResult, UpdateService
 from tiermem.optim.updates import Settings
 from tiermem.registry import registry
 
-_WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
-_SETTINGS = frozenset({"lr", "betas", "eps", "weight_decay"})
-_UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
 # Steps skipped in a row before it is said that nothing is learned: one or two may be a bad batch.
 _HOPELESS = 5
 
@@ -53,8 +49,8 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         **unsupported: object,
     ) -> None:
-        _check_torch_options(unsupported)
-        if max_grad_norm is not None and not _number("max_grad_norm", max_grad_norm) > 0.0:
+        check_torch_options(unsupported)
+        if max_grad_norm is not None and not as_number("max_grad_norm", max_grad_norm) > 0.0:
             raise ConfigError(f"max_grad_norm must be positive or None, found {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
@@ -65,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
         self._steps: dict[int, int] = {}
         self._last = StepResult(None, skipped=False)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_group(defaults)
+        check_group(defaults)
         super().__init__(params, defaults)
 
     @property
@@ -78,8 +74,8 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
-            _check_group(group)
+            check_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
+            check_group(group)
             service, indices = self._resolve(group["params"])
         except BaseException:
             self.param_groups.pop()
@@ -109,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self._refuse_plain_gradients()
         for group in self.param_groups:  # all of them, before the first update is queued
-            _numbers(group)
+            numbers_of(group)
         if grad_scaler is None:
             refuse_hidden_scale(self)
             result = self._runtime().step(self)
@@ -157,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
         Raises `ConfigError` when update="backward" has used gradients up that the norm needs: it keeps them once it has
         seen a call of this, so call it in every step, or set `max_grad_norm`.
         """
-        norm = self._runtime().clip_gradients(self, _number("max_norm", max_norm))
+        norm = self._runtime().clip_gradients(self, as_number("max_norm", max_norm))
         self._last = StepResult(norm, self._last.skipped)
         return norm
 
@@ -170,7 +166,7 @@ class AdamW(torch.optim.Optimizer):
         for index in parameters:
             group = self._group_of[index]
             if id(group) not in groups:
-                groups[id(group)] = _numbers(group)
+                groups[id(group)] = numbers_of(group)
             settings[index] = Settings(*groups[id(group)], step=self._steps.get(index, 0) + 1)
         return settings
 
@@ -197,6 +193,23 @@ class AdamW(torch.optim.Optimizer):
         }
         return packed
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """The same with moments, as `torch.optim.AdamW.load_state_dict` takes it: a run goes on in plain PyTorch.
+
+        float32, each of its parameter's shape, in ordinary memory: 8 bytes a parameter. Give the model the values of
+        `runtime.master(parameter)`, or `Runtime.close(restore_model=True)` if they are float32. Collective: every rank
+        gets all of it. Raises TiermemError between backward and step.
+        """
+        packed = self.state_dict()
+        for group in packed["param_groups"]:
+            group["fused"] = True  # whose bits these are
+        parameters, runtime = list(self._parameters()), self._runtime()
+        indices = [self._index_of[parameters[number]] for number in packed["state"]]
+        for entry, moments in zip(packed["state"].values(), runtime.read_moments(indices), strict=True):
+            entry["step"] = torch.tensor(float(entry["step"]))
+            entry["exp_avg"], entry["exp_avg_sq"] = moments
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore groups and step counts; and moments where there are some, as `torch.optim.AdamW` saves them.
 
@@ -209,10 +222,10 @@ class AdamW(torch.optim.Optimizer):
         `TiermemError` between backward and step; nothing is changed then.
         """
         for group in state_dict["param_groups"]:
-            _check_torch_options({key: group[key] for key in _UNSUPPORTED if key in group})
-            if missing := sorted(_SETTINGS - group.keys()):
+            check_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
+            if missing := sorted(SETTINGS - group.keys()):
                 raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
-            _numbers(group)  # not their range: a cosine may end a rounding below 0
+            numbers_of(group)  # not their range: a cosine may end a rounding below 0
         store = self._prepare_moments(state_dict)
         steps = {number: {"step": entry["step"]} for number, entry in state_dict["state"].items() if "step" in entry}
         super().load_state_dict({**state_dict, "state": steps})
@@ -287,59 +300,3 @@ def _moments(entry: Mapping[str, Any]) -> Moments | None:
         f"this optimizer state carries {sorted(entry)}; expected step and, where there are moments, exp_avg and "
         "exp_avg_sq, as torch.optim.AdamW without amsgrad has them"
     )
-
-
-def _check_torch_options(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if name in _UNSUPPORTED and value:
-            raise ConfigError(f"tiermem.AdamW does not support {name}={value!r}")
-        if name not in _UNSUPPORTED | _WITHOUT_EFFECT:
-            raise UnknownSettingError(f"AdamW got an unexpected argument {name!r}")
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    betas = _pair(group["betas"])
-    if not _number("lr", group["lr"]) >= 0.0:
-        raise ConfigError(f"Invalid learning rate: expected 0 or more, found {group['lr']}")
-    if not _number("eps", group["eps"]) >= 0.0:
-        raise ConfigError(f"Invalid epsilon value: expected 0 or more, found {group['eps']}")
-    for position, beta in enumerate(betas):
-        if not 0.0 <= _number(f"betas[{position}]", beta) < 1.0:
-            raise ConfigError(f"Invalid beta parameter at index {position}: expected 0 to below 1, found {beta}")
-    if not _number("weight_decay", group["weight_decay"]) >= 0.0:
-        raise ConfigError(f"Invalid weight_decay value: expected 0 or more, found {group['weight_decay']}")
-
-
-def _numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """What an update uses of a group, as whoever likes may have changed it since it was checked.
-
-    Raises ConfigError for what would make parameters infinite or NaN. Below 0 is as in torch's AdamW, which does not
-    look again either: a cosine may end a rounding below it.
-    """
-    betas = tuple(_finite(f"betas[{position}]", beta) for position, beta in enumerate(_pair(group["betas"])))
-    for position, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"betas[{position}]: expected 0 to below 1, found {beta}")
-    lr, eps, weight_decay = (_finite(name, group[name]) for name in ("lr", "eps", "weight_decay"))
-    return lr, betas[0], betas[1], eps, weight_decay
-
-
-def _pair(betas: Any) -> Sequence[Any]:
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ConfigError(f"betas: expected two numbers from 0 to below 1, such as (0.9, 0.999), found {betas!r}")
-    return betas
-
-
-def _finite(name: str, value: object) -> float:
-    found = _number(name, value)
-    if not math.isfinite(found):
-        raise ConfigError(f"{name}: expected a finite number, found {found}")
-    return found
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return float(value)
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    advice = "; text from a file or a command line becomes one by float()" if isinstance(value, str) else ""
-    raise ConfigError(f"{name}: expected a number, or a tensor with one element, found {found}{advice}")

@@ -2,7 +2,7 @@
 
 Owns the protocols between the rooms and the small records they exchange. Does not know who implements them. Guarantees
 that parameters are named by their global index here, so that no module, and no tensor but a gradient norm and moments
-that are loaded, crosses this line.
+that are loaded or saved, crosses this line.
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ class SettingsSource(Protocol):
 
 
 class MomentStore(Protocol):
-    """Who can replace moments (`UpdateService.prepare_moments`)."""
+    """Who has the moments, for `UpdateService.prepare_moments` and `read_moments`."""
 
     def prepare(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         """Check them; return the function that stores them."""
+
+    def read(self, parameters: Sequence[int]) -> list[Moments]:
+        """A copy of the moments of these parameters."""
 
 
 @runtime_checkable
@@ -83,6 +86,9 @@ class UpdateService(Protocol):
 
     def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         """Check moments that are to replace those of these parameters; the function that does it, between steps."""
+
+    def read_moments(self, parameters: Sequence[int]) -> list[Moments]:
+        """A copy of the moments of these parameters, float32, between steps. Every rank asks for the same."""
 
 
 class GradientBook(Protocol):

@@ -257,11 +257,18 @@ class Steps:
 
     def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         """Check moments that are to replace those of these parameters; the function that does it, between steps."""
+        return self._moment_store().prepare(given)
+
+    def read_moments(self, parameters: Sequence[int]) -> list[Moments]:
+        """A copy of the moments of these parameters, float32, between steps. Every rank asks for the same."""
+        return self._moment_store().read(parameters)
+
+    def _moment_store(self) -> MomentStore:
         self._check_open()
         self._ledger.line_up()
         if self._moments is None:
-            raise InvariantError("moments were given before the runtime was built")
-        return self._moments.prepare(given)
+            raise InvariantError("moments were asked for before the runtime was built")
+        return self._moments
 
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed.

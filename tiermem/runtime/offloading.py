@@ -23,8 +23,8 @@ from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company, own_directories
 from tiermem.runtime.face import Runtime
-from tiermem.runtime.given_moments import with_moments
 from tiermem.runtime.house import build
+from tiermem.runtime.paged_moments import with_moments
 from tiermem.zero3.guards import refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.keep import Keep, Keeping

@@ -1,12 +1,12 @@
-"""Moments that come from elsewhere: the state of a plain AdamW, for a run that was begun without this library.
+"""Moments as tensors: into the pages, for a run that was begun in plain PyTorch, and out of them, for one that leaves.
 
-Owns the check of what is given, and its way into the pages. Does not know optimizers, nor where the tensors come from.
-Guarantees that nothing is changed where something given does not fit, or in the middle of a step.
+Owns the check of what is given, its way into the pages and the way back. Does not know optimizers, nor where the
+tensors come from. Guarantees that nothing is changed where something given does not fit, or in the middle of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -16,8 +16,8 @@ from tiermem.runtime.house import House
 from tiermem.zero3.layout import Slot
 
 
-class GivenMoments:
-    """What takes the moments of one run (`optim.service.MomentStore`)."""
+class PagedMoments:
+    """The moments of one run, from outside (`optim.service.MomentStore`)."""
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -27,11 +27,7 @@ class GivenMoments:
         """Check the moments of these parameters; the function that stores them. Every rank is given the same."""
         for number, moments in given.items():
             _check(self._slots[number][1], moments)
-        if self._house.ledger.is_mid_step or given.keys() & self._house.ledger.unclaimed():
-            raise TiermemError(
-                "moments were given between backward and step; load them after optimizer.step(), or forget the "
-                "gradients with optimizer.zero_grad()"
-            )
+        self._require_between_steps(given.keys(), "given", "load")
         units: dict[int, dict[int, Moments]] = {}
         for number, moments in given.items():
             units.setdefault(self._slots[number][0], {})[number] = moments
@@ -46,6 +42,33 @@ class GivenMoments:
                 self._store(unit, moments)
 
         return store
+
+    def read(self, parameters: Sequence[int]) -> list[Moments]:
+        """A copy of the moments of these parameters, float32, each of its shape. Every rank asks for the same."""
+        self._require_between_steps(parameters, "asked for", "read")
+        return [self._whole(number) for number in parameters]
+
+    def _whole(self, number: int) -> Moments:
+        house, (unit, slot) = self._house, self._slots[number]
+        house.coordinator.unit_needed(unit)
+        first, second = torch.zeros(slot.numel), torch.zeros(slot.numel)
+
+        def read() -> None:
+            for piece in house.owned(unit, slot):
+                own = slice(piece.begin, piece.begin + piece.length)
+                first[own], second[own] = house.states.read_moments(unit, number)
+
+        house.look(unit, slot, read, first)
+        house.look(unit, slot, lambda: None, second)  # filled by the look before
+        return first.as_strided(slot.shape, slot.stride), second.as_strided(slot.shape, slot.stride)
+
+    def _require_between_steps(self, parameters: Collection[int], asked: str, verb: str) -> None:
+        ledger = self._house.ledger
+        if ledger.is_mid_step or not ledger.unclaimed().isdisjoint(parameters):
+            raise TiermemError(
+                f"moments were {asked} between backward and step; {verb} them after optimizer.step(), or forget the "
+                "gradients with optimizer.zero_grad()"
+            )
 
     def _store(self, unit: int, given: Mapping[int, Moments]) -> None:
         house, layout = self._house, self._house.layouts[unit]
@@ -68,7 +91,7 @@ class GivenMoments:
 
 def with_moments(house: House) -> House:
     """The house, of which optimizers can have moments stored."""
-    house.steps.connect(GivenMoments(house))
+    house.steps.connect(PagedMoments(house))
     return house
 
 

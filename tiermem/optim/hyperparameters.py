@@ -1,0 +1,79 @@
+"""Hyperparameters of AdamW: which there are, and what they may be.
+
+Owns the checks of numbers, pairs and groups. Does not know optimizers, nor parameters. Guarantees that nothing that is
+not a number reaches an update, and that what is refused is named.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.errors import ConfigError, UnknownSettingError
+
+SETTINGS = frozenset({"lr", "betas", "eps", "weight_decay"})
+UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
+_WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
+
+
+def check_torch_options(options: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option of torch's AdamW that changes numbers, UnknownSettingError for any other."""
+    for name, value in options.items():
+        if name in UNSUPPORTED and value:
+            raise ConfigError(f"tiermem.AdamW does not support {name}={value!r}")
+        if name not in UNSUPPORTED | _WITHOUT_EFFECT:
+            raise UnknownSettingError(f"AdamW got an unexpected argument {name!r}")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the settings of a group are numbers in their range, as torch's AdamW does."""
+    betas = _pair(group["betas"])
+    if not as_number("lr", group["lr"]) >= 0.0:
+        raise ConfigError(f"Invalid learning rate: expected 0 or more, found {group['lr']}")
+    if not as_number("eps", group["eps"]) >= 0.0:
+        raise ConfigError(f"Invalid epsilon value: expected 0 or more, found {group['eps']}")
+    for position, beta in enumerate(betas):
+        if not 0.0 <= as_number(f"betas[{position}]", beta) < 1.0:
+            raise ConfigError(f"Invalid beta parameter at index {position}: expected 0 to below 1, found {beta}")
+    if not as_number("weight_decay", group["weight_decay"]) >= 0.0:
+        raise ConfigError(f"Invalid weight_decay value: expected 0 or more, found {group['weight_decay']}")
+
+
+def numbers_of(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
+    """What an update uses of a group, as whoever likes may have changed it since it was checked.
+
+    Raises ConfigError for what would make parameters infinite or NaN. Below 0 is as in torch's AdamW, which does not
+    look again either: a cosine may end a rounding below it.
+    """
+    betas = tuple(_finite(f"betas[{position}]", beta) for position, beta in enumerate(_pair(group["betas"])))
+    for position, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"betas[{position}]: expected 0 to below 1, found {beta}")
+    lr, eps, weight_decay = (_finite(name, group[name]) for name in ("lr", "eps", "weight_decay"))
+    return lr, betas[0], betas[1], eps, weight_decay
+
+
+def _pair(betas: Any) -> Sequence[Any]:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"betas: expected two numbers from 0 to below 1, such as (0.9, 0.999), found {betas!r}")
+    return betas
+
+
+def _finite(name: str, value: object) -> float:
+    found = as_number(name, value)
+    if not math.isfinite(found):
+        raise ConfigError(f"{name}: expected a finite number, found {found}")
+    return found
+
+
+def as_number(name: str, value: object) -> float:
+    """A number, or a tensor with one element, as a float. Raises ConfigError for all else."""
+    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    advice = "; text from a file or a command line becomes one by float()" if isinstance(value, str) else ""
+    raise ConfigError(f"{name}: expected a number, or a tensor with one element, found {found}{advice}")
