@@ -146,6 +146,8 @@ class CommitStore:
                 self.discard()
             finally:
                 lock.release(after=self._system.late())
+        else:  # whoever discarded them may have been interrupted before that was durable
+            self._files.sync()
         self._settled = True
 
     def write(
@@ -272,7 +274,8 @@ class CommitStore:
             yield
         except BaseException as error:
             self._failed = self._failed or error
-            self._for_good = self._for_good or for_good
+            asked = not isinstance(error, OSError) or error.errno != errno.EAGAIN  # else: no thread to ask by
+            self._for_good = self._for_good or (for_good and asked)
             raise
 
     def _check(self, generation: int) -> None:

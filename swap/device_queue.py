@@ -72,11 +72,16 @@ class DeviceQueue:
         self.progressed = 0.0  # when a block last finished, or the queue last stopped being empty
         self._block_size = block_size
         self._max_bytes = max_bytes_in_flight
-        self._policy = SharePolicy.for_depth(depth)
+        self._policy = SharePolicy.for_depth(min(depth, max(1, max_bytes_in_flight // block_size)))
         self._lanes: dict[tuple[Operation, Priority], OrderedDict[int, Part]] = {
             (operation, priority): OrderedDict() for operation in Operation for priority in Priority
         }
         self._last: tuple[Operation, int] = (Operation.READ, 0)  # the operation taken last, how often in a row
+
+    def limit_depth(self, depth: int) -> None:
+        """From now on at most `depth` blocks at once, 1 or more: the backend cannot serve as many as it was to."""
+        self.depth = min(self.depth, depth)
+        self._policy = SharePolicy.for_depth(min(self._policy.depth, depth))
 
     @property
     def queued(self) -> bool:

@@ -49,11 +49,15 @@ def sync_files(files: Sequence[Durable], *, names: bool) -> None:
 
     first, *others = devices
     threads = [threading.Thread(target=sync, args=(device,), name="swap-sync") for device in others]
-    for thread in threads:
-        thread.start()
+    for device, thread in zip(others, threads, strict=True):
+        try:
+            thread.start()
+        except RuntimeError:  # a limit on threads: one device after the other then
+            sync(device)
     sync(first)
     for thread in threads:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     if errors:
         raise _one([errors[device] for device in devices if device in errors])
 

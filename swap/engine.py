@@ -124,7 +124,7 @@ class Engine:
         request.
         """
         if self.is_foreign:
-            raise SwapError("this engine belongs to the process that made it and has no threads in a forked child")
+            raise foreign()
         # Views are made where they are used: a local one would stay with this frame, and that with a traceback.
         check = Check(aligned_view(buffer), expected) if checksum or expected is not None else None
         parts = cut(spans, aligned_view(buffer))
@@ -332,3 +332,8 @@ class Engine:
 def _demand_open(*, closed: bool) -> None:
     if closed:
         raise SwapClosedError("the engine is closed: no request can be started any more")
+
+
+def foreign() -> SwapError:
+    """The error of a forked child."""
+    return SwapError("this engine belongs to the process that made it and has no threads in a forked child")

@@ -23,6 +23,7 @@ from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
 from swap.locks import DirectoryLock, close_descriptor, in_use
+from swap.paths import check_directory, is_same, sync_directory, unlink_if_same
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 from swap.system import require_linux
@@ -45,6 +46,7 @@ class SwapFile:
         self.created = False
         self.reserved = False
         self._failed_sync: OSError | None = None
+        self._before: int | None = None  # bytes of the file that was found; None: they are kept
         self._fd = fd
         self._lock = lock
         self._system = system
@@ -67,6 +69,29 @@ class SwapFile:
         FormatError for a file that is not ours, damaged or cut short, SwapFullError naming bytes needed and bytes free,
         SwapIOError for the rest.
         """
+        file = cls.reserve(directory, name=name, nbytes=nbytes, keep=keep, identity=identity, system=system)
+        try:
+            file.begin()
+        except BaseException:
+            file.close(remove=file.created)
+            raise
+        return file
+
+    @classmethod
+    def reserve(
+        cls,
+        directory: Path,
+        *,
+        name: str,
+        nbytes: int,
+        keep: bool = False,
+        identity: Identity | None = None,
+        system: SystemCalls | None = None,
+    ) -> Self:
+        """The first part of `open`: all that may fail for lack of room, or take long. `begin` is the second.
+
+        Until then a file that was there is known by the superblock it had.
+        """
         if nbytes <= 0 or not is_aligned(nbytes):
             raise ValueError(f"expected a positive multiple of {ALIGNMENT} bytes, found {nbytes}")
         if not name or "/" in name or "\0" in name:
@@ -74,7 +99,7 @@ class SwapFile:
         require_linux()
         system = system or SystemCalls()
         path = os.path.join(os.fspath(directory), f"{name}.swapfile")
-        _check_directory(os.fspath(directory))
+        check_directory(os.fspath(directory))
         lock = DirectoryLock(os.path.join(os.fspath(directory), f"{name}.lock"), system)
         try:
             there, found = look(path, system)
@@ -86,11 +111,19 @@ class SwapFile:
         try:
             file.created = not there
             file._claim()
-            file._prepare(keep=keep)
+            file._reserve_room(keep=keep)
         except BaseException:
             file.close(remove=file.created)
             raise
         return file
+
+    def begin(self) -> None:
+        """The second part of `open`: from now on the file is of this run. Raises SwapFullError and SwapIOError."""
+        if self._before:
+            self._write_superblock()
+        self._choose_direct()
+        if self._before is not None and self._before > DATA_OFFSET + self.nbytes:
+            self._truncate(DATA_OFFSET + self.nbytes)
 
     def fileno(self) -> int:
         """The descriptor. Raises SwapClosedError after `close`."""
@@ -109,7 +142,7 @@ class SwapFile:
                 raise self._failed_sync
             self._system.fdatasync(fd)
         except OSError as error:
-            self._failed_sync = error
+            self._note_failed_sync(error)
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
         if self._lock.is_held and not self._is_in_place(fd):
             detail = (
@@ -119,12 +152,22 @@ class SwapFile:
             raise SwapIOError("sync", self.path, errno=errno.ENOENT, detail=detail)
 
     def sync_name(self) -> None:
-        """Wait until the file's name is durable. Raises SwapIOError."""
-        sync_directory(os.path.dirname(self.path), self._system)
+        """Wait until the file's name is durable. Raises SwapIOError, and does so ever after, as `sync` does."""
+        try:
+            if self._failed_sync is not None:
+                raise self._failed_sync
+            sync_directory(os.path.dirname(self.path), self._system)
+        except OSError as error:
+            self._note_failed_sync(error)
+            raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
+
+    def _note_failed_sync(self, error: OSError) -> None:
+        if error.errno != errno.EAGAIN:  # that is: there was no thread to ask by (`PatientSystemCalls`)
+            self._failed_sync = error
 
     def forget_name(self) -> None:
         """Remove the file's name and its lock: it lasts as long as it is open. Raises SwapIOError if removing fails."""
-        _unlink_if_same(self.path, os.fstat(self.fileno()))
+        unlink_if_same(self.path, os.fstat(self.fileno()))
         self._lock.release(remove=True)
 
     def close(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
@@ -142,11 +185,11 @@ class SwapFile:
             if self._lock.is_mine:
                 stack.callback(self._unlock, fd)
             if remove:
-                _unlink_if_same(self.path, os.fstat(fd))
+                unlink_if_same(self.path, os.fstat(fd))
 
     def _is_in_place(self, fd: int) -> bool:
         try:
-            return _is_same(self.path, os.fstat(fd))
+            return is_same(self.path, os.fstat(fd))
         except OSError as error:
             raise SwapIOError("look at", self.path, errno=error.errno or errno.EIO) from error
 
@@ -164,21 +207,17 @@ class SwapFile:
         except OSError as error:
             raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
 
-    def _prepare(self, *, keep: bool) -> None:
+    def _reserve_room(self, *, keep: bool) -> None:
+        found = os.fstat(self._fd)
         if keep:
-            found = os.fstat(self._fd)
             self.reserved = found.st_blocks * 512 >= found.st_size
-            self._choose_direct()
             return
-        before = os.fstat(self._fd).st_size
-        if before == 0:  # the only time it can be said
+        self._before = found.st_size
+        if self._before == 0:  # the only time it can be said
             with contextlib.suppress(OSError):  # a file system without the flag, or too old: slower at worst
                 self._system.overwrite_in_place(self._fd)
-        self._write_superblock()
-        self._choose_direct()
-        self._reserve(before)
-        if before > DATA_OFFSET + self.nbytes:
-            self._truncate(DATA_OFFSET + self.nbytes)
+            self._write_superblock()  # at once: a file without one that is not empty would be taken for foreign
+        self._reserve(self._before)
 
     def _choose_direct(self) -> None:
         """Open anew with O_DIRECT and keep that descriptor if the header can be read through it."""
@@ -217,15 +256,18 @@ class SwapFile:
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error
             # Without reservation the best that can be done is to look, and to fail later if others fill the disk.
-            if self._system.free_bytes(self.path) < needed:
+            if self._system.free_bytes(self.path) + os.fstat(self._fd).st_blocks * 512 < needed:
                 raise self._full(error) from error
             self._truncate(needed)
 
     def _full(self, error: OSError) -> SwapFullError:
-        free = self._system.free_bytes(os.path.dirname(self.path) or ".")
+        try:
+            free = f"{self._system.free_bytes(os.path.dirname(self.path) or '.')} bytes are free there"
+        except OSError:
+            free = "how many are free there cannot be found out"
         needed = DATA_OFFSET + self.nbytes
         return SwapFullError(
-            f"cannot reserve {needed} bytes for {self.path!r}: {free} bytes are free there "
+            f"cannot reserve {needed} bytes for {self.path!r}: {free} "
             f"({os.strerror(error.errno or errno.ENOSPC)}); free some, raise the limit, or add another directory"
         )
 
@@ -250,27 +292,6 @@ class SwapFile:
                 raise SwapIOError("write", self.path, length=DATA_OFFSET, errno=error.errno or errno.EIO) from error
             if moved != DATA_OFFSET:
                 raise SwapIOError("write", self.path, length=DATA_OFFSET, detail=f"only {moved} bytes were taken")
-
-
-def sync_directory(directory: str, system: SystemCalls) -> None:
-    """Make the names in a directory durable. Raises SwapIOError."""
-    try:
-        fd = system.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            system.fsync(fd)
-        finally:
-            system.close(fd)
-    except OSError as error:
-        raise SwapIOError("sync", directory, errno=error.errno or errno.EIO) from error
-
-
-def _check_directory(directory: str) -> None:
-    try:
-        mode = os.stat(directory).st_mode
-    except OSError as error:
-        raise SwapIOError("open", directory, errno=error.errno or errno.EIO) from error
-    if not stat.S_ISDIR(mode):
-        raise SwapIOError("open", directory, errno=errno.ENOTDIR)
 
 
 def _open(path: str, create: bool, direct: bool, system: SystemCalls) -> int:
@@ -316,23 +337,3 @@ def _whole(path: str, block: Superblock | None, nbytes: int) -> Superblock:
             f"expected {path!r} to have {expected} bytes, found {size}: it has been truncated{LEFT_ALONE}"
         )
     return block
-
-
-def _is_same(path: str, mine: os.stat_result) -> bool:
-    """Whether our file is still at `path`. Raises OSError where that cannot be found out."""
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-
-
-def _unlink_if_same(path: str, mine: os.stat_result) -> None:
-    """Remove our file, but not one that someone has put in its place."""
-    try:
-        if _is_same(path, mine):
-            os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise SwapIOError("unlink", path, errno=error.errno or errno.EIO) from error

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from swap.errors import FormatError, SwapInUseError, SwapIOError
+from swap.paths import is_same
 from swap.syscalls import SystemCalls
 
 _MARK = b"tiermem swap lock, held by process "
@@ -57,7 +58,9 @@ class DirectoryLock:
             return
         fd, self._fd = self._fd, -1
         try:
-            if remove:  # while still holding it, so that nobody's new lock file is removed
+            if remove and is_same(
+                self.path, os.fstat(fd)
+            ):  # while still holding it, so that nobody's new lock file is removed
                 os.unlink(self.path)
         except OSError as error:
             raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
@@ -102,12 +105,7 @@ class DirectoryLock:
         except BlockingIOError:
             who = holder.removeprefix(_MARK).decode(errors="replace").strip() or "unknown"
             raise in_use(self.path, who) from None
-        try:
-            there = os.stat(self.path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        mine = os.fstat(fd)
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+        if not is_same(self.path, os.fstat(fd)):
             return False
         mark = _MARK + f"{os.getpid()}\n".encode()
         os.pwrite(fd, mark, 0)  # over what is there, and cut then: a full disk has no room for it otherwise
@@ -135,6 +133,8 @@ def lock_holder(path: str, system: SystemCalls) -> int | None:
     except BlockingIOError:
         number = os.pread(fd, _LONGEST, 0).removeprefix(_MARK).strip()
         return int(number) if number.isdigit() else -1
+    except OSError:  # a file system without locks: whoever opens it is told
+        return None
     finally:
         system.close(fd)
     return None

@@ -16,8 +16,8 @@ from typing import Any
 
 from swap import manifest as format_of
 from swap.errors import NO_SPACE, FormatError, SwapError, SwapFullError, SwapIOError, why_full
-from swap.files import sync_directory
 from swap.manifest import Manifest
+from swap.paths import sync_directory
 from swap.syscalls import SystemCalls
 
 _LARGEST = 1 << 32  # bytes of a manifest; a hundred million entries have less
@@ -138,6 +138,13 @@ class ManifestFiles:
                 raise SwapIOError("write", path, length=len(left), detail="the device takes no more")
             done += moved
 
+    def _free(self, code: int, needed: int) -> str:
+        try:
+            free = self._system.free_bytes(self.directory)
+        except OSError:
+            return "how many are free cannot be found out"
+        return f"{free} bytes are free ({why_full(code, needed=needed, free=free)})"
+
     @contextlib.contextmanager
     def _reporting(self, operation: str, path: str, length: int = 0) -> Any:
         try:
@@ -147,10 +154,9 @@ class ManifestFiles:
         except OSError as error:
             code = error.errno or errno.EIO
             if code in NO_SPACE:
-                free = self._system.free_bytes(self.directory)
                 raise SwapFullError(
-                    f"no room for a manifest of {length} bytes in {self.directory!r}: {free} bytes are free "
-                    f"({why_full(code, needed=length, free=free)}); the commit before holds"
+                    f"no room for a manifest of {length} bytes in {self.directory!r}: {self._free(code, length)}; the "
+                    "commit before holds"
                 ) from error
             raise SwapIOError(operation, path, length=length, errno=code) from error
 
@@ -163,7 +169,7 @@ def _contents(path: str, system: SystemCalls, *, limit: int = _LARGEST) -> bytes
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FormatError(f"expected {path!r} to be a file, found something else; it was left alone")
             with os.fdopen(fd, "rb", closefd=False) as file:
-                return file.read(limit)
+                return file.read(min(limit, os.fstat(fd).st_size))  # a buffer of that size is made first
         finally:
             system.close(fd)
     except OSError as error:

@@ -50,10 +50,12 @@ def open_files(
         for index, (directory, share) in enumerate(zip(directories, shares, strict=True)):
             identity = Identity(run_id, index, len(directories))
             files.append(
-                SwapFile.open(directory, name=name, nbytes=share, keep=keep, identity=identity, system=patient)
+                SwapFile.reserve(directory, name=name, nbytes=share, keep=keep, identity=identity, system=patient)
             )
         if keep:
             _check_kept(files, nbytes)
+        for file in files:  # all have room: whoever ends this before leaves them to the run they were of
+            file.begin()
     except BaseException:
         give_back(files)
         raise

@@ -90,7 +90,13 @@ class PatientSystemCalls(SystemCalls):
         answer: list[T] = []
         raised: list[BaseException] = []
         thread = threading.Thread(target=functools.partial(_run, call, answer, raised), name="swap-call", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not threading.main_thread().is_alive():
+                return call()  # the program ends, and Python 3.12.0 and 3.12.1 start none then
+            # A limit on processes, which others may keep below in a moment: nothing has been asked of the drive yet.
+            raise BlockingIOError(errno.EAGAIN, f"no thread can be started ({error}); see `ulimit -u`") from error
         join([thread], self._seconds)
         if answer:
             return answer[0]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 from swap.backends.base import Backend
 from swap.blocks import align_up
 from swap.durability import sync_files
-from swap.engine import Engine, OnDone, make_backend
+from swap.engine import Engine, OnDone, foreign, make_backend
 from swap.errors import DirectIOWarning, SwapClosedError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
@@ -142,6 +142,7 @@ class SwapSpace:
         if nbytes <= 0:
             raise ValueError(f"expected a positive number of bytes, found {nbytes}")
         nbytes = align_up(nbytes)
+        _require_home(self.engine)
         with self._lock:
             self._check_open()
             parts = divide(
@@ -162,6 +163,7 @@ class SwapSpace:
 
     def claim(self, extent: Extent) -> None:
         """Take an extent that an earlier run had, in a space opened with `keep`. Raises SwapError if it is not free."""
+        _require_home(self.engine)
         with self._lock:
             self._check_open()
             for count, piece in enumerate(extent.pieces):
@@ -175,6 +177,7 @@ class SwapSpace:
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. No transfer of it may be in flight. Raises SwapError if it is not allocated."""
+        _require_home(self.engine)
         with self._lock:
             for piece in extent.pieces:
                 self._allocators[piece.directory].free(piece.offset, piece.nbytes)
@@ -236,6 +239,7 @@ class SwapSpace:
 
         Raises SwapIOError, and then whenever it is called: see `SwapFile.sync`.
         """
+        _require_home(self.engine)
         with self._lock:
             self._check_open()
         sync_files(self._files, names=not self._named)  # a file's name is not part of the file
@@ -243,6 +247,7 @@ class SwapSpace:
 
     def statistics(self) -> SpaceStatistics:
         """The space at this instant."""
+        _require_home(self.engine)
         with self._lock:
             directories = tuple(
                 DirectoryStatistics(
@@ -319,9 +324,16 @@ class SwapSpace:
         )
 
     def _spans(self, extent: Extent) -> list[Span]:
+        _require_home(self.engine)
         with self._lock:
             self._check_open()
             for piece in extent.pieces:
                 if not self._allocators[piece.directory].holds(piece.offset, piece.nbytes):
                     raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
         return [(self._files[piece.directory], piece.offset, piece.nbytes) for piece in extent.pieces]
+
+
+def _require_home(engine: Engine) -> None:
+    """Raise SwapError in a forked child: before a lock is taken, which may never be given back there."""
+    if engine.is_foreign:
+        raise foreign()

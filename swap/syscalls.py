@@ -6,12 +6,16 @@ test can put a faulty one in its place (short transfers, EIO, a full disk, a sta
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
+import functools
 import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 # <linux/fs.h>, the numbers of x86 and ARM; where others hold the call is refused as by a file system without flags.
 _GET_FLAGS = 0x80086601
@@ -19,6 +23,15 @@ _SET_FLAGS = 0x40086602
 _NO_COPY_ON_WRITE = 0x00800000
 UNCOUNTED = 1 << 62
 """Free bytes of a file system that counts none: ramfs, and those in user space that do not answer the question."""
+
+
+@functools.cache
+def _fallocate() -> Callable[[int, int, int, int], int]:
+    library = ctypes.CDLL(None, use_errno=True)
+    function = getattr(library, "fallocate64", None) or library.fallocate  # musl has one, of 64 bits
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    return cast("Callable[[int, int, int, int], int]", function)
 
 
 class SystemCalls:
@@ -53,8 +66,12 @@ class SystemCalls:
         os.fsync(fd)
 
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Reserve disk blocks, growing the file."""
-        os.posix_fallocate(fd, offset, nbytes)
+        """Reserve disk blocks, growing the file. A file system that cannot is an OSError with EOPNOTSUPP."""
+        # Not os.posix_fallocate: where the file system cannot, that of glibc writes a byte into every block instead.
+        while _fallocate()(fd, 0, offset, nbytes):
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Set a file's size."""

@@ -304,10 +304,10 @@ class StepBackend(Backend):
     def __init__(self) -> None:
         self.in_flight: list[Block] = []
         self.contents: dict[str, bytearray] = defaultdict(bytearray)
-        self._served: list[tuple[BlockSource, DeviceQueue]] = []
+        self.served: list[tuple[BlockSource, DeviceQueue]] = []
 
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
-        self._served.append((source, queue))
+        self.served.append((source, queue))
 
     def wake(self, queue: DeviceQueue) -> None:
         pass
@@ -315,7 +315,7 @@ class StepBackend(Backend):
     def issue(self, limit: int | None = None) -> list[Block]:
         """Take as many blocks as depth and bytes in flight allow, at most `limit`."""
         issued: list[Block] = []
-        for source, queue in self._served:
+        for source, queue in self.served:
             while limit is None or len(issued) < limit:
                 block = source.try_take(queue)
                 if block is None:
@@ -330,7 +330,7 @@ class StepBackend(Backend):
         self.in_flight.remove(block)
         if error is None:
             self._move(block)
-        for source, queue in self._served:
+        for source, queue in self.served:
             if queue.device == block.file.device:
                 source.finish(queue, block, error)
         return block

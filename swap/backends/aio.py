@@ -70,7 +70,7 @@ class AioBackend(Backend):
             raise SwapClosedError("the aiofiles backend is closed once, and not from an on_done callback")
         self._closing = True
         self._ending.start()
-        self._ending.join(timeout)
+        self._ending.join(min(timeout, threading.TIMEOUT_MAX))
 
     def late(self) -> Sequence[threading.Thread]:
         """The thread that waits for the coroutines, if they have not ended."""

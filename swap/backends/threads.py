@@ -37,7 +37,8 @@ class ThreadsBackend(Backend):
             except RuntimeError as error:  # a limit on processes and threads
                 if not index:
                     raise SwapError(f"no thread can be started to move bytes ({error}); see `ulimit -u`") from error
-                return  # those that run serve the queue, only less of it at once
+                queue.limit_depth(index)  # those that run serve the queue, only less of it at once
+                return
             self._threads.append(thread)
 
     def wake(self, queue: DeviceQueue) -> None:

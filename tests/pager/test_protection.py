@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from doubles import FaultySystemCalls
 
+from swap.buffers import AlignedBuffer
 from swap.errors import SwapIOError
 from swap.settings import EngineSettings
 from swap.space import SwapSpace
@@ -168,3 +169,32 @@ def test_a_drive_that_fails_while_a_page_is_protected(house: House) -> None:
     assert house.values(KEYS[1:2]) == [1]
     with pytest.raises(SwapIOError):
         house.values(KEYS[:1])
+
+
+def test_no_extent_of_a_commit_is_both_spare_and_plain(tmp_path, monkeypatch):
+    """A gradient is written for the first time while they are listed; a full space gives up a spare one for it."""
+    with SwapSpace.open([tmp_path], name="r0", nbytes=2 * PAGE) as space, AlignedBuffer(PAGE) as buffer:
+        extents = Extents(space)
+        generations, param = extents.generations, PageKey(0, Kind.PARAM)
+
+        def write() -> None:
+            extent = extents.for_write(param, PAGE)
+            space.start_write(extent, buffer.view).wait(30)
+            extents.written(param, extent, None)
+
+        write()
+        first = generations.mark()
+        write()
+        generations.release(first)
+        mark, spares = generations.mark(), generations.spares
+
+        def late(mark):
+            found = spares(mark)
+            extents.for_write(PageKey(0, Kind.GRAD), PAGE)
+            return found
+
+        assert len(spares(mark)) == 1
+        monkeypatch.setattr(generations, "spares", late)
+        spare, plain = extents.beside(mark)
+        assert not {extent for _, extent in spare} & {extent for _, extent in plain}
+        assert len(extents.beside(mark)[1]) == 1

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import swap
 import tiermem
 from swap.syscalls import SystemCalls
+from tiermem.runtime import storage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -475,3 +477,30 @@ def test_a_killed_run_is_resumed_bit_for_bit(warm_python: WarmPython, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 kills" in done.stdout
     assert "nothing lost" in done.stdout
+
+
+def test_what_fails_before_a_run_is_replaced_leaves_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(make_config(tmp_path))
+    training.step()
+    training.commit().wait()
+    training.close()
+
+    def no_room(*_: object) -> None:
+        raise swap.SwapFullError("no room for a look at the drives")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiermem.runtime.storage._weigh", no_room)
+        with pytest.raises(swap.SwapFullError, match="no room for a look"):
+            Training(make_config(tmp_path, overwrite=True))
+    Training(make_config(tmp_path), resume=True).close()
+
+
+def test_drives_without_room_for_a_look_are_taken_for_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise swap.SwapFullError("no room")
+
+    devices = iter(range(100))
+    monkeypatch.setattr(storage, "measure_weights", no_room)
+    monkeypatch.setattr(storage.os, "stat", lambda path: SimpleNamespace(st_dev=next(devices)))
+    config = make_config(tmp_path, swap_dirs=[tmp_path / "a", tmp_path / "b"])
+    assert storage._weigh(config, swap.EngineSettings()) is None

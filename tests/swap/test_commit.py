@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -770,3 +771,13 @@ def test_a_rename_that_may_yet_happen_is_waited_for_before_the_next_commit(tmp_p
     run.write("a", b"4")
     run.commit(4)
     check_goes_on_from(tmp_path, run, 4)
+
+
+def test_a_manifest_takes_the_memory_it_needs(tmp_path: Path) -> None:
+    Run(tmp_path).two_commits()
+    tracemalloc.start()
+    try:
+        assert find_leftovers([tmp_path], name="r0").manifest is not None
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()

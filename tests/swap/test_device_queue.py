@@ -187,3 +187,23 @@ def test_nothing_starves_and_depth_is_kept(depth: int, work: list[tuple[bool, in
         backend.finish()
     assert all(request.done and request.error is None for request in requests)
     engine.close()
+
+
+@pytest.mark.parametrize(("depth", "max_bytes", "served"), [(32, 8 * BLOCK, 32), (8, 4 * BLOCK, 8), (8, 1 << 30, 4)])
+def test_writes_are_served_where_fewer_blocks_than_the_depth_can_be_with_the_device(
+    depth: int, max_bytes: int, served: int
+) -> None:
+    """For lack of bytes in flight, or of threads: reads that always wait must not have all there is."""
+    engine, backend = engine_by_hand(depth, max_bytes)
+    file, block = PaperFile(), buffer(1)
+    engine.start_write(file, 0, buffer(2))
+    for _ in range(2 * depth):
+        engine.start_read(file, BLOCK, block)
+    backend.served[0][1].limit_depth(served)
+    done = []
+    for _ in range(100):
+        backend.issue()
+        done.append(backend.finish())
+        engine.start_read(file, BLOCK, block)
+    assert [each.operation for each in done].count(Operation.WRITE) == 2
+    engine.close()

@@ -133,3 +133,14 @@ def test_one_silent_drive_is_named_and_no_sync_succeeds_afterwards(tmp_path: Pat
     with pytest.raises(SwapIOError, match=r"drive1.*ETIMEDOUT"):
         space.make_durable()
     space.close(remove=True)
+
+
+def test_where_no_thread_can_be_started_devices_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    files = [Device(number) for number in range(2)] + [Device(2, failing("/c", errno.EIO))]
+    with pytest.raises(SwapIOError, match="/c"):
+        sync_files(files, names=False)
+    assert [file.asked for file in files] == [["data"]] * 3

@@ -532,3 +532,82 @@ def test_a_commit_on_a_real_full_disk(small_disk: Path) -> None:
     latest = store.read_latest()
     assert latest is not None
     assert latest.user == large
+
+
+def test_a_name_whose_sync_failed_is_never_called_durable(tmp_path: Path) -> None:
+    """The kernel tells of a loss once: the next fsync of the directory would succeed."""
+    system = FaultySystemCalls()
+    file = open_file(tmp_path, system=system)
+    system.inject("fsync", errno.EAGAIN)  # there was no thread to ask by, so nothing has been asked
+    with pytest.raises(SwapIOError, match="EAGAIN"):
+        file.sync_name()
+    file.sync_name()
+    system.inject("fsync", errno.EIO)
+    for _ in range(3):
+        with pytest.raises(SwapIOError, match="EIO"):
+            file.sync_name()
+    with pytest.raises(SwapIOError, match="EIO"):
+        file.sync()
+    file.close()
+
+
+def test_where_space_cannot_be_reserved_that_of_the_file_counts_as_free(tmp_path: Path) -> None:
+    open_file(tmp_path).close()
+    system = FaultySystemCalls()
+    system.always("fallocate", errno.EOPNOTSUPP)
+    system.free_bytes = lambda path: 0  # type: ignore[method-assign]
+    open_file(tmp_path, system=system).close()
+    with pytest.raises(SwapFullError, match=f"cannot reserve {2 * MIB + swap.DATA_OFFSET} bytes .* 0 bytes are free"):
+        open_file(tmp_path, nbytes=2 * MIB, system=system)
+
+
+def test_what_is_free_cannot_be_found_out(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    system.always("fallocate", errno.ENOSPC)
+
+    def fails(path: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    system.free_bytes = fails  # type: ignore[method-assign]
+    with pytest.raises(SwapFullError, match="how many are free there cannot be found out"):
+        open_file(tmp_path, system=system)
+
+
+def test_reserving_is_refused_where_it_cannot_be_done() -> None:
+    """And is not made up for by writing into every block, which takes days on a file system that is slow."""
+    fd = os.open("/dev/null", os.O_RDWR)
+    try:
+        with pytest.raises(OSError, match="No such device") as caught:
+            SystemCalls().fallocate(fd, 0, MIB)
+        assert caught.value.errno == errno.ENODEV
+    finally:
+        os.close(fd)
+
+
+def test_a_start_that_is_interrupted_leaves_files_to_the_run_they_were_of(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    SwapSpace.open(directories, name="r0", nbytes=MIB).close()
+    before = [(directory / "r0.swapfile").read_bytes()[:4096] for directory in directories]
+
+    class Interrupted(SystemCalls):
+        def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+            super().fallocate(fd, offset, nbytes)
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(str(directories[1])):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        SwapSpace.open(directories, name="r0", nbytes=2 * MIB, system=Interrupted())
+    assert [(directory / "r0.swapfile").read_bytes()[:4096] for directory in directories] == before
+    SwapSpace.open(directories, name="r0", nbytes=2 * MIB).close(remove=True)
+
+
+@pytest.mark.parametrize("there", [b"somebody's notes", None])
+def test_closing_leaves_what_has_the_name_of_the_lock_alone(tmp_path: Path, there: bytes | None) -> None:
+    file, lock = open_file(tmp_path), tmp_path / "r0.lock"
+    lock.unlink()
+    if there is not None:
+        lock.write_bytes(there)
+    file.close(remove=True)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if there is None else [there])

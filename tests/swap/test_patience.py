@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -107,3 +108,36 @@ def test_a_short_answer_is_passed_on(tmp_path: Path) -> None:
     system.inject("pwritev", Short(4096))
     assert calls.pwritev(fd, memoryview(bytes(8192)), 0) == 4096
     calls.close(fd)
+
+
+class Threads:
+    """A system that starts no thread, for as many attempts as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refused = 0.0
+        start = threading.Thread.start
+
+        def limited(thread: threading.Thread) -> None:
+            if self.refused > 0:
+                self.refused -= 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+def test_a_limit_on_threads_is_waited_for_and_is_no_answer_of_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads(monkeypatch)
+    with swap.SwapSpace.open([tmp_path], name="r0", nbytes=4096) as space:
+        store = swap.CommitStore([tmp_path], name="r0")
+        threads.refused = 3
+        store.write(1, [], {}, space=space)
+        threads.refused = float("inf")
+        with pytest.raises(swap.SwapIOError, match="EAGAIN"):
+            store.write(2, [], {}, space=space)
+        threads.refused = 0
+        store.write(2, [], {}, space=space)
+        assert store.latest is not None
+        assert store.latest.generation == 2

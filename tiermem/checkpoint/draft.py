@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from swap import SystemCalls
-from swap.files import sync_directory
+from swap.paths import sync_directory
 from swap.patience import PatientSystemCalls
 from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, reporting, write_all

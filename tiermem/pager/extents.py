@@ -8,13 +8,13 @@ device, and that what was written can be read back, compared with its checksum w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from swap.blocks import align_up
 from swap.errors import SwapError
 from swap.extents import Extent, Piece
-from swap.generations import Copy, Generations
+from swap.generations import Copy, Generations, Mark
 from swap.scratch import ScratchSpace
 from swap.space import SwapSpace
 from tiermem.errors import InvariantError
@@ -110,10 +110,15 @@ class Extents:
         """Copies of durable pages that stay as they are until released; none at first."""
         return KeptCopies(self.generations)
 
-    def plain(self) -> dict[PageKey, Extent]:
-        """The extents outside the generations, as they are now."""
+    def beside(self, mark: Mark) -> tuple[list[tuple[Hashable, Extent]], list[tuple[PageKey, Extent]]]:
+        """What is in use beside the copies of a mark: spare extents, and those outside the generations. None is both.
+
+        Writes may go on meanwhile.
+        """
+        # Plain ones first: they stay what they are, while a spare one may become plain at any time.
         with self._lock:
-            return {key: copy.extent for key, copy in self._plain.items()}
+            plain = [(key, copy.extent) for key, copy in self._plain.items()]
+        return list(self.generations.spares(mark)), plain
 
 
 class KeptCopies:

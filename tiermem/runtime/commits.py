@@ -221,7 +221,7 @@ class Commits:
             storage.rhythm.commit_written()
         try:
             take_checksums(storage.space, mark.copies.values())
-            spares, plain = generations.spares(mark), storage.extents.plain().items()
+            spares, plain = storage.extents.beside(mark)
             full = {**record, "spares": to_rows(spares), "plain": to_rows(plain)}
             storage.store.prepare(generation, mark.entries(page_name), full, space=storage.space)
         except BaseException:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import secrets
 import socket
 import zlib
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from swap.paths import sync_directory
+from swap.syscalls import SystemCalls
 from tiermem.config import Config, resolve_device
 from tiermem.errors import TiermemError
 from tiermem.zero3.collectives import Collectives, SingleProcess
@@ -157,5 +160,6 @@ def leave_directories(config: Config, company: Company) -> None:
 
 
 def _make(path: Path) -> None:
-    if path.parent.is_dir():  # else whoever opens it says that it is missing
+    if path.parent.is_dir() and not path.is_dir():  # else whoever opens it says that it is missing
         path.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(os.fspath(path.parent), SystemCalls())  # a commit in there is only as durable as its name

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from swap import CommitStore, EngineSettings, Recovered, SwapError, SwapSpace, recover
+from swap import CommitStore, EngineSettings, Recovered, SwapError, SwapFullError, SwapSpace, recover
 from swap.extents import Extent
+from swap.probe import measure_weights
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.arena import Arena, HostArena
@@ -219,12 +220,22 @@ def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes
         size = sum(manifest.file_sizes)
         return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=size, settings=settings, keep=True)
     check_room(config, nbytes)
+    weights = _weigh(config, settings)  # before anything is given up: it wants a little room
     store.discard_leftovers()
-    # One drive has nothing to be compared with; a moment's look at several tells what part of a page each should have.
-    several = len({os.stat(path).st_dev for path in config.swap_paths}) > 1
-    return SwapSpace.open(
-        config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights="measure" if several else None
-    )
+    return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights=weights)
+
+
+def _weigh(config: Config, settings: EngineSettings) -> tuple[float, ...] | None:
+    """What part of a page each directory should have, by a moment's look at the drives; None: all the same.
+
+    One drive has nothing to be compared with, and a look takes room, which an earlier run's file may have.
+    """
+    if len({os.stat(path).st_dev for path in config.swap_paths}) == 1:
+        return None
+    try:
+        return measure_weights(config.swap_paths, name=SPACE_NAME, settings=settings)
+    except SwapFullError:
+        return None
 
 
 def _recover(config: Config, space: SwapSpace, store: CommitStore, generation: int) -> Recovered:

@@ -1,0 +1,56 @@
+"""Names in directories: whether a file is still the one that has its name, and making names durable.
+
+Owns nothing. Does not know what the files hold. Guarantees that a name which somebody has given to another file is left
+alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from swap.errors import SwapIOError
+from swap.syscalls import SystemCalls
+
+
+def sync_directory(directory: str, system: SystemCalls) -> None:
+    """Make the names in a directory durable. Raises SwapIOError."""
+    try:
+        fd = system.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            system.fsync(fd)
+        finally:
+            system.close(fd)
+    except OSError as error:
+        raise SwapIOError("sync", directory, errno=error.errno or errno.EIO) from error
+
+
+def check_directory(directory: str) -> None:
+    """Raise SwapIOError unless it is one."""
+    try:
+        mode = os.stat(directory).st_mode
+    except OSError as error:
+        raise SwapIOError("open", directory, errno=error.errno or errno.EIO) from error
+    if not stat.S_ISDIR(mode):
+        raise SwapIOError("open", directory, errno=errno.ENOTDIR)
+
+
+def is_same(path: str, mine: os.stat_result) -> bool:
+    """Whether our file is still at `path`. Raises OSError where that cannot be found out."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def unlink_if_same(path: str, mine: os.stat_result) -> None:
+    """Remove our file, but not one that someone has put in its place."""
+    try:
+        if is_same(path, mine):
+            os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SwapIOError("unlink", path, errno=error.errno or errno.EIO) from error
