@@ -9,7 +9,7 @@ import pytest
 import torch
 from doubles_combinations import half_of, some_of
 from doubles_models import CheckpointingBlock, Stack, mlp
-from doubles_training import Script, Trainee, check, offloaded, plain
+from doubles_training import Script, Trainee, check, config_for, offloaded, plain
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -453,3 +453,77 @@ def test_a_layer_that_checkpoints_itself_under_autocast(tmp_path):
         return model
 
     compare(make, autocast, tmp_path)
+
+
+class Placed(nn.Module):
+    """A gradient of `place` is a view of what goes on upstream: nobody is to add to it."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.linear, self.place = nn.Linear(width, width), nn.Parameter(torch.randn(5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.place.unsqueeze(0)
+
+
+def in_several_batches(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for _ in range(3):
+        for _ in range(3):
+            backward(trainee, trainee.model(torch.randn(1, 5, 16)).square().mean())
+        trainee.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("budget", ["tight", "generous"])
+@pytest.mark.parametrize("update", ["auto", "forward", "backward"])
+def test_gradients_that_are_views_of_what_goes_upstream(update, budget, tmp_path):
+    script = without_gradients(in_several_batches) if update == "backward" else in_several_batches  # it uses them up
+    compare(lambda: nn.Sequential(*(Placed() for _ in range(3))), script, tmp_path, update, budget)
+
+
+def test_a_gradient_given_to_backward_stays_what_it_is(tmp_path):
+    """In plain PyTorch the parameter's `.grad` may be that very memory, to which the next backward adds."""
+    model, own = Placed(), torch.ones(1, 5, 16)
+    with tiermem.offload(model, config_for(tmp_path, 64 << 20, "step")) as runtime:
+        for _ in range(3):
+            model(torch.randn(1, 5, 16)).backward(gradient=own)
+        assert torch.equal(own, torch.ones(1, 5, 16))
+        assert torch.equal(runtime.gradient(model.place), torch.full((5, 16), 3.0))
+        assert torch.equal(runtime.gradient(model.linear.bias), torch.full((16,), 15.0))
+
+
+def without_gradients(script: Script) -> Script:
+    def run(trainee: Trainee) -> None:
+        trainee.note_gradients = lambda: None
+        script(trainee)
+
+    return run
+
+
+def with_a_graph_still_alive(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    alive = []
+    for _ in range(4):
+        alive = [*alive[-1:], trainee.model(torch.randn(3, 48)).square().mean()]
+        backward(trainee, trainee.model(torch.randn(3, 48)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_two_backwards_by_inputs(trainee: Trainee) -> None:
+    parameters = list(trainee.model.parameters())
+    optimizer = trainee.adamw(parameters, lr=1e-2)
+    for _ in range(4):
+        loss = trainee.model(torch.randn(3, 48)).square().mean()
+        backward(trainee, loss, inputs=parameters[:3], retain_graph=True)
+        backward(trainee, loss, inputs=parameters[3:])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("update", ["auto", "backward"])
+@pytest.mark.parametrize("script", [with_a_graph_still_alive, in_two_backwards_by_inputs])
+def test_units_announced_late_find_room_in_the_least_budget(script, update, tmp_path):
+    compare(deep, script, tmp_path, update, "least")

@@ -179,6 +179,8 @@ class GradientStore(StepGradients):
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
         add = parameter in self._norms
+        if add and not more and measuring_copy(flat) is None:
+            flat = flat.clone()  # it is added to, and a view's gradient is a view of what goes on upstream
         squares = self._store(layout, slot, flat, earlier, add=add, measure=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.

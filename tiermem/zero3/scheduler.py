@@ -341,6 +341,6 @@ class GatherScheduler:
             if not wanted and not self._touched.get(unit, True):
                 self._touched[unit] = self._listener.gradients_complete(unit)
 
-        self._held.pop(unit, None)
+        self._release_backward()
         if self._gatherer.reshard(unit) and self._listener.may_update(unit):
             self.gradients.complete(unit, take)
