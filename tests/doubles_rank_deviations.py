@@ -125,6 +125,46 @@ def other_models(directory: Path, rank: int, size: int) -> Any:
     }
 
 
+def _other_verbs(stage: int, update: str, verbs: Callable[[tiermem.AdamW, bool], Any]) -> Callable[..., Any]:
+    """In its second step rank 1 does otherwise with its gradients; returns whether any parameter has changed by it."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = Odd()
+        with tiermem.offload(model, config_for(directory, stage=stage, update=update), coalesce=0) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+            for step in range(3):
+                loss_of(model, part(tokens(step), rank, size)).backward()
+                verbs(optimizer, rank == 1 and step == 1)
+                optimizer.zero_grad()
+            return {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+
+    return scenario
+
+
+def _skips_clipped(optimizer: tiermem.AdamW, other: bool) -> None:
+    optimizer.clip_grad_norm_(1.0)
+    if not other:
+        optimizer.step()
+
+
+def _clips_alone(optimizer: tiermem.AdamW, other: bool) -> None:
+    if other:
+        optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()
+
+
+def _skips(optimizer: tiermem.AdamW, other: bool) -> None:
+    if not other:
+        optimizer.step()
+
+
+VERBS = {"skips_clipped": _skips_clipped, "clips_alone": _clips_alone, "skips": _skips}
+DIFFERENT_VERBS = {
+    f"{name}_{stage}_{update}": _other_verbs(stage, update, verbs)
+    for name, verbs in VERBS.items()
+    for stage, update in ((1, "forward"), (2, "backward"), (3, "backward"), (3, "auto"))
+}
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "commits_alone": _alone(lambda runtime, _: runtime.commit({}).wait()),
     "snapshots_alone": _alone(lambda runtime, path: runtime.snapshot(path)),
@@ -133,4 +173,5 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "interrupted": interrupted,
     "ends_earlier": ends_earlier,
     "other_models": other_models,
+    **DIFFERENT_VERBS,
 }

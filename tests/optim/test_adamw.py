@@ -470,6 +470,8 @@ def test_states_of_other_optimizers_are_refused_and_change_nothing(harness: Harn
     ours = AdamW(harness.faces, lr=0.01)
     with pytest.raises(ConfigError, match="has no betas, eps: it is not AdamW's"):
         ours.load_state_dict(torch.optim.SGD(harness.plain, lr=5.0).state_dict())
+    with pytest.raises(ConfigError, match="the state of Adam, which decays weights by way of their gradients"):
+        ours.load_state_dict(torch.optim.Adam(harness.plain, lr=5.0, weight_decay=0.1).state_dict())
     for name, value in {"lr": "5.0", "betas": 0.9, "eps": None}.items():
         saved = ours.state_dict()
         saved["param_groups"][0] = {**saved["param_groups"][0], "weight_decay": 0.5, name: value}

@@ -117,3 +117,23 @@ def test_a_disabled_scaler_changes_nothing(tmp_path: Path) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert optimizer.steps_of(model[0].weight) == 1
+
+
+def test_a_step_that_failed_and_is_tried_again_unscales_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with tiermem.offload(model := mlp(), config_for(tmp_path, 8 * MIB, "forward")):
+        optimizer, scaler = tiermem.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, max_grad_norm=1e9), new_scaler()
+        x = torch.randn(4, 6)
+        norms = []
+        for _ in range(2):
+            scaler.scale(model(x).square().sum()).backward()
+            if not norms:
+                optimizer.max_grad_norm = -1.0
+                with pytest.raises(tiermem.ConfigError, match="max_norm"):
+                    scaler.step(optimizer)
+                optimizer.max_grad_norm = 1e9
+            scaler.step(optimizer)
+            norms.append(float(optimizer.grad_norm))
+            scaler.update()
+            optimizer.zero_grad()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from doubles_python import WarmPython
-from doubles_rank_deviations import SCENARIOS
+from doubles_rank_deviations import DIFFERENT_VERBS, SCENARIOS
 from doubles_ranks import ROOT, STALL, Reports, run_jobs, values
 
 pytestmark = pytest.mark.long
@@ -65,6 +65,24 @@ def test_a_rank_with_fewer_batches_ends_and_the_others_are_told(reports):
     assert first.error[0] == "TiermemError"
     assert "rank 0 gathers unit 0" in first.error[1]
     assert "rank 1 closes its runtime. All ranks must do the same number of steps" in first.error[1]
+
+
+WORDS = {
+    "skips_clipped": ("steps (optimizer.step)", "forgets gradients (optimizer.zero_grad)"),
+    "clips_alone": ("steps (optimizer.step)", "clips gradients (optimizer.clip_grad_norm_)"),
+    "skips": ("steps (optimizer.step)", "forgets gradients (optimizer.zero_grad)"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT_VERBS)
+def test_all_step_clip_or_skip(reports, name):
+    """Half a model would be updated otherwise, and nobody would hear of it."""
+    first, second = WORDS[name.rsplit("_", 2)[0]]
+    for report in reports[2, name]:
+        assert report is not None, "a rank died"
+        assert report.error is not None
+        assert report.error[0] == "TiermemError"
+        assert f"the ranks do different things: rank 0 {first}, rank 1 {second}" in report.error[1]
 
 
 SCRIPT = """

@@ -226,6 +226,10 @@ class AdamW(torch.optim.Optimizer):
             if missing := sorted(SETTINGS - group.keys()):
                 raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
             numbers_of(group)  # not their range: a cosine may end a rounding below 0
+            if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
+                raise ConfigError(
+                    "this is the state of Adam, which decays weights by way of their gradients, not AdamW's"
+                )
         store = self._prepare_moments(state_dict)
         steps = {number: {"step": entry["step"]} for number, entry in state_dict["state"].items() if "step" in entry}
         super().load_state_dict({**state_dict, "state": steps})

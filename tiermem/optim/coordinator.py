@@ -97,28 +97,14 @@ class UpdateCoordinator:
                 "change settings or add parameters use param_groups and add_param_group"
             )
         self._queue.raise_failed()  # before anything is claimed for a step that makes no sense any more
-        if unscale != 1.0:
-            if self.spent or (self._schedule.early and self._for_good):
-                raise ConfigError(
-                    "update='backward' updates units while their gradients are still scaled; choose update='forward', "
-                    "'step' or 'auto' for loss scaling"
-                )
-            self._scales.multiply(self._with_gradient(source), unscale)
-        norm: torch.Tensor | None = None
-        if source.max_grad_norm is not None:
-            norm = self._clip(source, source.max_grad_norm)
-        parameters = self._with_gradient(source)
-        self.late.forget()
-        finite, clipped = self._scales.are_finite(parameters), self._scales.change(parameters)
-        early, spent = self._speculation.settings(source), self.spent
-        if early and finite and not clipped and source.settings(early) == early:
-            self._scales.forget(early)
-            self._speculation.keep(source)
-        elif early:
-            self._speculation.take_back(redone=finite)
-        if parameters:
-            self._schedule.stepped(kept=finite and not clipped and not self._speculation.spoiled)
-        self._speculation.end_step()
+        if unscale != 1.0 and (self.spent or (self._schedule.early and self._for_good)):
+            raise ConfigError(
+                "update='backward' updates units while their gradients are still scaled; choose update='forward', "
+                "'step' or 'auto' for loss scaling"
+            )
+        spent = self.spent
+        with self._scales.unless_it_fails():
+            norm, finite = self._settle(source, unscale)
         if not finite:
             self.drop_gradients(source)
             return StepResult(norm, skipped=not spent, partial=spent)
@@ -127,13 +113,43 @@ class UpdateCoordinator:
         self._schedule.step(units, _StarterFor(self, source))
         return StepResult(norm, skipped=False)
 
-    def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
-        """Remember the coefficient for the next step; return the norm.
+    def _settle(self, source: SettingsSource, unscale: float) -> tuple[torch.Tensor | None, bool]:
+        """Find out what the step's gradients are multiplied by; keep or undo what was updated early.
+
+        Returns their norm, if it is clipped, and whether all are finite.
+        """
+        self._scales.multiply(self._with_gradient(source) if unscale != 1.0 else (), unscale)
+        max_norm = source.max_grad_norm
+        norm = None if max_norm is None else self.clip_gradients(source, max_norm, asked=False)
+        parameters = self._with_gradient(source)
+        self.late.forget()
+        finite, clipped = self._scales.are_finite(parameters), self._scales.change(parameters)
+        early = self._speculation.settings(source)
+        if early and finite and not clipped and source.settings(early) == early:
+            self._scales.forget(early)
+            self._speculation.keep(source)
+        elif early:
+            self._speculation.take_back(redone=finite)
+        if parameters:
+            self._schedule.stepped(kept=finite and not clipped and not self._speculation.spoiled)
+        self._speculation.end_step()
+        return norm, finite
+
+    def clip_gradients(self, source: SettingsSource, max_norm: float, *, asked: bool = True) -> torch.Tensor:
+        """Remember the coefficient for the next step; return the norm. If somebody `asked`, he may do so again.
 
         Raises `ConfigError` if gradients have been used up, which happens in "backward" before the first such call.
         """
-        self._calling.add(source)
-        return self._clip(source, max_norm)
+        if asked:
+            self._calling.add(source)
+        if self.spent:
+            raise ConfigError(
+                "clipping comes too late: update='backward' has used gradients up. From the next step on it keeps "
+                "them: call clip_grad_norm_ in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
+            )
+        # In the model's order, whatever the groups: the sum's last bit is then that of what scripts call,
+        # `clip_grad_norm_(model.parameters(), ...)`.
+        return self._scales.clip(sorted(self._with_gradient(source)), max_norm)
 
     def drop_gradients(self, source: SettingsSource, *, asked: bool = False) -> None:
         """Forget the gradients of `source` that no update has claimed, and their clipping; undo its early updates.
@@ -274,16 +290,6 @@ class UpdateCoordinator:
         """Those present and those that an early update has borrowed or used up, in the optimizer's order."""
         found = {*self._present(source), *self._speculation.settings(source), *self._speculation.spent}
         return [p for p in self.parameters_of(source) if p in found]
-
-    def _clip(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
-        if self.spent:
-            raise ConfigError(
-                "clipping comes too late: update='backward' has used gradients up. From the next step on it keeps "
-                "them: call clip_grad_norm_ in every step, pass max_grad_norm to the optimizer, or choose update='auto'"
-            )
-        # In the model's order, whatever the groups: the sum's last bit is then that of what scripts call,
-        # `clip_grad_norm_(model.parameters(), ...)`.
-        return self._scales.clip(sorted(self._with_gradient(source)), max_norm)
 
 
 class _StarterFor:

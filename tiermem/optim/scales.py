@@ -7,7 +7,8 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -21,6 +22,16 @@ class Scales:
     def __init__(self, gradients: GradientBook) -> None:
         self._gradients = gradients
         self._factors: dict[int, float] = {}
+
+    @contextlib.contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """What is said meanwhile counts only if no error comes: whoever tries again says it again."""
+        before = dict(self._factors)
+        try:
+            yield
+        except BaseException:
+            self._factors = before
+            raise
 
     def multiply(self, parameters: Sequence[int], factor: float) -> None:
         """Multiply these gradients by `factor`, besides what was said before."""

@@ -23,6 +23,7 @@ from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import Moments, MomentStore, SettingsSource, StepResult, UpdateQueue
 from tiermem.process import HomeProcess
 from tiermem.runtime.plans import StepPlans
+from tiermem.zero3.conductor import Act
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
@@ -50,10 +51,10 @@ class GradientLedger:
             raise RuntimeError("the ledger was used before its scheduler was connected")
         return self._scheduler
 
-    def line_up(self) -> None:
-        """Let go of what backward holds, and wait until all ranks have come here with all their gradients."""
+    def line_up(self, act: Act = Act.SETTLE) -> None:
+        """Let go of what backward holds, and wait until all ranks have come here, for the same, with all gradients."""
         self.scheduler.settle()
-        self.scheduler.gradients.line_up()
+        self.scheduler.gradients.line_up(act)
 
     def present(self, unit: int) -> Sequence[int]:
         """The parameters of a unit with a gradient that no update uses."""
@@ -227,7 +228,7 @@ class Steps:
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
-        self._ledger.line_up()
+        self._ledger.line_up(Act.STEP)
         self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source, unscale=unscale)
         self._close_step(updated=not result.skipped)
@@ -252,7 +253,7 @@ class Steps:
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
         self._check_open()
-        self._ledger.scheduler.gradients.line_up()
+        self._ledger.scheduler.gradients.line_up(Act.CLIP)
         return self._coordinator.clip_gradients(source, max_norm)
 
     def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
@@ -278,7 +279,7 @@ class Steps:
         """
         self._check_open()
         self._ledger.end_interrupted()
-        self._ledger.scheduler.gradients.line_up()
+        self._ledger.scheduler.gradients.line_up(Act.DROP)
         spent = self._coordinator.spent
         self._coordinator.drop_gradients(source, asked=True)
         self._ledger.scheduler.gradients.drop_unfinished()

@@ -42,17 +42,23 @@ class Act(enum.IntEnum):
     COMMIT = 5
     SNAPSHOT = 6
     SAVE_PRETRAINED = 7
+    STEP = 8
+    DROP = 9
+    CLIP = 10
 
 
 _WORDS = {
     Act.GATHER: "gathers",
     Act.REDUCE: "adds up gradients of",
-    Act.SETTLE: "ends a backward or a step",
+    Act.SETTLE: "ends a backward",
     Act.LOOK: "reads the state of",
     Act.CLOSE: "closes its runtime",
     Act.COMMIT: "commits",
     Act.SNAPSHOT: "makes a snapshot",
     Act.SAVE_PRETRAINED: "saves the model (save_pretrained)",
+    Act.STEP: "steps (optimizer.step)",
+    Act.DROP: "forgets gradients (optimizer.zero_grad)",
+    Act.CLIP: "clips gradients (optimizer.clip_grad_norm_)",
 }
 _UNEQUAL_ORDER = (
     "All ranks must run the same modules and call the same methods in the same order, commit and save_pretrained too; "

@@ -64,7 +64,7 @@ class RankGradients(StepGradients):
         }
         self._open: Bucket | None = None
         self._under_way: tuple[Bucket, Future[None]] | None = None
-        self._lined_up = -1
+        self._lined_up = self._ended = -1
         conductor.connect(self.serve)
 
     def prepare_together(self) -> None:
@@ -155,18 +155,23 @@ class RankGradients(StepGradients):
         if not self._beside:
             self._wait()
 
-    def line_up(self) -> None:
+    def line_up(self, act: Act = Act.SETTLE) -> None:
         """Wait until all ranks have come here, and all gradients until here are added up. Collective.
 
-        Nothing to wait for where nothing was done together since the last time, which is the same on every rank.
+        They have to come for the same `act`: a rank that forgets gradients with which others step, or clip, would leave
+        half a model updated. Nothing to wait for where nothing was done together since the last time, which is the same
+        on every rank; for DROP, since the last step or DROP.
         """
         self._end()
         for shard in self._buckets.kept():
             self._add_up(self._buckets.take(shard))
             self._wait()
-        if self._conductor.announced != self._lined_up:
-            self._conductor.run(Operation(Act.SETTLE))
+        since = self._ended if act is Act.DROP else self._lined_up
+        if act in (Act.STEP, Act.CLIP) or self._conductor.announced != since:
+            self._conductor.run(Operation(act))
             self._lined_up = self._conductor.announced
+        if act in (Act.STEP, Act.DROP):
+            self._ended = self._conductor.announced
 
     def read(self, parameter: int) -> torch.Tensor | None:
         """Return a copy of this step's gradient in the parameter's shape, or None if it has none. Collective."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
+from tiermem.zero3.conductor import Act
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.norm_reader import NormReader
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
@@ -85,7 +86,7 @@ class StepGradients:
     def catch_up(self, unit: int) -> None:
         """Nothing is left to be said later, where there are no other ranks."""
 
-    def line_up(self) -> None:
+    def line_up(self, act: Act = Act.SETTLE) -> None:
         """Wait for other ranks: there are none."""
 
     def _end(self) -> None:
