@@ -31,7 +31,8 @@ class Registry:
     """The map itself; a class so that tests can have one of their own. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the cycle collector may begin in here, and close a runtime that somebody has dropped.
+        self._lock = threading.RLock()
         # By identity: two parameters never compare equal, however alike their values. Values refer to owners weakly,
         # since an owner holds its parameters and a strong reference would keep the key alive for ever.
         self._attachments: MutableMapping[torch.Tensor, tuple[weakref.ref[object], int]] = WeakIdKeyDictionary()

@@ -527,3 +527,46 @@ def in_two_backwards_by_inputs(trainee: Trainee) -> None:
 @pytest.mark.parametrize("script", [with_a_graph_still_alive, in_two_backwards_by_inputs])
 def test_units_announced_late_find_room_in_the_least_budget(script, update, tmp_path):
     compare(deep, script, tmp_path, update, "least")
+
+
+class Dropping(nn.Module):
+    """Embeddings, layers of which some may have no gradients, and a head."""
+
+    def __init__(self, words: int = 500, width: int = 256) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = nn.ModuleList(mlp_of(width) for _ in range(4))
+        self.dropped: list[int] = []
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for number, layer in enumerate(self.layers):
+            x = x if number in self.dropped else x + layer(x)
+        return self.head(x)
+
+
+def mlp_of(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def frozen_from_the_second_step_on(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-3)
+    for step in range(3):
+        trainee.model.layers.requires_grad_(step < 1)
+        backward(trainee, trainee.model(torch.randint(500, (2, 8))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def layers_dropped(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-3)
+    for step in range(3):
+        trainee.model.dropped = [number for number in range(4) if step and (3 * step + number) % 5 < 2]
+        backward(trainee, trainee.model(torch.randint(500, (2, 8))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("script", [frozen_from_the_second_step_on, layers_dropped])
+def test_units_without_gradients_leave_room_in_the_least_budget(script, tmp_path):
+    compare(Dropping, script, tmp_path, "backward", "least")

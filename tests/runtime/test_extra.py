@@ -57,6 +57,12 @@ def test_a_conjugate_that_is_only_marked_as_one() -> None:
     assert torch.equal(from_record(to_record(value.imag)), value.imag), "marked as negative"
 
 
+def test_one_element_of_a_column() -> None:
+    """Contiguous by torch's word, with a stride of its own."""
+    value = torch.arange(6.0).reshape(2, 3)[:1, 1]
+    assert torch.equal(from_record(to_record(value)), value)
+
+
 def test_arrays_and_numbers_of_numpy() -> None:
     values = {
         "a": np.arange(6, dtype=np.int16).reshape(2, 3),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -18,6 +20,7 @@ from doubles_training import MIB, PlainAdamW, check, config_for, least_budget, o
 from torch import nn
 
 import tiermem
+import tiermem.registry
 from tiermem.zero3.placeholder import is_placeholder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -527,3 +530,31 @@ def test_materialize_holds_no_more_than_a_unit_beyond_the_budget(tmp_path):
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout)
     assert 8 * MIB < grown < (16 + 3 * 4 + 8) * MIB, f"{grown / MIB:.1f} MiB"
+
+
+def test_a_dropped_runtime_may_be_closed_while_a_parameter_is_looked_up(tmp_path, monkeypatch):
+    """The cycle collector may begin at any allocation, whatever is held by the thread it takes."""
+    for name in ("dropped", "used"):
+        (tmp_path / name).mkdir()
+    dropped = [tiermem.offload(nn.Linear(4, 4), config_for(tmp_path / "dropped", "1MiB", "step"))]
+    dropped.append(dropped)
+    found = tiermem.registry.Registry._find
+    with gc_off():
+        del dropped
+
+        def find(registry, parameter):
+            gc.collect()
+            return found(registry, parameter)
+
+        monkeypatch.setattr(tiermem.registry.Registry, "_find", find)
+        with pytest.warns(ResourceWarning, match="never closed"):
+            tiermem.offload(nn.Linear(4, 4), config_for(tmp_path / "used", "1MiB", "step")).close()
+
+
+@contextlib.contextmanager
+def gc_off():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -143,7 +143,7 @@ class CommitSource:
             yield name, bytes_of(buffer)
 
 
-def _buffer(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
+def _buffer(dtype: str, shape: Sequence[int], text: str, *_: object) -> torch.Tensor:
     data = bytearray(base64.b64decode(text))
     values = torch.frombuffer(data, dtype=_DTYPES[f"torch.{dtype}"]) if data else torch.empty(0)
     return values.reshape(tuple(shape))

@@ -7,7 +7,7 @@ kept, whatever the division into units and tiles, and that a difference is named
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -57,8 +57,9 @@ class SnapshotSource:
     def fill_others(self, model: nn.Module) -> None:
         """Give the model's buffers the values they had."""
         for name, buffer in model.named_buffers():
-            with torch.no_grad():
-                buffer.copy_(self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
+            if name not in self._kept:
+                continue  # it is in the record (`capture.start_snapshot`)
+            fill_buffer(model, name, buffer, self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
 
     def fill_moments(self, states: StateStore, holdings: Iterable[Holding]) -> None:
         """Store the moments of what this rank trains, where there are any; masters are stored already. Waits."""
@@ -83,6 +84,16 @@ class SnapshotSource:
         values = torch.empty_strided(slot.shape, slot.stride)
         values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
         return values.as_strided((slot.numel,), (1,))
+
+
+def fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a buffer values of its shape; one whose elements share memory (an expanded one) makes way for them."""
+    if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, values.to(buffer.device))
+        return
+    with torch.no_grad():
+        buffer.copy_(values)
 
 
 def require_whole(snapshot: Snapshot) -> None:
@@ -112,10 +123,10 @@ def _differences(snapshot: Snapshot, model: nn.Module) -> Iterable[str]:
             yield f"{name} was {kept.kind} and {list(kept.shape)}, is {form[0]} and {list(parameter.shape)}"
     if len(there) != len(here):
         yield f"it had {len(there)} parameters, has {len(here)}"
-    yield from _buffer_differences(snapshot.manifest.buffers, model)
+    yield from _buffer_differences(snapshot.manifest.buffers, model, snapshot.record.get("buffers", {}))
 
 
-def _buffer_differences(there: Sequence[Kept], model: nn.Module) -> Iterable[str]:
+def _buffer_differences(there: Sequence[Kept], model: nn.Module, recorded: Container[str]) -> Iterable[str]:
     here = dict(model.named_buffers())
     for kept in there:
         buffer = here.get(kept.names[0])
@@ -124,4 +135,5 @@ def _buffer_differences(there: Sequence[Kept], model: nn.Module) -> Iterable[str
         elif (tuple(buffer.shape), str(buffer.dtype)) != (kept.shape, f"torch.{kept.dtype}"):
             yield f"buffer {kept.names[0]} was {list(kept.shape)} of {kept.dtype}, is {list(buffer.shape)}"
     for name in here.keys() - {kept.names[0] for kept in there}:
-        yield f"buffer {name} was not there"
+        if name not in recorded:
+            yield f"buffer {name} was not there"

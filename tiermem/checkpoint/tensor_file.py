@@ -8,6 +8,7 @@ FormatError, that a failed or short read is an error naming the place, and that 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import os
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -140,8 +142,13 @@ def open_tensors(path: Path) -> TensorFile:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as bytes."""
-    view: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    """The memory of a contiguous CPU tensor, as bytes; it lives as long as they are looked at."""
+    if not values.numel():
+        return memoryview(bytearray())
+    # Not `values.numpy()`: torch then refuses for good to resize the tensor, which may be somebody's buffer.
+    array = (ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr())
+    array.owner = values.detach()  # type: ignore[attr-defined]
+    view: memoryview = np.frombuffer(memoryview(array), np.uint8).data
     return view
 
 

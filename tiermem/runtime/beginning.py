@@ -48,7 +48,7 @@ class Beginning:
         if self.snapshot is not None:
             states = self.snapshot.record["random"]
             own = states[self.rank] if self.rank < len(states) else None  # a rank that was not there begins as seeded
-            return {**self.snapshot.record, "random": own, "buffers": {}}
+            return {**self.snapshot.record, "random": own, "buffers": self.snapshot.record.get("buffers", {})}
         return self.record
 
     @property

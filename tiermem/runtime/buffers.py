@@ -1,21 +1,31 @@
 """The buffers of a model that training changes, such as running means.
 
-Owns the knowledge of which buffers have changed since the model was offloaded. Does not know parameters: those are
-pages. Guarantees that a buffer which training changed is part of every later commit, and that one which nobody touched
-costs nothing: the program that builds the model makes it again.
+Owns the knowledge of which buffers have changed, or were made, since the model was offloaded. Does not know parameters:
+those are pages. Guarantees that a buffer which training changed is part of every later commit, and that one which
+nobody touched costs nothing: the program that builds the model makes it again.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from swap import checksum
+from tiermem.checkpoint.restoring import fill_buffer
+from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.errors import ResumeError
+
+Rows = dict[str, list[Any]]
+"""By name: dtype, shape, bytes in base64; and, where there is something to say, what else.
+
+"saved": the bytes are what `torch.save` makes of it, as it is sparse. "made": during training, as such or in this
+shape; whether `state_dict` holds it.
+"""
 
 
 class BufferWatch:
@@ -25,34 +35,84 @@ class BufferWatch:
         self._model = model
         self._as_built = {name: _digest(buffer) for name, buffer in model.named_buffers()}
 
-    def capture(self) -> dict[str, list[Any]]:
-        """Every buffer that is not what it was when the watch began: dtype, shape and bytes."""
-        return {
-            name: [
-                str(buffer.dtype).removeprefix("torch."),
-                list(buffer.shape),
-                base64.b64encode(_bytes(buffer)).decode("ascii"),
-            ]
-            for name, buffer in self._model.named_buffers()
-            if self._as_built.get(name) != _digest(buffer)
-        }
+    def capture(self) -> Rows:
+        """Every buffer that is not what it was when the watch began."""
+        return self._rows(lambda name, buffer: self._as_built.get(name) != _digest(buffer))
+
+    def capture_odd(self) -> Rows:
+        """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or sparse."""
+        return self._rows(lambda name, buffer: self._is_made(name, buffer) or not _is_dense(buffer))
 
     def restore(self, record: Mapping[str, list[Any]]) -> None:
-        """Give the buffers these values; they belong to every commit from now on. Raises ResumeError if one is gone."""
+        """Give the buffers these values; they belong to every commit from now on. Raises ResumeError if one is gone.
+
+        One that training had made is made again.
+        """
         buffers = dict(self._model.named_buffers())
-        for name, (dtype, shape, text) in record.items():
+        for name, (dtype, shape, text, *more) in record.items():
+            also = more[0] if more else {}
             buffer = buffers.get(name)
-            if buffer is None or list(buffer.shape) != shape or str(buffer.dtype) != f"torch.{dtype}":
+            fits = buffer is not None and list(buffer.shape) == shape and str(buffer.dtype) == f"torch.{dtype}"
+            if not fits and "made" not in also:
                 found = "none" if buffer is None else f"{list(buffer.shape)} of {buffer.dtype}"
                 raise ResumeError(f"buffer {name}: expected {shape} of torch.{dtype} as committed, found {found}")
-            data = bytearray(base64.b64decode(text))
-            values = torch.frombuffer(data, dtype=buffer.dtype).reshape(shape) if data else buffer.detach().cpu()
-            with torch.no_grad():
-                buffer.copy_(values)
+            values = _values(dtype, shape, text, saved="saved" in also)
+            if buffer is not None and fits and "saved" not in also:
+                fill_buffer(self._model, name, buffer, values)
+            else:
+                self._put(name, values, persistent=also.get("made"))
+
+    def _rows(self, wanted: Callable[[str, torch.Tensor], bool]) -> Rows:
+        return {name: self._row(name, buffer) for name, buffer in self._model.named_buffers() if wanted(name, buffer)}
+
+    def _row(self, name: str, buffer: torch.Tensor) -> list[Any]:
+        text = base64.b64encode(_bytes(buffer)).decode("ascii")
+        row = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), text]
+        also: dict[str, Any] = {} if _is_dense(buffer) else {"saved": True}
+        if self._is_made(name, buffer):
+            module, own = self._place(name)
+            also["made"] = own not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
+        return [*row, also] if also else row
+
+    def _is_made(self, name: str, buffer: torch.Tensor) -> bool:
+        """Whether it was not there, in this form, when the watch began."""
+        return self._as_built.get(name, ())[:2] != (buffer.dtype, buffer.shape)
+
+    def _put(self, name: str, values: torch.Tensor, *, persistent: bool | None) -> None:
+        try:
+            module, own = self._place(name)
+            if persistent is None:
+                persistent = own not in module._non_persistent_buffers_set  # noqa: SLF001 - as above
+            first = next(self._model.parameters(), None)
+            module.register_buffer(own, values if first is None else values.to(first.device), persistent=persistent)
+        except (AttributeError, KeyError) as error:  # no such module, or something else has that name
+            raise ResumeError(f"buffer {name}, made during training, cannot be made again: {error}") from error
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        path, _, own = name.rpartition(".")
+        return self._model.get_submodule(path), own
+
+
+def _is_dense(buffer: torch.Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_nested
 
 
 def _bytes(buffer: torch.Tensor) -> memoryview:
-    return buffer.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+    values = buffer.detach()
+    if _is_dense(values):
+        return bytes_of(values.resolve_conj().resolve_neg().to("cpu").contiguous())
+    file = io.BytesIO()
+    torch.save(values, file)
+    return file.getbuffer()
+
+
+def _values(dtype: str, shape: list[int], text: str, *, saved: bool) -> torch.Tensor:
+    data = bytearray(base64.b64decode(text))
+    if saved:
+        values: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return values
+    kind = getattr(torch, dtype)
+    return (torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)).reshape(shape)
 
 
 def _digest(buffer: torch.Tensor) -> tuple[torch.dtype, torch.Size, int]:

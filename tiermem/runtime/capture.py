@@ -43,8 +43,12 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
     house.require_between_steps(Act.SNAPSHOT)
-    record = {**_record(house, extra), "random": [randomness.capture()]}
-    buffers = {name: buffer.detach().cpu().clone() for name, buffer in house.divided.model.named_buffers()}
+    odd = house.buffers.capture_odd()
+    record = {**_record(house, extra), "random": [randomness.capture()], "buffers": odd}
+    named = house.divided.model.named_buffers()
+    buffers = {
+        name: buffer.detach().cpu().clone().resolve_conj().resolve_neg() for name, buffer in named if name not in odd
+    }
     if house.footprint.serial:
         house.coordinator.wait_updates()
     draft = house.snapshots.begin(path, stall_seconds=house.config.stall_timeout)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.errors import ConfigError
 from tiermem.registry import registry
 
@@ -91,7 +92,7 @@ def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise ConfigError(f"{what}: expected a dense tensor with values, found one on {value.device}, {value.layout}")
     whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = bytes_of(whole).tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
     return {MARK: "tensor", "dtype": dtype, "shape": list(value.shape), "data": _text(data, what)}
 

@@ -1,0 +1,153 @@
+"""Buffers that a model makes, grows or keeps in odd forms: trained with, committed, resumed, kept in snapshots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_training import MIB, config_for
+from torch import nn
+
+import tiermem
+
+
+class Odd(nn.Module):
+    """A mask made in the first forward, a bank of rows that grows, a running count of another dtype later on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("bank", torch.zeros(0, 6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.register_buffer("mask", torch.ones(6, 6).tril(), persistent=False)
+        with torch.no_grad():
+            self.bank = torch.cat([self.bank, x[:1]])
+            self.count = self.count.long() + 1
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.full((2,), 0.5))
+        self.late.mul_(0.5)
+        return self.linear(x) @ self.mask + self.bank.mean(0) * self.late.sum() / self.count
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Odd(), Odd())
+
+
+def train(net: nn.Module, steps: int) -> list[float]:
+    optimizer = tiermem.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = net(torch.randn(3, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("by", ["commit", "snapshot"])
+def test_buffers_that_training_made_come_back(tmp_path: Path, by: str) -> None:
+    for name in ("run", "other", "plain"):
+        (tmp_path / name).mkdir()
+    with tiermem.offload(net := model(), config_for(tmp_path / "run", 8 * MIB, "step")) as runtime:
+        torch.manual_seed(2)
+        train(net, 2)
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "snapshot").wait()
+        expected = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        following = train(net, 2)
+    directory, resume = (tmp_path / "run", True) if by == "commit" else (tmp_path / "other", tmp_path / "snapshot")
+    with tiermem.offload(net := model(), config_for(directory, 8 * MIB, "step"), resume=resume) as runtime:
+        found = dict(net.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert found[name].dtype == values.dtype, name
+            assert torch.equal(found[name], values), name
+        assert net[0]._non_persistent_buffers_set == {"mask"}
+        assert train(net, 2) == following
+        runtime.commit().wait()  # what was restored is part of the next one, too
+    with tiermem.offload(net := model(), config_for(directory, 8 * MIB, "step"), resume=True):
+        assert len(net[0].bank) == 4
+
+
+def test_a_buffer_of_another_model_is_an_error(tmp_path: Path) -> None:
+    def other(size: int) -> nn.Module:
+        net = nn.Linear(2, 2)
+        net.register_buffer("scale", torch.ones(size))
+        return net
+
+    with tiermem.offload(net := other(3), config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        net.scale.mul_(2)
+        runtime.commit().wait()
+    with pytest.raises(tiermem.ResumeError, match=r"buffer scale: expected \[3\] of torch.float32.*found \[4\]"):
+        tiermem.offload(other(4), config_for(tmp_path, 8 * MIB, "step"), resume=True)
+
+
+def test_a_buffer_that_cannot_be_made_again_is_named(tmp_path: Path) -> None:
+    with tiermem.offload(net := nn.Linear(2, 2), config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        net.register_buffer("scale", torch.ones(3))
+        runtime.commit().wait()
+    again = nn.Linear(2, 2)
+    again.scale = 5
+    with pytest.raises(
+        tiermem.ResumeError, match=r"buffer scale, made during training, cannot be made again: .*exists"
+    ):
+        tiermem.offload(again, config_for(tmp_path, 8 * MIB, "step"), resume=True)
+
+
+FORMS = {
+    "sparse rows": lambda: torch.eye(6).to_sparse(),
+    "compressed": lambda: torch.eye(6).to_sparse_csr(),
+    "conjugate": lambda: torch.randn(6, 6, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(6, 6, dtype=torch.complex64).conj().imag,
+    "expanded": lambda: torch.randn(6).expand(6, 6),
+    "one element far from the next": lambda: torch.randn(6, 6)[:1, 3],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Sparse invariant checks")
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_that_are_not_plain_memory(tmp_path: Path, form: str) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("links", FORMS[form]())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            links = self.links.to_dense() if self.links.layout is not torch.strided else self.links
+            return links.real.float().sum() * self.linear(x)
+
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+    with tiermem.offload(net := Graph(), config_for(tmp_path / "run", 8 * MIB, "step")) as runtime:
+        optimizer = tiermem.AdamW(net.parameters())
+        net(torch.randn(6, 6)).square().mean().backward()
+        optimizer.step()
+        if form != "expanded":
+            net.links = (2 * net.links).coalesce() if form == "sparse rows" else 2 * net.links
+        expected = net.links.to_dense() if net.links.layout is not torch.strided else net.links.clone()
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "snapshot").wait()
+    for directory, resume in (("run", True), ("other", tmp_path / "snapshot")):
+        with tiermem.offload(net := Graph(), config_for(tmp_path / directory, 8 * MIB, "step"), resume=resume):
+            found = net.links.to_dense() if net.links.layout is not torch.strided else net.links
+            assert torch.equal(found, expected)
+
+
+def test_buffers_may_be_resized(tmp_path: Path) -> None:
+    """As torch's observers of quantization do; looking at their bytes by numpy would forbid it for good."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("seen", torch.zeros(3))
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        net.seen.resize_(5)
+        runtime.commit().wait()
+        runtime.save_pretrained(tmp_path / "saved")
+        net.seen.resize_(7)
