@@ -14,19 +14,29 @@ from typing import Any
 
 from tiermem.errors import TiermemError
 
+_forks = [0]  # between this process and the first one: a look at it costs no system call
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
 
 class HomeProcess:
     """The process that made this object."""
 
-    __slots__ = ("_pid",)
+    __slots__ = ("_forks", "_pid")
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._pid, self._forks = os.getpid(), _forks[0]
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process, and not a forked child of it."""
-        return os.getpid() == self._pid
+        return _forks[0] == self._forks
 
     def check(self) -> None:
         """Raise TiermemError in a forked child."""

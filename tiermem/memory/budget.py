@@ -56,10 +56,12 @@ class Budget:
         """Reserve `nbytes` and return True, or change nothing and return False. Never waits."""
         if nbytes < 0:
             raise InvariantError(f"{self._tier.name}: a reservation of {nbytes} bytes was asked for")
-        if nbytes > self.free:
+        reserved = self._reserved + nbytes
+        if reserved > self._capacity:
             return False
-        self._reserved += nbytes
-        self._high_water = max(self._high_water, self._reserved)
+        self._reserved = reserved
+        if reserved > self._high_water:
+            self._high_water = reserved
         return True
 
     def release(self, nbytes: int) -> None:

@@ -87,7 +87,7 @@ class RangeSet:
         if last < len(self._starts) and self._starts[last] == end:
             end = self._ends[last]
             last += 1
-        self._replace(first, last, [start], [end])
+        self._starts[first:last], self._ends[first:last] = [start], [end]
 
     def remove(self, start: int, end: int) -> int:
         """Take whatever is in [start, end) out of the set and return how many addresses that was."""
@@ -101,7 +101,7 @@ class RangeSet:
             starts, ends = [self._starts[first]], [start]
         if self._ends[last - 1] > end:
             starts, ends = [*starts, end], [*ends, self._ends[last - 1]]
-        self._replace(first, last, starts, ends)
+        self._starts[first:last], self._ends[first:last] = starts, ends
         return removed
 
     def _count(self, start: int, end: int, first: int, last: int) -> int:
@@ -110,11 +110,6 @@ class RangeSet:
         for index in range(first, last):
             found += min(end, self._ends[index]) - max(start, self._starts[index])
         return found
-
-    def _replace(self, first: int, last: int, starts: list[int], ends: list[int]) -> None:
-        """Put these ranges in the place of those from `first` up to, not including, `last`."""
-        self._starts[first:last] = starts
-        self._ends[first:last] = ends
 
 
 @dataclass(frozen=True, slots=True)

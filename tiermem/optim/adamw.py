@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError, TiermemError
-from tiermem.optim.hyperparameters import SETTINGS, UNSUPPORTED, as_number, check_group, check_torch_options, numbers_of
+from tiermem.optim.hyperparameters import (
+    SETTINGS,
+    UNSUPPORTED,
+    GroupReader,
+    Numbers,
+    as_number,
+    check_group,
+    check_torch_options,
+    numbers_of,
+)
 from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
 from tiermem.optim.service import Moments, StepResult, UpdateService
 from tiermem.optim.updates import Settings
@@ -59,6 +68,7 @@ class AdamW(torch.optim.Optimizer):
         self._index_of: dict[torch.Tensor, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
         self._steps: dict[int, int] = {}
+        self._groups = GroupReader()
         self._last = StepResult(None, skipped=False)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
@@ -105,7 +115,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self._refuse_plain_gradients()
         for group in self.param_groups:  # all of them, before the first update is queued
-            numbers_of(group)
+            self._groups.read(group)
         if grad_scaler is None:
             refuse_hidden_scale(self)
             result = self._runtime().step(self)
@@ -144,7 +154,8 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in `_refuse_plain_gradients`
+            super().zero_grad(set_to_none)
         self._runtime().drop_gradients(self)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -162,12 +173,14 @@ class AdamW(torch.optim.Optimizer):
 
         Raises ConfigError for what has been written into `param_groups` that is not a number.
         """
-        settings, groups = {}, {}
+        settings: dict[int, Settings] = {}
+        read: dict[int, Numbers] = {}
         for index in parameters:
             group = self._group_of[index]
-            if id(group) not in groups:
-                groups[id(group)] = numbers_of(group)
-            settings[index] = Settings(*groups[id(group)], step=self._steps.get(index, 0) + 1)
+            found = read.get(id(group))
+            if found is None:
+                found = read[id(group)] = self._groups.read(group)
+            settings[index] = Settings(*found, step=self._steps.get(index, 0) + 1)
         return settings
 
     def count(self, parameters: Iterable[int]) -> None:
@@ -260,13 +273,15 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _refuse_plain_gradients(self) -> None:
-        for parameter in self._parameters():
-            if parameter.grad is not None:
-                raise ConfigError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a .grad, which would be ignored: gradients of "
-                    "an offloaded model are pages. Either it was frozen when it was offloaded (set requires_grad "
-                    "before tiermem.offload), or .grad was assigned (change gradients with parameter.register_hook)"
-                )
+        # Absent parameters have nothing to say to this, and asking them costs more than all the rest.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no public name for it
+            found = next((parameter for parameter in self._parameters() if parameter.grad is not None), None)
+        if found is not None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(found.shape)} has a .grad, which would be ignored: gradients of "
+                "an offloaded model are pages. Either it was frozen when it was offloaded (set requires_grad "
+                "before tiermem.offload), or .grad was assigned (change gradients with parameter.register_hook)"
+            )
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

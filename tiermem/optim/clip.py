@@ -51,4 +51,6 @@ def is_finite(value: torch.Tensor | float) -> bool:
 
 def are_finite(norms: Sequence[torch.Tensor]) -> bool:
     """Whether none of these norms is infinite or NaN; together they may be infinite."""
-    return is_finite(total_norm(norms)) or all(map(is_finite, norms))
+    if all(norm.is_cpu for norm in norms):
+        return all(map(is_finite, norms))
+    return is_finite(total_norm(norms)) or all(map(is_finite, norms))  # a device is waited for once

@@ -250,6 +250,8 @@ class UpdateCoordinator:
             return False
         if self.late.put_off(unit):
             return False
+        if self._speculation.given_up:
+            return False  # as `begin` would say, behind a look at every norm
         present = self._gradients.present(unit)
         mine = [p for p in present if p in self._source_of]
         if mine and (self._scales.know(mine) or not self._scales.are_finite(mine)):

@@ -43,7 +43,33 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ConfigError(f"Invalid weight_decay value: expected 0 or more, found {group['weight_decay']}")
 
 
-def numbers_of(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
+Numbers = tuple[float, float, float, float, float]
+"""lr, both betas, eps, weight_decay."""
+
+
+class GroupReader:
+    """Reads what an update uses of groups; of one in which nothing was changed since it last did, without checks."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[tuple[Any, ...], Numbers]] = {}
+
+    def read(self, group: Mapping[str, Any]) -> Numbers:
+        """As `numbers_of`."""
+        there = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        seen = self._seen.get(id(group))
+        if seen is None or any(one is not other for one, other in zip(seen[0], there, strict=True)):
+            seen = there, numbers_of(group)
+            if all(map(_is_fixed, there)):
+                self._seen[id(group)] = seen
+        return seen[1]
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is what it was as long as it is the same object: a tensor, or a list, may be another number."""
+    return type(value) in (float, int) or (type(value) is tuple and all(type(each) is float for each in value))
+
+
+def numbers_of(group: Mapping[str, Any]) -> Numbers:
     """What an update uses of a group, as whoever likes may have changed it since it was checked.
 
     Raises ConfigError for what would make parameters infinite or NaN. Below 0 is as in torch's AdamW, which does not

@@ -96,7 +96,7 @@ class StateStore:
             self._read(state, cut, partial(_copy_moments, first[part], second[part], scratch))
         return first, second
 
-    def cuts(self, unit: int, parameter: int) -> list[TileRange]:
+    def cuts(self, unit: int, parameter: int) -> Sequence[TileRange]:
         """How a parameter falls into tiles: what `read_cut` and `store_cut` take."""
         state, segment = self._find(unit, parameter)
         return state.cuts(segment)

@@ -8,11 +8,12 @@ says so.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from tiermem.optim.clip import are_finite, clip_coefficient, is_finite, total_norm
+from tiermem.optim.clip import are_finite, clip_coefficient, total_norm
 from tiermem.optim.service import GradientBook
 
 
@@ -53,12 +54,15 @@ class Scales:
 
     def are_finite(self, parameters: Sequence[int]) -> bool:
         """Whether the norm of each of these gradients is finite, and what it is to be multiplied by."""
-        factors = (self._factors.get(p, 1.0) for p in parameters)
-        return all(map(is_finite, factors)) and are_finite(self._gradients.read_norms(parameters))
+        known = self._factors
+        if known and not all(math.isfinite(known.get(p, 1.0)) for p in parameters):
+            return False
+        return are_finite(self._gradients.read_norms(parameters))
 
     def change(self, parameters: Collection[int]) -> bool:
         """Whether any of these gradients is to be multiplied by other than 1."""
-        return any(self._factors.get(parameter, 1.0) != 1.0 for parameter in parameters)
+        known = self._factors
+        return bool(known) and any(known.get(parameter, 1.0) != 1.0 for parameter in parameters)
 
     def know(self, parameters: Collection[int]) -> bool:
         """Whether something was said of any of these gradients, be it 1."""

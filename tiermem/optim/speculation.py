@@ -75,6 +75,11 @@ class Speculation:
         """No early update of this step begins any more."""
         self._given_up = True
 
+    @property
+    def given_up(self) -> bool:
+        """Whether that has been said."""
+        return self._given_up
+
     def end_step(self) -> None:
         """An optimizer has stepped, or dropped its gradients: what comes next is another step, if all have."""
         self._given_up, self.spoiled = bool(self._shares), False

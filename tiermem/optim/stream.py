@@ -12,6 +12,7 @@ their home by the pager's own doing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,12 @@ from tiermem.pager.page import Intent, Kind, PageKey
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _keys(unit: int, tiles: tuple[int, ...]) -> tuple[PageKey, ...]:
+    kinds = (Kind.GRAD, Kind.STATE)
+    return PageKey(unit, Kind.PARAM), *(PageKey(unit, kind, tile) for tile in tiles for kind in kinds)
 
 
 class UpdatePager(Protocol):
@@ -128,9 +135,10 @@ class UnitStream:
     def keys(self, update: UnitUpdate) -> list[PageKey]:
         """The pages that an update touches, in order."""
         state = self.units[update.unit]
+        if state.tiles == 1:
+            return list(_keys(update.unit, (0,) if any(item.segment.numel for item in update.segments) else ()))
         tiles = sorted({cut.tile for item in update.segments for cut in state.cuts(item.segment)})
-        kinds = (Kind.GRAD, Kind.STATE)
-        return [PageKey(update.unit, Kind.PARAM)] + [PageKey(update.unit, kind, t) for t in tiles for kind in kinds]
+        return list(_keys(update.unit, tuple(tiles)))
 
     async def run(self, update: UnitUpdate) -> None:
         """Update one unit. Raises the error of a page, of the kernel, or `InvariantError` for a missing gradient."""

@@ -8,6 +8,7 @@ update kernel needs (see "Slicing and bits" in kernels.py), and that a block of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,6 +133,10 @@ class UnitState:
         return self._mixtures.get(tile)
 
     @cached_property
+    def _by_parameter(self) -> dict[int, Segment]:
+        return {segment.parameter: segment for segment in reversed(self.segments)}
+
+    @cached_property
     def _mixtures(self) -> dict[int, Mixture]:
         found: dict[int, list[tuple[TileRange, bool]]] = {}
         for segment in self.segments:
@@ -139,19 +144,19 @@ class UnitState:
                 found.setdefault(cut.tile, []).append((cut, segment.quantized))
         return {tile: _mix(cuts) for tile, cuts in found.items() if any(quantized for _, quantized in cuts)}
 
-    def cuts(self, segment: Segment) -> list[TileRange]:
+    def cuts(self, segment: Segment) -> Sequence[TileRange]:
         """How a segment falls into tiles; `begin` counts from the segment's start."""
         return tile_ranges(segment.start, segment.numel, self.tile_numel)
 
     def has(self, parameter: int) -> bool:
         """Whether any of the parameter is updated here; another rank may have all of it."""
-        return any(segment.parameter == parameter for segment in self.segments)
+        return parameter in self._by_parameter
 
     def segment_of(self, parameter: int) -> Segment:
         """The segment of a parameter. Raises `ConfigError` if the unit does not train it."""
-        for segment in self.segments:
-            if segment.parameter == parameter:
-                return segment
+        segment = self._by_parameter.get(parameter)
+        if segment is not None:
+            return segment
         raise ConfigError(f"parameter {parameter} is not among the trainable parameters of unit {self.unit}")
 
 

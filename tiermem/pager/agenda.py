@@ -39,11 +39,7 @@ class Agenda:
         self._groups: deque[_Group] = deque()
         # The groups in which a page is, in order: so that asking does not depend on how many there are.
         self._groups_of: dict[PageKey, tuple[_Group, ...]] = {}
-
-    @property
-    def pages(self) -> Container[PageKey]:
-        """The pages that the update has still to come to."""
-        return self._groups_of
+        self.pages: Container[PageKey] = self._groups_of  # those that the update has still to come to
 
     def set(self, groups: Sequence[Sequence[PageKey]]) -> set[PageKey]:
         """Announce these groups instead; returns the pages that were announced and are not now, and the reverse.
@@ -54,7 +50,9 @@ class Agenda:
         while agenda and not (groups and agenda[0].is_just(groups[0])):
             removed.update(self._remove(agenda.popleft()))
         same = 0
-        while same < min(len(agenda), len(groups)) and agenda[same].is_just(groups[same]):
+        for known, pages in zip(agenda, groups, strict=False):
+            if not known.is_just(pages):
+                break
             same += 1
         while len(agenda) > same:
             removed.update(self._remove(agenda.pop()))

@@ -20,7 +20,7 @@ from tiermem.pager.course import Limits
 from tiermem.pager.forecast import LATER, SETTLED
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
-from tiermem.pager.policy import Candidate, choose_read_ahead
+from tiermem.pager.policy import choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
 from tiermem.pager.schedule import Schedule
@@ -52,6 +52,7 @@ class Ahead:
     def __init__(self, residency: Residency, room: Room, appetite: Mapping[Tier, Appetite]) -> None:
         self._residency = residency
         self._room = room
+        self._capacity = {tier: residency.chain.capacity(tier) for tier in residency.chain.memory_tiers}
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
         self._renewed: Collection[int] = ()
@@ -110,7 +111,7 @@ class Ahead:
             if tier is Tier.DEVICE:
                 self._send_down(tier, claimed)
                 continue
-            appetite, capacity = self._appetite[tier], residency.chain.capacity(tier)
+            appetite, capacity = self._appetite[tier], self._capacity[tier]
             if residency.total <= capacity:
                 continue
             if residency.forecast.is_planned:
@@ -180,7 +181,7 @@ class Ahead:
 
     def _has_all(self, tier: Tier) -> bool:
         residency = self._residency
-        return residency.total <= residency.chain.capacity(tier) and not residency.census.away(tier)
+        return residency.total <= self._capacity[tier] and not residency.census.away(tier)
 
     def _look(self, tier: Tier) -> None:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
@@ -192,8 +193,8 @@ class Ahead:
             return  # everything is there, or on its way, and stays: a look would find nothing to do
         chosen = choose_read_ahead(
             self._coming(tier, positions),
-            capacity=self._residency.chain.capacity(tier),
-            held=self._residency.census.held(tier) + self._residency.census.stuck(tier),
+            capacity=self._capacity[tier],
+            held=self._residency.census.fixed(tier),
             reserve=appetite.reserve,
             look_ahead=appetite.look_ahead,
         )
@@ -222,20 +223,20 @@ class Ahead:
             pending.popleft()
         pending.extendleft(reversed(later))
 
-    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[Candidate]:
+    def _coming(self, tier: Tier, positions: dict[PageKey, int]) -> Iterator[tuple[PageKey, int, bool]]:
         """What is accessed next on the tier, each page once; notes where, also of what stays there (leased, kept)."""
-        pages, chain, compute = self._residency.pages, self._residency.chain, Lane.COMPUTE
+        pages, chain, compute, host = self._residency.pages, self._residency.chain, Lane.COMPUTE, Tier.HOST
         top, settled, transit = chain.top, chain.settled, Kind.TRANSIT
         for position, lane, key in self._residency.forecast.upcoming(_COMING):
             self._seen += 1
             if key in positions:
                 continue
             page = pages.get(key)
-            wanted = top if lane is compute or key.unit in settled else Tier.HOST
+            wanted = top if lane is compute or key[0] in settled else host
             if page is None or page.error is not None or wanted < tier:
                 continue
             # What its update in HOST is going to use up will be written anew on the DEVICE: as what has no contents.
-            anew = tier is not Tier.HOST and lane is compute and position % self._period in self._renewed
+            anew = tier is not host and lane is compute and position % self._period in self._renewed
             written = bool(page.valid) and not anew
             if lane is not compute and not written:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update
@@ -244,9 +245,9 @@ class Ahead:
                 # begins, and mostly ends, on the top tier.
                 continue
             positions[key] = position
-            if not page.leases.get(tier) and not (page.kept and tier is Tier.HOST):
+            if tier not in page.leases and not (page.home is host is tier):
                 # Without contents it is about to be written anew: nothing to fetch, but it will want its room.
-                yield Candidate(key, page.room, tier in page.frames or not written)
+                yield key, page.room, tier in page.frames or not written
 
 
 def renewed_gradients(schedule: Schedule) -> frozenset[int]:

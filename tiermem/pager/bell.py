@@ -48,10 +48,7 @@ class BellLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._selector = _Bell()
         self._turned = turned
-
-    def ring(self) -> None:
-        """Have the loop turn, now or as soon as it is through with this turn. Any thread, also from a finalizer."""
-        self._selector.ring()
+        self.ring = self._selector.ring  # have the loop turn, now or after this turn; any thread, also a finalizer's
 
     def _process_events(self, event_list: Sequence[object]) -> None:  # noqa: ARG002 - `select` never finds any
         self._turned()

@@ -44,24 +44,6 @@ class _Ledger:
         self.shared: dict[Page, None] = {}
         self.away: set[Page] = set()
 
-    def nbytes(self, which: int) -> int:
-        """Bytes that add to one of the totals, unsaved or not."""
-        return self.totals[which] + self.totals[which + _UNSAVED]
-
-    def add(self, page: Page, which: int, nbytes: int) -> None:
-        """What the page adds to now, in place of what was noted before."""
-        before = self.noted.get(page)
-        if before is not None:
-            self.totals[before[0]] -= before[1]
-        self.totals[which] += nbytes
-        self.noted[page] = which, nbytes
-
-    def remove(self, page: Page) -> None:
-        """The page has no frame on the tier any more."""
-        before = self.noted.pop(page, None)
-        if before is not None:
-            self.totals[before[0]] -= before[1]
-
 
 class Census:
     """Derived knowledge about all pages, kept up to date by `note`.
@@ -74,6 +56,7 @@ class Census:
         self.changes = 0
         self._next_use = next_use
         self._tiers = {tier: _Ledger() for tier in tiers}
+        self._each = tuple(self._tiers.items())
         self._away = [(tier, ledger.away) for tier, ledger in self._tiers.items()]
         self._changed: dict[Page, None] = {}
 
@@ -91,11 +74,18 @@ class Census:
 
     def held(self, tier: Tier) -> int:
         """Bytes leased."""
-        return self._reckoned(tier).nbytes(_HELD)
+        totals = self._reckoned(tier).totals
+        return totals[_HELD] + totals[_HELD + _UNSAVED]
 
     def stuck(self, tier: Tier) -> int:
         """Bytes that never leave: of failed pages, so that nothing is lost, and of those kept in HOST by choice."""
-        return self._reckoned(tier).nbytes(_STUCK)
+        totals = self._reckoned(tier).totals
+        return totals[_STUCK] + totals[_STUCK + _UNSAVED]
+
+    def fixed(self, tier: Tier) -> int:
+        """Bytes leased, and bytes that never leave."""
+        totals = self._reckoned(tier).totals
+        return totals[_HELD] + totals[_HELD + _UNSAVED] + totals[_STUCK] + totals[_STUCK + _UNSAVED]
 
     def unsaved(self, tier: Tier) -> int:
         """Bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy."""
@@ -103,11 +93,13 @@ class Census:
 
     def dirty(self, tier: Tier) -> int:
         """Bytes of copies that are the lowest of their page and that nobody holds or moves."""
-        return self._reckoned(tier).nbytes(_DIRTY)
+        totals = self._reckoned(tier).totals
+        return totals[_DIRTY] + totals[_DIRTY + _UNSAVED]
 
     def leaving(self, tier: Tier) -> int:
         """Bytes of copies being written down that nobody holds: room that is about to be free."""
-        return self._reckoned(tier).nbytes(_LEAVING)
+        totals = self._reckoned(tier).totals
+        return totals[_LEAVING] + totals[_LEAVING + _UNSAVED]
 
     def away(self, tier: Tier) -> bool:
         """Whether a page has contents but neither a frame on the tier nor an error."""
@@ -171,7 +163,7 @@ class Census:
 
     def _ordered(self, tier: Tier) -> _Ledger:
         """The tier with its orders up to date."""
-        ledger = self._reckoned(tier)
+        ledger = self._reckoned(tier) if self._changed else self._tiers[tier]
         if ledger.unordered:
             next_use, droppable, writable = self._next_use, ledger.droppable, ledger.writable
             for page, lowest in ledger.unordered.items():
@@ -182,9 +174,11 @@ class Census:
     def _reckoned(self, tier: Tier) -> _Ledger:
         """The tier with its sums up to date."""
         if self._changed:
+            tiers = self._each
             for page in self._changed:
-                lowest = min(page.valid, default=None)
-                for each, ledger in self._tiers.items():
+                valid = page.valid
+                lowest = Tier.SWAP if Tier.SWAP in valid else min(valid) if valid else None
+                for each, ledger in tiers:
                     _reckon(page, each, ledger, lowest)
             self._changed.clear()
         return self._tiers[tier]
@@ -192,14 +186,21 @@ class Census:
 
 def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -> None:
     """Take the facts of a page on a tier over into its sums, and note where it belongs in the orders."""
-    ledger.unordered.pop(page, None)
-    ledger.shared.pop(page, None)
-    frame = page.frames.get(tier)
-    if frame is None:  # whatever is valid or moves on a tier has its frame there
-        ledger.remove(page)
+    if page in ledger.unordered:
+        del ledger.unordered[page]
+    if page in ledger.shared:
+        del ledger.shared[page]
+    totals, noted, frames = ledger.totals, ledger.noted, page.frames
+    if page in noted:
+        before, nbytes = noted[page]
+        totals[before] -= nbytes
+    if tier not in frames:  # whatever is valid or moves on a tier has its frame there
+        if page in noted:
+            del noted[page]
         return
+    frame = frames[tier]
     move, failed, lowest = page.move, page.error is not None, lowest_tier is tier
-    leased = page.leases.get(tier)
+    leased = tier in page.leases
     free = move is None and not failed and not page.exclusive and tier in page.valid
     # The lowest copy of a page at home on the DEVICE: there, or below it where it may go as it is.
     rests = page.home is Tier.DEVICE and lowest and (tier is Tier.DEVICE or page.is_spare_on(tier))
@@ -209,11 +210,13 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
         which = _STUCK
     elif free and lowest and not rests:
         which = _DIRTY
-    elif move is not None and move.source is tier and move.is_write_back:
+    elif move is not None and move.source is tier and move.target < tier:
         which = _LEAVING
     else:
         which = _OTHER
-    ledger.add(page, which + _UNSAVED if lowest and not failed and not page.doomed else which, frame.nbytes)
+    adds_to, nbytes = which + _UNSAVED if lowest and not failed and not page.doomed else which, frame.nbytes
+    totals[adds_to] += nbytes
+    noted[page] = adds_to, nbytes
     if free and not leased and which is not _STUCK:
         ledger.unordered[page] = lowest and not rests
         if rests:

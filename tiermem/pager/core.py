@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiermem.errors import TiermemError
+from tiermem.memory.arena import Fence, Frame
 from tiermem.memory.tiers import Tier
 from tiermem.pager.edges import Chain
 from tiermem.pager.forecast import Forecast
@@ -31,6 +32,9 @@ Settled = Callable[[Lease | None, BaseException | None], None]
 _LOOK_SECONDS = 0.25
 # How long tasks may take to act on the error that closing gives them before they are cancelled.
 _GRACE_SECONDS = 1.0
+
+
+_LEVELS = {tier: f"reserved {tier.name}" for tier in Tier}
 
 
 class Core:
@@ -64,7 +68,8 @@ class Core:
         try:
             if self._refusal is not None:
                 raise self._refusal
-            pages = [self.residency.page(key) for key in dict.fromkeys(keys)]
+            page = self.residency.page
+            pages = [page(keys[0])] if len(keys) == 1 else [page(key) for key in dict.fromkeys(keys)]
         except Exception as error:  # noqa: BLE001 - handed to whoever asked
             settled(None, error)
             return
@@ -73,8 +78,11 @@ class Core:
             if error is not None:
                 settled(None, error)
                 return
-            frames = {page.key: page.frames[tier] for page in pages}
-            fences = [fence for frame in frames.values() for fence in frame.fences]
+            frames: dict[PageKey, Frame] = {}
+            fences: list[Fence] = []
+            for page in pages:
+                frame = frames[page.key] = page.frames[tier]
+                fences += frame.fences
             release: Release = lambda lease, parting, failure: self._post_release(lease, tier, parting, failure)  # noqa: E731
             lease = Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence)
             self._out.add(lease, (pages, tier, intent))
@@ -166,17 +174,20 @@ class Core:
         self.residency.finish_move(page, move, error)
         self._timeline.record(str(page.key), move.edge, move.started, ended, {"bytes": page.nbytes})
         for tier, arena in self.residency.chain.arenas.items():
-            self._timeline.level(f"reserved {tier.name}", ended, arena.reserved)
+            self._timeline.level(_LEVELS[tier], ended, arena.reserved)
 
     def _pump(self) -> None:
         """Once behind all messages of a turn."""
         self._events += 1
         if self._refusal is None:
             self.service.pump()
-        self._notify()
+        if self._watchers:
+            self._notify()
         # Otherwise nothing would come of a lease given back: every page is there, and nobody waits.
-        self.loop.set_hungry(bool(self._refusal or self.service.waiting) or not self.service.ahead.has_everything)
-        self._watch_later()
+        waiting = self.service.waiting
+        self.loop.set_hungry(bool(self._refusal or waiting) or not self.service.ahead.has_everything)
+        if not self._watched and (waiting or self._waiting_threads or self._watchers):
+            self._watch_later()
 
     def _watch_later(self) -> None:
         """Look again soon, as long as somebody waits for something."""

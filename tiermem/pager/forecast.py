@@ -11,9 +11,9 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from tiermem.pager.agenda import Agenda
+from tiermem.pager.lane_order import LaneOrder
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.schedule import Access, Schedule
 
@@ -34,47 +34,19 @@ _LEAP = 16
 _NOT_NEXT = (Kind.GRAD, Kind.TRANSIT)  # added to once more, or exchanged beside something else: see `Forecast.note`
 
 
-@dataclass(slots=True)
-class _LaneOrder:
-    """The accesses of one lane: positions in order, the keys at them, and each key's own positions."""
-
-    positions: list[int] = field(default_factory=list)
-    keys: list[PageKey] = field(default_factory=list)
-    of_key: dict[PageKey, list[int]] = field(default_factory=dict)
-    cursor: int = 0  # absolute position: everything before it has happened
-    leap: int | None = None  # where the cursor would be if the last surprising access was the end of a gap
-
-    def next_at(self, key: PageKey, period: int, start: int | None = None) -> int | None:
-        """The absolute position of the first access to `key` at or after `start` (by default the cursor)."""
-        own = self.of_key.get(key)
-        if own is None:
-            return None
-        cycle, inside = divmod(self.cursor if start is None else start, period)
-        index = bisect.bisect_left(own, inside)
-        return cycle * period + own[index] if index < len(own) else (cycle + 1) * period + own[0]
-
-    def between(self, start: int, end: int, period: int) -> int:
-        """How many accesses of the lane lie in the absolute positions from `start` up to, not including, `end`."""
-        return self._before(end, period) - self._before(start, period)
-
-    def _before(self, position: int, period: int) -> int:
-        cycle, inside = divmod(position, period)
-        return cycle * len(self.positions) + bisect.bisect_left(self.positions, inside)
-
-
 class Forecast:
     """Where each lane stands in the schedule, and what follows from it. Used on the pager's loop only."""
 
     def __init__(self) -> None:
         self._schedule: Schedule | None = None
-        self._lanes: dict[Lane, _LaneOrder] = {}
+        self._lanes: dict[Lane, LaneOrder] = {}
         self._step = 0
         self._regular = True
         # For each page of the update: where it is accessed, and behind which access of the computation it may come.
         self._due: dict[PageKey, tuple[int, int]] = {}
         self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
         self._stays: Sequence[bool] | None = None
-        self._reaching = _LaneOrder()  # the computation's accesses that the plan lets come from HOST
+        self._reaching = LaneOrder()  # the computation's accesses that the plan lets come from HOST
         self._fetched: set[PageKey] = set()  # since their last access, for the next one
         self._agenda: Agenda | None = None
         self.surprises = 0
@@ -96,8 +68,8 @@ class Forecast:
         self._schedule = schedule
         self._stays = stays
         self._fetched.clear()
-        self._lanes = {lane: _LaneOrder() for lane in Lane}
-        self._reaching = _LaneOrder()
+        self._lanes = {lane: LaneOrder() for lane in Lane}
+        self._reaching = LaneOrder()
         self._step = 0
         self._regular = True
         self.version += 1
@@ -159,11 +131,11 @@ class Forecast:
         if position is None:
             self.surprises += 1
             return
-        reach = min(_LEAP, len(order.positions) // 2)
-        skipped = order.between(order.cursor, position, period)
+        skipped = 0 if order.is_next(position, period) else order.between(order.cursor, position, period)
         if skipped and key.kind in _NOT_NEXT and position // period > (order.cursor - 1) // period:
             self.surprises += 1  # no way leads past the end of the step to those of another one
             return
+        reach = min(_LEAP, len(order.positions) // 2)
         if skipped > reach:
             self._regular = False
             confirmed = None if order.leap is None else order.next_at(key, period, order.leap)
@@ -195,13 +167,16 @@ class Forecast:
         """
         if self._schedule is None:
             return _UNKNOWN - last_use
-        if self._agenda is not None and key in self._agenda.pages and Lane.UPDATE in lanes:
-            return self._lanes[Lane.COMPUTE].cursor
+        agenda, compute = self._agenda, self._lanes[Lane.COMPUTE]
+        if agenda is not None and key in agenda.pages and Lane.UPDATE in lanes:
+            return compute.cursor
         period, nearest = self._schedule.period, None
         for lane in lanes:
-            use = self._lanes[lane].next_at(key, period, self._start(lane, key))
-            if use is not None and (nearest is None or use < nearest):
-                nearest = use
+            order = self._lanes[lane]
+            if key in order.of_key:
+                use = order.next_at(key, period, None if order is compute else self._start(lane, key))
+                if use is not None and (nearest is None or use < nearest):
+                    nearest = use
         if nearest is None:
             return _UNKNOWN - last_use
         kept = not planned or self._stays is None or self._stays[nearest % period] or key in self._fetched
@@ -340,7 +315,7 @@ def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
     return due
 
 
-def _ahead(order: _LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:
+def _ahead(order: LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:
     """One period's worth of a lane's accesses from `start` on."""
     cycle, inside = divmod(start, period)
     first = bisect.bisect_left(order.positions, inside)

@@ -7,6 +7,7 @@ anything and moves nothing. Guarantees that keys are hashable, immutable, and me
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -48,6 +49,11 @@ class Lane(enum.Enum):
     __hash__ = object.__hash__  # as for Kind
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _name(key: PageKey) -> str:
+    return f"unit {key.unit} {key.kind.value} tile {key.tile}"
+
+
 class PageKey(NamedTuple):
     """The name of a page: unit number, kind, and tile number within (unit, kind).
 
@@ -59,7 +65,7 @@ class PageKey(NamedTuple):
     tile: int = 0
 
     def __str__(self) -> str:
-        return f"unit {self.unit} {self.kind.value} tile {self.tile}"
+        return _name(self)
 
     def is_of(self, units: Collection[int]) -> bool:
         """Whether the page is one of these units'; those of activations are numbered, but of no unit."""
@@ -95,16 +101,15 @@ class Move:
     started: float
     transfer: Transfer | None = None
     promoted: bool = False
+    edge: str = field(init=False)  # as statistics and the timeline name it, such as "swap->host"
+
+    def __post_init__(self) -> None:
+        self.edge = _EDGES[self.source, self.target]
 
     @property
     def is_write_back(self) -> bool:
         """Whether the bytes go away from the computation."""
         return self.target < self.source
-
-    @property
-    def edge(self) -> str:
-        """The edge as statistics and the timeline name it, such as "swap->host"."""
-        return _EDGES[self.source, self.target]
 
     def promote(self) -> None:
         """Somebody waits for this move now."""
@@ -154,7 +159,7 @@ class Page:
     @property
     def is_leased(self) -> bool:
         """Whether anybody holds the page on any tier."""
-        return bool(self.leases) and any(self.leases.values())
+        return bool(self.leases)
 
     @property
     def is_written(self) -> bool:

@@ -33,7 +33,7 @@ class Candidate(NamedTuple):
 
 
 def choose_read_ahead(
-    coming: Iterable[Candidate], *, capacity: int, held: int, reserve: int, look_ahead: int
+    coming: Iterable[tuple[PageKey, int, bool]], *, capacity: int, held: int, reserve: int, look_ahead: int
 ) -> list[PageKey]:
     """The pages to start fetching now, nearest use first.
 

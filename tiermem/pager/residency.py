@@ -132,9 +132,11 @@ class Residency:
         for fence in fences:
             page.frames[tier].fence(fence)  # before anybody can want the frame (I8)
         page.leases[tier] -= 1
-        if not page.leases[tier] and tier not in page.valid:
-            self._free(page, tier)  # FRESH, and never granted
-        if not page.is_leased:
+        if not page.leases[tier]:
+            del page.leases[tier]
+            if tier not in page.valid:
+                self._free(page, tier)  # FRESH, and never granted
+        if not page.leases:
             page.exclusive = False
         self._settle(page)
 
@@ -257,7 +259,7 @@ class Residency:
         a settled unit are on the DEVICE for both, and `SETTLED` there: whatever else may go does so before.
         """
         top = self.chain.top
-        if self.chain.settles(page.key) and (tier is top or top in page.valid):
+        if self.chain.settled and self.chain.settles(page.key) and (tier is top or top in page.valid):
             return SETTLED if tier is top else self.forecast.next_use(page.key, self._last_use.get(page.key, 0), ())
         forecast, key, last = self.forecast, page.key, self._last_use.get(page.key, 0)
         if tier is top is not Tier.HOST:

@@ -27,11 +27,11 @@ class Room:
     def __init__(self, residency: Residency) -> None:
         self.homes = Homes(residency)
         self._residency = residency
+        self._capacity = {tier: residency.chain.capacity(tier) for tier in residency.chain.memory_tiers}
 
     def unheld(self, tier: Tier) -> int:
         """Bytes that evicting everything evictable would leave free: all but leased, failed and kept pages."""
-        census = self._residency.census
-        return self._residency.chain.capacity(tier) - census.held(tier) - census.stuck(tier)
+        return self._capacity[tier] - self._residency.census.fixed(tier)
 
     def make(self, page: Page, tier: Tier, *, spare: Page | None = None) -> bool:
         """Reserve a frame for a demanded `page`, evicting what is used last; False: not yet, or not at all.
@@ -87,7 +87,7 @@ class Room:
         Where they do not make room enough, all of them: once what is on its way up can go, too, they will have to.
         """
         residency, census = self._residency, self._residency.census
-        room, leaving = residency.chain.capacity(tier) - residency.chain.arenas[tier].reserved, census.leaving(tier)
+        room, leaving = self._capacity[tier] - residency.chain.arenas[tier].reserved, census.leaving(tier)
         going: list[Page] = []
         look_at = 0  # where room is not in one piece, the question is asked again when there are twice as many to go
         with closing(census.victims(tier)) as victims:
@@ -125,7 +125,7 @@ class Room:
         residency = self._residency
         if residency.allocate(page, tier):
             return True
-        missing = page.room - (residency.chain.capacity(tier) - residency.chain.arenas[tier].reserved)
+        missing = page.room - (self._capacity[tier] - residency.chain.arenas[tier].reserved)
         farther: list[Page] = []
         chosen: list[Page] | None = None
         look_at = 0

@@ -85,7 +85,8 @@ class Service:
     def submit(self, request: LeaseRequest) -> None:
         """Take a request; `pump` serves it."""
         self.waiting.append(request)
-        self._in_order()
+        if self._sole is not None or self._tried:
+            self._in_order()
 
     def serve_at_once(self) -> None:
         """Grant a request just submitted if it is the only one and all its pages are there: what `pump` would do first.
@@ -94,14 +95,17 @@ class Service:
         """
         if len(self.waiting) == 1:
             request = self.waiting[0]
-            if all(request.is_served_by(page) for page in request.lacking):
-                self._serve(request, set())
+            for page in request.lacking:
+                if not request.is_served_by(page):
+                    return
+            self._serve(request, set())
 
     def release(self, pages: Sequence[Page], tier: Tier, *fences: Fence | None) -> None:
         """Leases given back; what their holders asked of a device is done with `fences`."""
         for page in pages:
             self._residency.unhold(page, tier, *fences)
-        self._in_order()
+        if self._sole is not None or self._tried:
+            self._in_order()
 
     def pump(self) -> None:
         """Do everything that can be done now."""
@@ -191,7 +195,8 @@ class Service:
 
     def _finish(self, request: LeaseRequest, error: BaseException | None) -> None:
         self.waiting.remove(request)
-        self._in_order()
+        if self._sole is not None or self._tried:
+            self._in_order()
         if error is not None:
             self._retreat(request)
         else:
@@ -252,6 +257,8 @@ class Service:
     def _reserve(self, request: LeaseRequest, page: Page, tier: Tier, claimed: set[Tier]) -> bool:
         """Room for the page on `tier`, on the way to the request's; if leases stand in the way nothing is evicted."""
         lacking, passing = request.tier, tier != request.tier
+        if not passing and tier not in claimed and self._residency.allocate(page, tier):
+            return True  # what is free is more than enough for what is not held
         free = self._room.unheld(lacking) >= page.room
         if free and (not passing or (lacking not in claimed and self._room.prepare(page, lacking))):
             lacking = tier

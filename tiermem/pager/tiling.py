@@ -6,6 +6,7 @@ many bytes they have. Guarantees that the pieces of a run cover it exactly, in o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ def tile_count(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def tile_ranges(start: int, length: int, tile: int) -> list[TileRange]:
+@functools.lru_cache(maxsize=1 << 16)
+def tile_ranges(start: int, length: int, tile: int) -> tuple[TileRange, ...]:
     """Cut the run of `length` elements that begins at element `start` of a tiled sequence at the tile boundaries.
 
     An empty run has no pieces. Raises ValueError for a negative start or length, or a tile without elements.
@@ -47,7 +49,7 @@ def tile_ranges(start: int, length: int, tile: int) -> list[TileRange]:
         piece = min(tile - begin_in_tile, length - begin)
         ranges.append(TileRange(number, begin_in_tile, begin, piece))
         begin += piece
-    return ranges
+    return tuple(ranges)
 
 
 def tiles_in_turn(runs: Iterable[tuple[int, int]], tile: int) -> tuple[int, ...]:

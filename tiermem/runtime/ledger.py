@@ -59,6 +59,8 @@ class GradientLedger:
     def present(self, unit: int) -> Sequence[int]:
         """The parameters of a unit with a gradient that no update uses."""
         numbers = self.scheduler.gradients.numbers(unit)
+        if not self._claimed and not self._borrowed:
+            return numbers
         return [number for number in numbers if number not in self._claimed and number not in self._borrowed]
 
     def is_readable(self, unit: int, parameter: int) -> bool:

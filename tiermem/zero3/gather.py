@@ -11,6 +11,7 @@ a node of the graph is just using it): the lease stays, the unit *lingers*, and 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
-from tiermem.zero3.layout import Slot, UnitLayout, slot_view
+from tiermem.zero3.layout import Slot, UnitLayout, slot_view, slot_views
 from tiermem.zero3.looks import FirstLooks, written_through
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.sources import HeldUnit, UnitSource
@@ -198,12 +199,13 @@ class Gatherer:
         if state.presence is not Presence.GATHERED and not state.between:
             self._check_converted(state)
         # A tensor made in inference mode has no key of autograd, and torch other kernels for it: other last bits.
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             base = state.base if state.base is not None else self._take(state, writable=writable)
             state.between = True
-            for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
+            for parameter, view in zip(state.parameters, slot_views(base, state.layout.slots), strict=True):
                 self.absence.end(parameter)
-                parameter.data = slot_view(base, slot)
+                parameter.data = view
+            del view  # it looks at the frame, too
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         if not state.writable:
             self._looks.begin(unit, base)

@@ -12,7 +12,7 @@ itself, so that what is updated is spread evenly, whatever is frozen. Parts are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +121,7 @@ class UnitLayout:
         """The page that holds tile `tile` of the gradient."""
         return PageKey(self.unit, Kind.GRAD, tile)
 
-    def ranges(self, slot: Slot) -> list[TileRange]:
+    def ranges(self, slot: Slot) -> Sequence[TileRange]:
         """The pieces of a trainable slot by tile."""
         return tile_ranges(slot.start, slot.numel, self.tile_numel)
 
@@ -212,6 +212,17 @@ def slot_view(base: torch.Tensor, slot: Slot) -> torch.Tensor:
     return view_bytes(base, slot.dtype, slot.start, slot.shape, slot.stride)
 
 
+def slot_views(base: torch.Tensor, slots: Sequence[Slot]) -> Iterator[torch.Tensor]:
+    """`slot_view` of each: one operation for a parameter and two for a dtype, where single ones take two each."""
+    flat: dict[torch.dtype, torch.Tensor] = {}
+    for slot in slots:
+        whole = flat.get(slot.dtype)
+        if whole is None:
+            numel = base.numel() // slot.dtype.itemsize
+            whole = flat[slot.dtype] = view_bytes(base, slot.dtype, 0, (numel,), (1,))
+        yield whole.as_strided(slot.shape, slot.stride, slot.start)
+
+
 def memory_order(tensor: torch.Tensor, slot: Slot, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return `tensor` (of the slot's shape) as 1-D in the slot's memory order; copies only if it must.
 
@@ -221,7 +232,7 @@ def memory_order(tensor: torch.Tensor, slot: Slot, dtype: torch.dtype | None = N
     if tuple(tensor.stride()) != slot.stride or tensor.dtype != dtype:
         arranged = torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=tensor.device)
         tensor = arranged.copy_(tensor)
-    return tensor.as_strided((slot.numel,), (1,))
+    return tensor if len(slot.shape) == 1 else tensor.as_strided((slot.numel,), (1,))
 
 
 def _slot(info: ParameterInfo, dtype: torch.dtype, offset: int) -> Slot:

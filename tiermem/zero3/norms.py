@@ -41,7 +41,7 @@ def gradient_norm(flat: torch.Tensor, squares: float | None = None) -> torch.Ten
         norm = _vector_norm(flat, flat.dtype)
     else:
         norm = _norm_of_halves(flat)
-    if torch.isinf(norm):
+    if math.isinf(norm):  # of a number: two operations of torch's less
         norm = _vector_norm(flat, torch.float64).to(norm.dtype)
     return norm
 

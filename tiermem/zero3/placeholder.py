@@ -9,6 +9,8 @@ element go through and change the shared scalar. `check` finds them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tiermem.errors import TiermemError
@@ -19,14 +21,19 @@ class Placeholders:
 
     def __init__(self) -> None:
         self._scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._expanded: dict[tuple[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
+        self._watches: list[Callable[[], bool]] = []  # whether each scalar is still what it was
 
     def of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of this shape, dtype and device that has no storage of its own."""
-        scalar = self._scalars.get((dtype, device))
-        if scalar is None:
-            scalar = _marker(dtype, device)
-            self._scalars[dtype, device] = scalar
-        return scalar.expand(shape)
+        found = self._expanded.get((shape, dtype, device))
+        if found is None:
+            scalar = self._scalars.get((dtype, device))
+            if scalar is None:
+                scalar = self._scalars[dtype, device] = _marker(dtype, device)
+                self._watches.append(_watch(scalar))
+            found = self._expanded[shape, dtype, device] = scalar.expand(shape)
+        return found
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of these placeholders, shows what they show (`model.half().float()`), or nothing."""
@@ -43,6 +50,11 @@ class Placeholders:
 
         The scalars are mended first, so that one such write is reported once.
         """
+        for unwritten in self._watches:
+            if not unwritten():
+                break
+        else:
+            return
         written = [key for key, scalar in self._scalars.items() if not _is_marker(scalar)]
         for dtype, device in written:
             self._scalars[dtype, device].copy_(_marker(dtype, device))
@@ -74,6 +86,15 @@ def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if dtype == torch.bool:
         return torch.zeros((), dtype=dtype, device=device)
     return torch.full((), torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def _watch(scalar: torch.Tensor) -> Callable[[], bool]:
+    """Whether a scalar is a marker, asked of its bytes: an operation of torch's costs more, and lets others run."""
+    if scalar.device.type != "cpu":
+        return lambda: True
+    kept = bytes(scalar.reshape(1).view(torch.uint8).numpy())
+    now = scalar.reshape(1).view(torch.uint8).numpy().data
+    return lambda: now == kept
 
 
 def _is_marker(scalar: torch.Tensor) -> bool:

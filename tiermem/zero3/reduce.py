@@ -43,7 +43,8 @@ class StepGradients:
 
     def numbers(self, unit: int) -> tuple[int, ...]:
         """The global numbers of the unit's parameters that have a gradient in this step (on some rank), by place."""
-        return tuple(number for number in self._trainable[unit] if number in self._norms)
+        norms = self._norms
+        return tuple([number for number in self._trainable[unit] if number in norms]) if norms else ()
 
     def trainable(self, unit: int) -> tuple[int, ...]:
         """The global numbers of all the unit's trainable parameters, by place."""
@@ -152,7 +153,8 @@ class GradientStore(StepGradients):
         raises.
         """
         owner = self._parameters[parameter]
-        gradient, owner.grad = owner.grad, None
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
+            gradient, owner.grad = owner.grad, None
         if gradient is None:
             return
         flat = memory_order(plain(gradient), self._places[parameter][1])
@@ -312,7 +314,7 @@ class GradientStore(StepGradients):
                 page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
                 cut = slice(piece.begin, piece.begin + piece.length)
-                fresh = flat[cut]
+                fresh = flat if piece.length == slot.numel else flat[cut]
                 if earlier is not None and measuring is not None:
                     measuring.add_pair(earlier, piece.begin, kept, adds=add)
                 elif earlier is not None:

@@ -189,12 +189,13 @@ class GatherScheduler:
                 "no saved-tensor hooks; use loss.backward() or torch.autograd.grad instead"
             )
         outermost = not self.stack.calls
-        shared = self.lockstep is not None or backward_number() >= 0
+        backward = backward_number() >= 0
+        shared = self.lockstep is not None or backward
         call = self.stack.begin(module, shared=shared)  # first: the after-hook runs even if what follows raises
-        if outermost and self._held and backward_number() < 0:
+        if outermost and self._held and not backward:
             self._release_backward()  # left by a backward that failed
         for unit in units:
-            if backward_number() >= 0 and unit not in self._held:
+            if backward and unit not in self._held:
                 self._release_backward(keep=unit)  # before it is brought: there may be no room for both
                 if self.lockstep is not None:
                     self.lockstep.make_way(unit)
