@@ -6,6 +6,8 @@ nothing of who raises them. Guarantees one root, `TiermemError`, so that a calle
 
 from __future__ import annotations
 
+import copy
+
 
 class TiermemError(Exception):
     """Root of everything tiermem raises on purpose."""
@@ -37,3 +39,14 @@ class MissingSnapshotError(ResumeError, ConfigError):
 
 class UnknownSettingError(ConfigError, TypeError):
     """A setting that does not exist; also the TypeError that Python gives for a keyword nobody expects."""
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of an error that is kept, to be raised from it.
+
+    What is raised keeps the frames that it passes, here those of the model, and with them whatever these hold.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001 - a class that cannot be made again from its arguments
+        return TiermemError(f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
@@ -233,15 +233,18 @@ class _Lane:
         last = bisect.bisect_left(self._starts, end)
         return [event for event in self._events[first:last] if event.end > start]
 
-    def covered(self, start: float, end: float) -> float:
-        """Seconds of [start, end] in which at least one event was going on."""
-        total = 0.0
+    def parts(self, start: float, end: float) -> Iterator[tuple[float, float]]:
+        """The parts of [start, end] in which at least one event was going on, in order."""
         for index in range(max(0, bisect.bisect_right(self._span_starts, start) - 1), len(self.spans)):
             begin, finish = self.spans[index]
             if begin >= end:
                 break
-            total += max(0.0, min(finish, end) - max(begin, start))
-        return total
+            if finish > start:
+                yield max(begin, start), min(finish, end)
+
+    def covered(self, start: float, end: float) -> float:
+        """Seconds of [start, end] in which at least one event was going on."""
+        return sum(finish - begin for begin, finish in self.parts(start, end))
 
     def at(self, moment: float) -> Event | None:
         """An event that was going on at that moment, the one that began last."""
@@ -263,9 +266,7 @@ class _Steps:
         """How long a lane was busy in these steps, and outside of stalls."""
         busy = waited = 0.0
         for start, end in lane.spans:
-            for first, last in self._lane.spans:
-                begin, finish = max(start, first), min(end, last)
-                if begin < finish:
-                    busy += finish - begin
-                    waited += stalled.covered(begin, finish)
+            for begin, finish in self._lane.parts(start, end):
+                busy += finish - begin
+                waited += stalled.covered(begin, finish)
         return EdgeUse(name, busy, busy - waited)

@@ -7,6 +7,7 @@ import errno
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_all
@@ -613,3 +614,107 @@ def test_a_coroutine_has_what_is_there_without_waiting(make: Any, intent: Intent
     assert house.pager.wait_for(house.pager.start_task(asks())) == 7
     house.pager.check_invariants()
     assert house.pager.residency()[key(0)][1] is False
+
+
+def test_a_kernel_for_which_no_thread_can_be_started_fails_and_the_next_one_runs(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pager, start = make(4).pager, threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pager.start_task(pager.run_worker(lambda: 1)).result(30)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert pager.start_task(pager.run_worker(lambda: 2)).result(30) == 2
+
+
+def test_a_kernel_that_ends_the_program_is_an_error_and_the_loop_goes_on(make: Any) -> None:
+    house = make(4)
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(TiermemError, match="a kernel ended with SystemExit: 3"):
+        house.pager.start_task(house.pager.run_worker(leave)).result(30)
+    house.add(1)
+    house.fill(0, 5)
+    assert house.value(0) == 5
+
+
+def test_a_wait_that_was_interrupted_is_waited_for_no_longer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a computation that holds leases for a while would be taken for blocked for ever."""
+    house = make(4)
+    pending: Future[None] = Future()
+
+    def interrupted(timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pending, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        house.pager.wait_for(pending)
+    assert house.pager._loop.call(lambda: dict(house.pager._core._awaited)) == {}
+    stays = object()
+    house.pager._loop.call(lambda: house.pager._core.thread_waits(stays, weakref.ref(pending)))
+    pending.set_result(None)  # as if an interrupt had kept the end of the wait from being said
+    house.pager._loop.call(lambda: house.pager._core._watch(0))
+    assert house.pager._loop.call(lambda: dict(house.pager._core._awaited)) == {}
+
+
+def test_a_fresh_lease_that_is_given_up_on_the_loop_leaves_nothing_in_its_page(make: Any) -> None:
+    house = make(1)
+    house.add(2)
+
+    async def given_up() -> bool:
+        task = asyncio.ensure_future(house.pager.acquire([key(1)], FRESH))
+        await asyncio.sleep(0)
+        held.release()
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    held = house.pager.lease([key(0)], FRESH)
+    assert house.pager.start_task(given_up()).result(30)
+    assert not house.pager.is_written(key(1))
+
+
+class NeedsTwoError(OSError):
+    def __init__(self, code: int, words: str) -> None:
+        super().__init__(f"{words} ({code})")
+
+
+def test_a_page_keeps_its_error_and_nobody_who_has_met_it(make: Any) -> None:
+    """Nor is an error lost that cannot be made again from its arguments."""
+    house = make(4)
+    house.add(2)
+    house.fill(0, 1)
+    error = NeedsTwoError(5, "the drive is gone")
+    page = house.pager._core.residency.pages[key(0)]
+    house.pager._loop.call(lambda: house.pager._core.residency.fail(page, error))
+    for ask in (
+        lambda: house.pager.lease([key(0)], READ),
+        lambda: house.pager.start_task(house.pager.acquire([key(0)], READ)).result(30),
+        house.pager.flush,
+    ):
+        for _ in range(3):
+            with pytest.raises(TiermemError, match=r"NeedsTwoError: the drive is gone \(5\)") as caught:
+                ask()
+            assert caught.value.__cause__ is not None
+    assert error.__traceback__ is None
+
+
+def test_closing_may_be_interrupted_and_done_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = make(4)
+    end = house.pager._loop._end
+
+    def interrupted(last: Any) -> None:
+        monkeypatch.setattr(house.pager._loop, "_end", end)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(house.pager._loop, "_end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        house.pager.close()
+    house.pager.close()
+    assert not any("tiermem-pager" in thread.name for thread in threading.enumerate())

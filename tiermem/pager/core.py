@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from tiermem.errors import TiermemError
 from tiermem.memory.arena import Fence, Frame
@@ -48,7 +51,7 @@ class Core:
         self._timeline = timeline
         self._out: LeasesOut[tuple[Sequence[Page], Tier, Intent]] = LeasesOut()
         self._kernels = 0
-        self._waiting_threads = 0
+        self._awaited: dict[object, weakref.ref[Future[Any]]] = {}  # by who waits for it: threads
         self._events = 0
         self._watched = False
         self._watchers: list[asyncio.Future[None]] = []
@@ -126,9 +129,12 @@ class Core:
         if difference < 0:  # somebody may wait for its end, see `close`
             self.loop.wake()
 
-    def thread_waits(self, difference: int) -> None:
-        """One thread more (1) or less (-1) waits for a task."""
-        self._waiting_threads += difference
+    def thread_waits(self, who: object, future: weakref.ref[Future[Any]] | None) -> None:
+        """A thread waits for a task's future; None: no more. Nobody waits for one that is done, said or not."""
+        if future is None:
+            self._awaited.pop(who, None)
+        else:
+            self._awaited[who] = future
 
     async def close(self) -> None:
         """Fail what waits, then until no task, no kernel and no move is left, but for those a silent device has."""
@@ -186,12 +192,12 @@ class Core:
         # Otherwise nothing would come of a lease given back: every page is there, and nobody waits.
         waiting = self.service.waiting
         self.loop.set_hungry(bool(self._refusal or waiting) or not self.service.ahead.has_everything)
-        if not self._watched and (waiting or self._waiting_threads or self._watchers):
+        if not self._watched and (waiting or self._awaited or self._watchers):
             self._watch_later()
 
     def _watch_later(self) -> None:
         """Look again soon, as long as somebody waits for something."""
-        if not self._watched and (self.service.waiting or self._waiting_threads or self._watchers):
+        if not self._watched and (self.service.waiting or self._awaited or self._watchers):
             self._watched = True
             self.loop.asyncio.call_later(_LOOK_SECONDS, self._watch, self._events)
 
@@ -210,7 +216,10 @@ class Core:
             self.service.release(pages, tier, self.residency.chain.arenas[tier].fence())
             self.loop.wake()
         waiting = self.service.waiting
-        blocked = self._waiting_threads > 0 or any(
+        self._awaited = {
+            who: found for who, found in self._awaited.items() if (future := found()) and not future.done()
+        }
+        blocked = bool(self._awaited) or any(
             request.waiter is not None and request.waiter.awaited for request in waiting
         )
         if not self.residency.moves and not self._kernels and self._events == events and blocked:

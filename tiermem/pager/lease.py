@@ -7,7 +7,6 @@ with leases or with an error, and that a lease nobody receives any more is given
 
 from __future__ import annotations
 
-import copy
 import enum
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-from tiermem.errors import InvariantError, TiermemError
+from tiermem.errors import InvariantError, TiermemError, again
 from tiermem.memory.arena import Fence, Frame
 from tiermem.pager.page import Page, PageKey
 
@@ -202,7 +201,7 @@ class PendingLease:
                 raise InvariantError("a lease was settled with nothing; this is a bug in tiermem")
             # A copy: the page keeps its error, and an error that is raised keeps the frames it passes, here those of
             # the model, and with them the graph and whatever that holds.
-            raise copy.copy(self._error) from self._error
+            raise again(self._error) from self._error
         return self._lease
 
     def give_up(self) -> None:

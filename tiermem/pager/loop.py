@@ -129,9 +129,23 @@ class LoopThread:
         return was_open
 
     def finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """After `shut`: run everything posted before, then `last`, then end the thread. Waits."""
+        """After `shut`: run everything posted before, then `last`, then end the thread. Waits.
+
+        If it was interrupted it is to be called again, and then only ends the thread.
+        """
         if self.is_current:
             raise InvariantError("closed from its own loop, which would wait for itself; this is a bug in tiermem")
+        try:
+            if not self._ended:
+                self._end(last)
+        finally:
+            self._ended = True
+            if self._thread.is_alive():
+                self.asyncio.call_soon_threadsafe(self.asyncio.stop)
+                self._thread.join()
+            self.asyncio.close()
+
+    def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         ended: Future[None] = Future()
 
         async def run() -> None:
@@ -144,16 +158,10 @@ class LoopThread:
 
         tasks: list[asyncio.Task[None]] = []
         self.report(lambda: tasks.append(self.asyncio.create_task(run())))
-        try:
-            ended.result()
-        finally:
-            self._ended = True
-            self.asyncio.call_soon_threadsafe(self.asyncio.stop)
-            self._thread.join()
-            self.asyncio.close()
+        ended.result()
 
     def _deliver(self) -> None:
-        if not self._ringing:
+        if not self._ringing and not self._inbox:  # an interrupt may have come between a message and its ring
             return
         self._ringing = False  # first: whoever posts from now on rings again
         inbox = self._inbox

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
+from tiermem.errors import again
 from tiermem.memory.tiers import Tier
 from tiermem.pager.core import Core
 from tiermem.pager.edges import Chain
@@ -138,15 +140,16 @@ class Pager:
 
     def wait_for(self, future: Future[T]) -> T:
         """Wait for a task's future on behalf of the computation; the time counts as a stall."""
-        if not future.done():
-            self._loop.post(lambda: self._core.thread_waits(1))
-            started = time.perf_counter()
-            try:
-                return future.result()
-            finally:
-                self._note_stall(started, time.perf_counter())
-                self._loop.post(lambda: self._core.thread_waits(-1))
-        return future.result()
+        if future.done():
+            return future.result()
+        who, started, awaited = object(), time.perf_counter(), weakref.ref(future)
+        try:
+            self._loop.post(lambda: self._core.thread_waits(who, awaited))
+            return future.result()
+        finally:
+            self._loop.post(lambda: self._core.thread_waits(who, None))  # first: an interrupt may come here, too
+            self._note_stall(started, time.perf_counter())
+            del future  # it keeps the error that it raises, and that this frame: a circle
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the residency is not consistent. Waits for the loop."""
@@ -159,8 +162,12 @@ class Pager:
 
     def close(self) -> None:
         """Fail what waits, wait for moves and kernels to end, stop the loop. May be called twice."""
-        if self._loop.shut():
+        if self._loop.is_foreign:
+            return
+        self._loop.shut()
+        try:
             self._loop.finish(self._core.close)
+        finally:
             self._worker.close()
 
     # Doors for coroutines on the loop
@@ -174,9 +181,15 @@ class Pager:
         waiter: asyncio.Future[None] | None = None
         given_up = False
 
+        def leave(lease: Lease) -> None:
+            if intent is Intent.FRESH:
+                lease.forget()  # nothing has been written
+            else:
+                lease.release()
+
         def settled(lease: Lease | None, error: BaseException | None) -> None:
             if given_up and lease is not None:
-                lease.release()
+                leave(lease)
             else:
                 answer.append(lease or error or closed())
             if waiter is not None and not waiter.done():
@@ -193,13 +206,13 @@ class Pager:
                 given_up = True
                 for lease in answer:
                     if isinstance(lease, Lease):
-                        lease.release()
+                        leave(lease)
                 raise
         found = answer.pop()
         if isinstance(found, Lease):
             return found
         try:
-            raise found
+            raise again(found) from found
         finally:
             del found  # it keeps this frame: a circle
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from tiermem.errors import InvariantError
+from tiermem.errors import InvariantError, again
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import PageKey
 from tiermem.pager.residency import Residency
@@ -73,7 +73,7 @@ class Protection:
             page = self._residency.page(key)
             while self._open and key not in self._protected:
                 if page.error is not None:
-                    raise page.error
+                    raise again(page.error) from page.error
                 if page.exclusive:
                     raise InvariantError(f"{key}: to be protected while it is being written; this is a bug in tiermem")
                 if not page.is_written or Tier.SWAP in page.valid:

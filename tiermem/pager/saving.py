@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from tiermem.errors import again
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, Page
 from tiermem.pager.protection import Copies, Protection
@@ -48,7 +49,7 @@ class Saving:
                 await self._next_event()
             for page in self._residency.pages.values():
                 if page.error is not None:
-                    raise page.error
+                    raise again(page.error) from page.error
         finally:
             self._service.flush(-1)
 
@@ -76,5 +77,5 @@ class Saving:
         found = [page for page in self._residency.pages.values() if page.key.kind in kinds and page.valid]
         for page in found:
             if page.error is not None:
-                raise page.error
+                raise again(page.error) from page.error
         return [page for page in found if Tier.SWAP not in page.valid]

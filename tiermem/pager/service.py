@@ -182,6 +182,10 @@ class Service:
 
     def _serve(self, request: LeaseRequest, claimed: set[Tier]) -> None:
         """Bring a request as far as it gets now; if it lacks room, its tier is claimed before later requests."""
+        for page in request.lacking:
+            if page.error is not None:  # not raised: it would keep each request that it has ended
+                self._finish(request, page.error)
+                return
         try:
             self._advance(request, claimed)
         except Exception as error:  # noqa: BLE001 - handed to whoever waits for the request
@@ -270,7 +274,7 @@ class Service:
     def _fits(self, request: LeaseRequest) -> bool:
         """Whether evicting could make room for all the request lacks, on its own tier and on the way there."""
         tier = request.tier
-        absent = [page for page in request.lacking if not page.leases.get(tier)]
+        absent = [page for page in request.lacking if _lacks_room(page, tier)]
         if sum(page.room for page in absent) > self._room.unheld(tier):
             return False
         return all(
@@ -285,7 +289,7 @@ class Service:
         failed = next((page.error for page in residency.pages.values() if page.error and page.frames), None)
         if failed is not None:
             return failed
-        needed = sum(page.room for page in request.lacking if not page.leases.get(request.tier))
+        needed = sum(page.room for page in request.lacking if _lacks_room(page, request.tier))
         tier, needed = (
             (request.tier, needed)
             if needed > self._room.unheld(request.tier)
@@ -302,3 +306,8 @@ class Service:
             f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}{by_choice}. "
             f"Raise the budget of {tier.name}, or make the units smaller"
         )
+
+
+def _lacks_room(page: Page, tier: Tier) -> bool:
+    """Whether a lease takes room that is counted as free: not where the page is leased, or kept, there already."""
+    return tier not in page.leases and not (page.kept and tier is Tier.HOST and tier in page.frames)

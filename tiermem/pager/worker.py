@@ -13,6 +13,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from tiermem.errors import TiermemError
+
 T = TypeVar("T")
 Message = Callable[[], object]
 
@@ -59,8 +61,8 @@ class Worker:
         """Wait for `function()` run on the worker; raises what it raises."""
         job = _Job(function)
         if not self._started:  # not before there is something to do: a model that is only run has no updates
+            self._thread.start()  # first: where that is refused, nobody is to wait for a thread there is not
             self._started = True
-            self._thread.start()
         self._jobs.put(lambda: _carry_out(job, self._report))
         try:
             await job.waiter
@@ -91,8 +93,12 @@ class Worker:
 def _carry_out(job: _Job[T], report: Callable[[Message], None]) -> None:
     try:
         result = job.function()
-    except BaseException as error:  # noqa: BLE001 - handed to whoever waits on the loop
-        raised = error
+    except Exception as error:  # noqa: BLE001 - handed to whoever waits on the loop
+        raised: BaseException = error
         report(lambda: job.raised(raised))
+    except BaseException as error:  # noqa: BLE001 - an exit, which would end the loop instead of being told
+        ended = TiermemError(f"a kernel ended with {type(error).__name__}: {error}")
+        ended.__cause__ = error
+        report(lambda: job.raised(ended))
     else:
         report(lambda: job.returned(result))
