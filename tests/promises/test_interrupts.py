@@ -67,7 +67,7 @@ def test_parameters_half_gathered_or_half_let_go(where, number, tmp_path, monkey
         other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
         with monkeypatch.context() as patch:
             if where == "gathering":
-                patch.setattr(gather, "slot_view", Once(gather.slot_view, number))
+                patch.setattr(gather, "slot_of", Once(gather.slot_of, number))
             else:
                 once = Once(Placeholders.of, number)
                 patch.setattr(Placeholders, "of", lambda self, *arguments: once(self, *arguments))
@@ -240,7 +240,7 @@ PLACES = {
     "on the way back": (Lease, "_close"),
     "saying so": (LoopThread, "leave"),
     "asking": (LoopThread, "wake"),
-    "showing parameters": (gather, "slot_view"),
+    "showing parameters": (gather, "slot_of"),
     "hiding them": (Gatherer, "put_placeholders"),
     "saving": (SavedTensorHooks, "recognise"),
     "restoring": (SavedTensorHooks, "restore"),

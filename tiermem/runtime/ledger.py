@@ -102,6 +102,7 @@ class GradientLedger:
         """Let go of what a forward or backward holds that was interrupted: the next ones need the room."""
         calls = self.scheduler.stack.calls
         if not calls:
+            self.scheduler.saved.leave_rest()
             self._gatherer.forget_calls()
         elif not any(call.module is not None and _is_running(call.module) for call in calls):
             self.scheduler.settle()

@@ -25,7 +25,7 @@ from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.engine import viewers
-from tiermem.zero3.layout import Slot, UnitLayout, slot_view, slot_views
+from tiermem.zero3.layout import Slot, UnitLayout, slot_of, slot_view, typed_views
 from tiermem.zero3.looks import FirstLooks, written_through
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.sources import HeldUnit, UnitSource
@@ -202,10 +202,11 @@ class Gatherer:
         with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             base = state.base if state.base is not None else self._take(state, writable=writable)
             state.between = True
-            for parameter, view in zip(state.parameters, slot_views(base, state.layout.slots), strict=True):
+            views = typed_views(base, state.layout.slots)
+            for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
                 self.absence.end(parameter)
-                parameter.data = view
-            del view  # it looks at the frame, too
+                parameter.data = slot_of(views, slot)
+            views.clear()
         state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         if not state.writable:
             self._looks.begin(unit, base)
@@ -343,8 +344,7 @@ class Gatherer:
             if other.presence is Presence.SHARDED:
                 self.put_placeholders(unit)
         raise TiermemError(
-            f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), "
-            f"but its values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: "
-            "choose Config(param_dtype=...), or offload's keep_dtype for what is kept, and convert what else "
-            "there is before tiermem.offload"
+            f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), but its "
+            f"values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: choose "
+            "Config(param_dtype=...), or keep_dtype for what is kept, and convert what else there is before offload"
         )

@@ -196,14 +196,23 @@ class SavedTensorHooks:
 
         Raises TiermemError if somebody else has removed the pair and left none of his own.
         """
-        scope = self._stack.scopes.pop()
-        if not remove_hooks(scope.active_pair[0], self.owns):
+        scope = self._stack.scopes[-1]
+        is_removed = remove_hooks(scope.active_pair[0], self.owns)
+        self._stack.scopes.pop()  # behind that: what an interrupt leaves here `leave_rest` finds
+        if not is_removed:
             raise TiermemError(
                 "saved-tensor hooks were left in another order than they were entered: a module left a "
                 "torch.autograd.graph.saved_tensors_hooks in its forward that it had not entered there, and removed "
                 "tiermem's instead; leave it where it was entered"
             )
         scope.pair = None
+
+    def leave_rest(self) -> None:
+        """Undo what an interrupt has left of calls on this thread that have ended."""
+        scopes = self._stack.scopes
+        while scopes:
+            remove_hooks(scopes[-1].active_pair[0], lambda _: True)  # none of others' in its place, should it be gone
+            scopes.pop().pair = None
 
     def put_aside(self) -> Callable[[], None]:
         """Forget what was pushed on this thread, which is no longer on torch's stack; returns what remembers it."""

@@ -12,7 +12,7 @@ itself, so that what is updated is spread evenly, whatever is frozen. Parts are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -212,15 +212,17 @@ def slot_view(base: torch.Tensor, slot: Slot) -> torch.Tensor:
     return view_bytes(base, slot.dtype, slot.start, slot.shape, slot.stride)
 
 
-def slot_views(base: torch.Tensor, slots: Sequence[Slot]) -> Iterator[torch.Tensor]:
-    """`slot_view` of each: one operation for a parameter and two for a dtype, where single ones take two each."""
-    flat: dict[torch.dtype, torch.Tensor] = {}
-    for slot in slots:
-        whole = flat.get(slot.dtype)
-        if whole is None:
-            numel = base.numel() // slot.dtype.itemsize
-            whole = flat[slot.dtype] = view_bytes(base, slot.dtype, 0, (numel,), (1,))
-        yield whole.as_strided(slot.shape, slot.stride, slot.start)
+def typed_views(base: torch.Tensor, slots: Sequence[Slot]) -> dict[torch.dtype, torch.Tensor]:
+    """The unit's bytes `base`, 1-D, as elements of each dtype that slots have."""
+    return {
+        dtype: view_bytes(base, dtype, 0, (base.numel() // dtype.itemsize,), (1,))
+        for dtype in {slot.dtype for slot in slots}
+    }
+
+
+def slot_of(views: Mapping[torch.dtype, torch.Tensor], slot: Slot) -> torch.Tensor:
+    """As `slot_view` of what `typed_views` was given, by one operation instead of two."""
+    return views[slot.dtype].as_strided(slot.shape, slot.stride, slot.start)
 
 
 def memory_order(tensor: torch.Tensor, slot: Slot, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -98,6 +98,7 @@ class GatherScheduler:
         """
         while self.stack.calls:
             self._finish(self.stack.end())
+        self.saved.leave_rest()
         self._watched.clear()
         self._held.between.end()
         self._release_backward()
@@ -325,11 +326,9 @@ class GatherScheduler:
         As long as a graph holds handles on the unit, a node may still ask for its values, or bring another gradient:
         a second forward, a retained graph, an expert that has not had its turn.
         """
-        if (
-            not self._early
-            or self._touched.get(unit, True)
-            or not self.order.all_arrived(self.gradients.trainable(unit))
-        ):
+        if not self._early or self._touched.get(unit, True):
+            return
+        if not self.order.all_arrived(self.gradients.trainable(unit)):
             return
         if self.saved.outstanding(unit) or self._gatherer.holds(unit):
             return
@@ -342,6 +341,9 @@ class GatherScheduler:
             if not wanted and not self._touched.get(unit, True):
                 self._touched[unit] = self._listener.gradients_complete(unit)
 
-        self._release_backward()
+        if unit in self.gradients.apart:
+            self._held.pop(unit, None)  # its update is small, and the unit around it is about to be used again
+        else:
+            self._release_backward()  # what has no gradients, too: no room is planned for it beside this one's update
         if self._gatherer.reshard(unit) and self._listener.may_update(unit):
             self.gradients.complete(unit, take)
