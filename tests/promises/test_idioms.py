@@ -570,3 +570,31 @@ def layers_dropped(trainee: Trainee) -> None:
 @pytest.mark.parametrize("script", [frozen_from_the_second_step_on, layers_dropped])
 def test_units_without_gradients_leave_room_in_the_least_budget(script, tmp_path):
     compare(Dropping, script, tmp_path, "backward", "least")
+
+
+def rate_set_before_the_step(*rates: float) -> Script:
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-3)
+        for rate in rates:
+            backward(trainee, trainee.model(tokens()).square().mean())
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+@pytest.mark.parametrize("update", ["auto", "forward", "step"])
+def test_a_rate_that_is_set_between_backward_and_step(update, tmp_path):
+    compare(Stack, rate_set_before_the_step(1e-3, 2e-3, 3e-3, 4e-3), tmp_path, update)
+
+
+@pytest.mark.parametrize("budget", ["tight", "generous"])
+def test_one_that_comes_too_late_is_told_and_comes_in_time_from_then_on(budget, tmp_path):
+    with pytest.warns(RuntimeWarning, match="settings .* were changed between backward and step") as caught:
+        found = offloaded(
+            Stack, rate_set_before_the_step(1e-3, 2e-3, 3e-3, 4e-3), tmp_path, update="backward", budget=budget
+        )
+    assert len([each for each in caught if "settings" in str(each.message)]) == 1
+    check(found, plain(Stack, rate_set_before_the_step(1e-3, 1e-3, 3e-3, 4e-3)))  # early updates begin in the second

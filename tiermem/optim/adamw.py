@@ -123,6 +123,14 @@ class AdamW(torch.optim.Optimizer):
             result = self._runtime().step(self, unscale=unscaling_factor(grad_scaler, self))
             record_finite(grad_scaler, self, finite=not (result.skipped or result.partial))
         self._last = StepResult(result.grad_norm if result.grad_norm is not None else self.grad_norm, result.skipped)
+        if result.outdated:
+            warnings.warn(
+                "settings (lr, betas, eps, weight_decay) were changed between backward and step, when update='backward'"
+                " had updated parameters with the old ones already. From now on such updates can be undone, which costs "
+                "as much as doing them: change settings before backward, or choose update='auto'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if result.partial:
             raise TiermemError(
                 "the gradient norm of this step is not finite, but update='backward' had updated other units already, "

@@ -102,16 +102,18 @@ class UpdateCoordinator:
                 "update='backward' updates units while their gradients are still scaled; choose update='forward', "
                 "'step' or 'auto' for loss scaling"
             )
-        spent = self.spent
+        spent, outdated = self.spent, self.spent and self._speculation.is_outdated(source)
+        if outdated:
+            self._calling.add(source)  # may do so again: then it can be undone
         with self._scales.unless_it_fails():
             norm, finite = self._settle(source, unscale)
         if not finite:
             self.drop_gradients(source)
-            return StepResult(norm, skipped=not spent, partial=spent)
+            return StepResult(norm, skipped=not spent, partial=spent, outdated=outdated)
         ready = set(self._present(source))
         units = [unit for unit in self._units if not ready.isdisjoint(self._gradients.present(unit))]
         self._schedule.step(units, _StarterFor(self, source))
-        return StepResult(norm, skipped=False)
+        return StepResult(norm, skipped=False, outdated=outdated)
 
     def _settle(self, source: SettingsSource, unscale: float) -> tuple[torch.Tensor | None, bool]:
         """Find out what the step's gradients are multiplied by; keep or undo what was updated early.

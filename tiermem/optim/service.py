@@ -25,11 +25,13 @@ class StepResult:
     """What a step did: the gradient norm before clipping (None if nobody asked), and whether it was skipped.
 
     `partial`: the norm is not finite, but some units had been updated early, for good; the other gradients are dropped.
+    `outdated`: such units were updated with settings that have changed since.
     """
 
     grad_norm: torch.Tensor | None
     skipped: bool
     partial: bool = False
+    outdated: bool = False
 
 
 class SettingsSource(Protocol):

@@ -35,7 +35,7 @@ class Speculation:
         self._units: set[int] = set()  # of the shares
         self._kept: set[SettingsSource] = set()
         self._given_up = False
-        self._spent: set[int] = set()
+        self._spent: dict[int, Settings] = {}  # with what was used
         self.spoiled = False
         """Whether something was taken back since the last `end_step`."""
 
@@ -62,7 +62,7 @@ class Speculation:
         parameters = _parameters(update)
         if self._protection is None:
             source.count(parameters)
-            self._spent.update(parameters)
+            self._spent.update({item.segment.parameter: item.settings for item in update.segments})
             self._gradients.claimed(update.unit, parameters)
         else:
             update = replace(update, protection=self._protection)
@@ -88,7 +88,12 @@ class Speculation:
     @property
     def spent(self) -> Collection[int]:
         """The parameters that were updated early in this step, for good: their gradients are used up."""
-        return self._spent
+        return self._spent.keys()
+
+    def is_outdated(self, source: SettingsSource) -> bool:
+        """Whether settings of `source` have changed since it updated parameters early, for good."""
+        now = source.settings(self._spent)
+        return any(replace(now[number], step=used.step) != used for number, used in self._spent.items())
 
     def holds(self, unit: int) -> bool:
         """Whether a unit has such an update."""
