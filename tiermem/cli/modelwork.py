@@ -115,7 +115,8 @@ def _calls(divided: ModelUnits) -> Iterator[tuple[int, bool]]:
     tops = [root for unit in divided.units for root, _ in unit.parts]
     inside = {id(inner) for root in tops for inner in root.modules() if inner is not root}
     for point in divided.points:
-        if id(point.module) in inside or point.module is divided.model:
+        # A unit may lie inside another one's module: an output layer below a head that has a bias of its own.
+        if (id(point.module) in inside and id(point.module) not in roots) or point.module is divided.model:
             continue
         for number in roots.get(id(point.module), point.units):
             yield number, not isinstance(point.module, nn.Embedding)
