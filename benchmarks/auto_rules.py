@@ -23,8 +23,9 @@ from common import RESULTS, report
 
 from tiermem.errors import CapacityError
 from tiermem.optim.schedules import make_schedule
+from tiermem.pager.page import Kind
 from tiermem.planner.clock import carried_out
-from tiermem.planner.design import Design, PlanSettings, make_design, swap_nbytes
+from tiermem.planner.design import Design, PlanSettings, make_design
 from tiermem.planner.footprint import UnitSize
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.observed import Observed, observed_design
@@ -88,7 +89,7 @@ def compare(parameters: int, tokens: int, rate: float, share: float) -> dict[str
         "drive": rate,
         "share": share,
         "rule": by_rule.update,
-        "fits": swap_nbytes(design, commits=False) <= settings.host_memory,
+        "fits": nbytes_of(design) <= settings.host_memory,
         "seconds": seconds_of_step(work, machine, by_rule),
         "updates": {update: seconds(work, machine, replace(settings, update=update)) for update in UPDATES},
         "look_ahead": {
@@ -143,10 +144,14 @@ def observed_by_a_run(design: Design, simulation: Simulation) -> Design:
     return observed_design(observed, work.step_order, sizes, design.settings, design.footprint, types=TYPES)
 
 
+def nbytes_of(design: Design) -> int:
+    """Bytes of all pages."""
+    return design.nbytes(Kind.PARAM, Kind.STATE, Kind.GRAD)
+
+
 def rule(design: Design) -> str:
     """What "auto" is at `offload`, as `runtime.undo.choose_schedule` says: no clipping that is often taken back."""
-    nbytes = swap_nbytes(design, commits=False)
-    worthwhile = not design.footprint.serial and nbytes > design.settings.host_memory
+    worthwhile = not design.footprint.serial and nbytes_of(design) > design.settings.host_memory
     return make_schedule("auto", worthwhile=worthwhile).acts_as
 
 

@@ -44,6 +44,8 @@ def predict_steps(
             seconds, drive_seconds = _QUICK_SECONDS if quick else _SECONDS
             machine = measure_machine([directory], config, seconds=seconds, drive_seconds=drive_seconds)
         step = model_workload(model, workload, batch=work.rows, seq=work.length, batches=1, settings=config)
-        simulation, _ = simulate_quickly(make_design(step, machine, plan_settings(config, machine, 1, step)))
+        simulation, _ = simulate_quickly(
+            make_design(step, machine, plan_settings(config, machine, 1, step, commits=config.commits))
+        )
         found[contender.name] = simulation.seconds
     return found, machine_to_dict(machine) if machine is not None else {}

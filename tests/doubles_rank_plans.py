@@ -13,6 +13,7 @@ from doubles_planner import EDGES, MIB, moved_at_rest, steps_gone, tiny_llama, t
 from torch.distributed.device_mesh import init_device_mesh
 
 import tiermem
+from tiermem.planner.reserved import wanted_copies
 
 COUNTED = 2
 
@@ -82,7 +83,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             blueprint, order = runtime._house.steps._plans._planner, runtime._house.scheduler.order.expected
             return {
                 "shared": (blueprint.footprint, blueprint.device),
-                "disk": blueprint.swap_nbytes(1),
+                "disk": blueprint.swap_nbytes(wanted_copies(case.update, commits=False)),
                 "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages()),
                 "accesses": order.accesses,
                 "gone": gone,

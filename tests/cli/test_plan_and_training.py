@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tiermem.cli import machines
+from swap import SystemCalls
+from tiermem.cli import machines, main
+from tiermem.cli.machines import load_profile
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import model_workload
-from tiermem.cli.presets import find_model
+from tiermem.cli.presets import count_parameters, find_model
+from tiermem.cli.tune import run
 from tiermem.config import Config
 
 BERT = {
@@ -50,3 +55,66 @@ def test_units_inside_the_module_of_another_are_used(kind: str) -> None:
     )
     used = {access.unit for access in work.order}
     assert [unit.name for number, unit in enumerate(work.units) if number not in used] == []
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main.run(["plan", *arguments, "--json", "--seq", "16", "--batch", "2", "--swap-dir", "swap"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def trained(capsys: pytest.CaptureFixture[str], model: str, *arguments: str) -> dict[str, Any]:
+    rest = ["--seq", "16", "--batch", "2", "--swap-dir", "swap", "--text", "text", "--json"]
+    assert main.run(["train", "--model", model, *rest, *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def reserved(report: dict[str, Any]) -> int:
+    (swap,) = [tier["budget"] for tier in report["tiers"] if tier["name"] == "SWAP"]
+    return int(swap)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("commits", [False, True])
+def test_the_plan_has_as_many_copies_on_disk_as_training_reserves(
+    capsys: pytest.CaptureFixture[str], update: str, commits: bool
+) -> None:
+    arguments = ("--update", update, "--host-memory", "1MiB")
+    found = planned(capsys, "llama-tiny", *arguments, *(["--commits"] if commits else []))
+    report = trained(capsys, "llama-tiny", *arguments, "--steps", "1", *(["--keep"] if commits else []))
+    assert found["swap_bytes"] == pytest.approx(reserved(report), rel=0.01)
+
+
+@pytest.mark.parametrize(("copies", "fits"), [(1.4, False), (2.2, True)])
+def test_training_that_has_no_room_for_its_copies_is_refused_as_the_plan_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, copies: float, fits: bool
+) -> None:
+    planned(capsys, "llama-tiny", "--host-memory", "1MiB")  # measured while there is room
+    room = round(copies * 12 * count_parameters(find_model("llama-tiny")))
+    monkeypatch.setattr(SystemCalls, "free_bytes", lambda self, path: room)
+    arguments = ("--update", "backward", "--host-memory", "1MiB", "--seq", "16", "--swap-dir", "swap")
+    assert main.run(["plan", "llama-tiny", *arguments]) == (0 if fits else 1)
+    capsys.readouterr()
+    assert main.run(["train", "--model", "llama-tiny", *arguments, "--steps", "1", "--text", "text"]) == (1 - fits)
+    assert fits or "swapping needs" in capsys.readouterr().err, "before anything is opened"
+
+
+@pytest.mark.parametrize("commits", ["true", "false"])
+def test_without_the_option_nothing_is_updated_early(capsys: pytest.CaptureFixture[str], commits: str) -> None:
+    """`train` commits if an option says so, whatever the configuration has."""
+    Path("settings.toml").write_text(f"commits = {commits}\n")
+    arguments = ("llama-tiny", "--config", "settings.toml", "--host-memory", "400KiB")
+    auto, forward = planned(capsys, *arguments), planned(capsys, *arguments, "--update", "forward")
+    assert auto["update"] == "forward"
+    assert auto["bytes_written_per_step"] == forward["bytes_written_per_step"] > 0
+    assert planned(capsys, *arguments, "--commits")["update"] == "auto"
+
+
+def test_what_is_tuned_is_what_its_trials_measure() -> None:
+    config = Config(host_memory="400KiB", swap_dirs=["swap"], device="cpu")
+    work = model_workload(find_model("llama-tiny"), "llama-tiny", batch=1, seq=16, batches=1, settings=config)
+    found = run(
+        work, load_profile("laptop"), config, measure=None, best=1, output=None, console=Console(file=io.StringIO())
+    )
+    assert found.tuning.default.settings.update == "forward"

@@ -83,7 +83,7 @@ def test_what_fits_is_what_the_run_takes(division: Division) -> None:
     def fits(host: int, device: int = 0) -> dict[str, int]:
         machine = replace(INSTANT, device=DEVICE if device else None, link=Link(rate=1e14))
         config = configured(host, device)
-        settings = plan_settings(config, machine, division.ranks, work, copies=division.copies)
+        settings = plan_settings(config, machine, division.ranks, work, commits=True, copies=division.copies)
         found = predict(work, machine, settings)
         try:
             shared = drawn(tiny_llama, division, config)

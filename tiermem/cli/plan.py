@@ -61,7 +61,7 @@ def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) ->
     return predict(
         workload,
         machine,
-        plan_settings(config, machine, options.ranks, workload, copies=options.copies),
+        plan_settings(config, machine, options.ranks, workload, commits=options.commits, copies=options.copies),
         commits=options.commits,
         with_plan=with_actions,
     )
@@ -102,8 +102,12 @@ def find_machine(options: PlanOptions, config: Config) -> Machine:
     return this_machine(config.swap_paths or (Path.cwd(),), config, again=options.measure)
 
 
-def plan_settings(config: Config, machine: Machine, ranks: int, workload: Workload, *, copies: int = 1) -> PlanSettings:
+def plan_settings(
+    config: Config, machine: Machine, ranks: int, workload: Workload, *, commits: bool, copies: int = 1
+) -> PlanSettings:
     """The settings of one rank: the configuration's, or what "auto" makes of the machine.
+
+    `commits`: whether the run commits; `config.commits` is not asked, which the commands set by their options.
 
     Raises ConfigError for ranks that cannot keep so many copies, and for what is not planned over ranks.
     """
@@ -127,7 +131,7 @@ def plan_settings(config: Config, machine: Machine, ranks: int, workload: Worklo
         beside_pages=beside,
         device_memory=config.device_nbytes,
         # Without room on disk for the copies that commits need there is none to take an update back either.
-        update="forward" if config.update == "auto" and not config.commits else config.update,
+        update="forward" if config.update == "auto" and not commits else config.update,
         tile_nbytes=config.tile_nbytes,
         look_ahead=config.look_ahead_nbytes,
         block_size=config.block_nbytes,

@@ -20,6 +20,7 @@ from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, f
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.sizes import format_bytes
+from tiermem.planner.reserved import wanted_copies
 
 # The update computes in float32, and divides the rate by less than 1 in its first steps.
 LARGEST_LR = 1e30
@@ -66,8 +67,9 @@ class Subject:
     parameters: int
     source: TokenSource
 
-    def check_space(self, config: tiermem.Config, *, copies: int = 1) -> None:
-        """Raise ConfigError unless the swap directories have room for the model's state, so many times."""
+    def check_space(self, config: tiermem.Config, update: str, *, commits: bool) -> None:
+        """Raise ConfigError unless the swap directories have room for the model's state as often as a run wants it."""
+        copies = wanted_copies(update, commits=commits)
         check_space(config.swap_paths, self.parameters * SWAP_BYTES_PER_PARAMETER * copies)
 
 

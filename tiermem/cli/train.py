@@ -164,7 +164,8 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         check_output("--timeline", options.timeline)
     subject = find_subject(options)
     if not options.resume:
-        subject.check_space(config, copies=2 if options.commits else 1)
+        late = launch.size > 1 and config.stage == 1  # then gradients are added up, and units updated, behind backward
+        subject.check_space(config, "forward" if late else config.update, commits=options.commits)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()

@@ -136,7 +136,7 @@ def run(
     `measure` gives the median seconds of a step under a configuration; without it the simulation decides. Raises what
     the planner and `measure` raise. A file that cannot be written is said in the report: what was measured is not lost.
     """
-    settings = plan_settings(config, machine, 1, workload)
+    settings = plan_settings(config, machine, 1, workload, commits=False)  # as its trials measure
     # An update that the user has chosen stays.
     updates = ("forward", "backward", "step") if config.update == "auto" else ()
     tuning = tune(workload, machine, settings, updates=updates)

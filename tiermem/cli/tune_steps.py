@@ -41,7 +41,8 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
     if choice.steps:
         for directory in config.swap_paths:
             remove_abandoned(directory)
-        subject.check_space(config)
+        # Of "auto" all are tried, and "backward" takes most.
+        subject.check_space(config, "backward" if config.update == "auto" else config.update, commits=False)
     workload = model_workload(
         subject.model_config,
         options.model,

@@ -19,6 +19,7 @@ from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
 from tiermem.planner.parts import Division, division_of, shard_of, state_nbytes, unit_sizes
+from tiermem.planner.reserved import wanted_copies
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import plan_step
 from tiermem.planner.tilesizes import planned_tile
@@ -307,8 +308,9 @@ def least_host_memory(workload: Workload, ranks: int, *, copies: int = 1, device
 
 
 def swap_nbytes(design: Design, *, commits: bool) -> int:
-    """Bytes that one rank's pages take on disk; with `commits` two copies of parameters and states."""
-    return (2 if commits else 1) * design.nbytes(Kind.PARAM, Kind.STATE) + design.nbytes(Kind.GRAD)
+    """Bytes that one rank's pages take on disk, with as many copies of parameters and states as a run reserves."""
+    copies = wanted_copies(design.settings.update, commits=commits)
+    return copies * design.nbytes(Kind.PARAM, Kind.STATE) + design.nbytes(Kind.GRAD)
 
 
 def _times(workload: Workload, machine: Machine, settings: PlanSettings) -> tuple[UnitTimes, ...]:

@@ -52,7 +52,7 @@ class Prediction:
         missing: what lacks, for each tier that is too small: bytes.
         coarse: whether fewer units or batches, or larger tiles, stood for the real ones.
         host_least: the smallest host budget that works.
-        swap_bytes: disk bytes of one rank; with `commits` two copies of parameters and states.
+        swap_bytes: disk bytes of one rank, with the copies of parameters and states that a run reserves (reserved.py).
         simulation: None where it does not fit.
         relief: what doubling each resource would bring, best first.
         drive_days: days until what the makers allow to be written is written; None: not known, or nothing is written.
@@ -98,7 +98,7 @@ def predict(
         workload: the step.
         machine: one node.
         settings: budgets of one rank and how to update.
-        commits: whether disk is needed for two copies.
+        commits: whether there are to be commits, which take another copy on disk.
         with_plan: also write down what a step does.
 
     Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.

@@ -31,6 +31,7 @@ from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, rounded
+from tiermem.planner.reserved import wanted_copies
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import Blueprint
@@ -47,7 +48,7 @@ from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
-from tiermem.runtime.undo import choose_schedule, make_speculation, wanted_copies
+from tiermem.runtime.undo import choose_schedule, make_speculation
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.cuts import Cutting
@@ -168,7 +169,7 @@ def build(
 
     `device`: instead of the one `config` names; the house closes it.
     """
-    swap_nbytes = blueprint.swap_nbytes(wanted_copies(config, _update(config, company)))
+    swap_nbytes = blueprint.swap_nbytes(wanted_copies(_update(config, company), commits=config.commits))
     budgets = Budgets(
         swap_nbytes,
         blueprint.host_nbytes,

@@ -1,7 +1,7 @@
 """Undoing updates: where the pager, the copies on disk and the commits meet.
 
-Owns the rule for how many copies of what training changes the disk must hold, and the question whether there is room
-for one that may be taken back. Does not know optimizers or norms. Guarantees that an early update is never begun which
+Owns the question whether the disk has room for a copy that may be taken back (how many it has room for is said in
+`planner.reserved`). Does not know optimizers or norms. Guarantees that an early update is never begun which
 could run out of room for lack of a copy, and that none begins while a commit is under way.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from tiermem.config import Config
 from tiermem.optim.schedules import UpdateSchedule, make_schedule
 from tiermem.optim.service import GradientBook, UpdateQueue
 from tiermem.optim.speculation import Speculation
@@ -19,17 +18,6 @@ from tiermem.pager.extents import Extents
 from tiermem.pager.pager import Pager
 from tiermem.planner.footprint import Footprint
 from tiermem.runtime.storage import Storage
-
-
-def wanted_copies(config: Config, update: str) -> int:
-    """How many copies of PARAM and STATE a new space has room for.
-
-    The current one; one more for the commit before, if there are to be commits; and one more for what is updated early
-    and may be taken back, if that is asked for. "backward" is taken to ask for it, since it is not known yet whether an
-    optimizer will clip; where none does, that room is never written to. "auto" asks for none: it updates early only
-    where the others leave room, which is before the first commit and after a commit that was made of the step before.
-    """
-    return 1 + config.commits + (update == "backward")
 
 
 def choose_schedule(update: str, footprint: Footprint, nbytes: int, budget: int) -> UpdateSchedule:
