@@ -118,3 +118,38 @@ def test_what_is_tuned_is_what_its_trials_measure() -> None:
         work, load_profile("laptop"), config, measure=None, best=1, output=None, console=Console(file=io.StringIO())
     )
     assert found.tuning.default.settings.update == "forward"
+
+
+NEOX = {
+    "model_type": "gpt_neox",
+    "tie_word_embeddings": False,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 2000,
+    "max_position_embeddings": 64,
+}
+
+
+def test_moments_that_stay_float32_beside_8_bit_ones_are_reckoned_with(capsys: pytest.CaptureFixture[str]) -> None:
+    model = a_model(**NEOX)
+    least = planned(capsys, model, "--moments", "int8", "--host-memory", "4KiB")["host_bytes_least"]
+    arguments = ("--moments", "int8", "--update", "forward", "--host-memory", str(least))
+    found, report = planned(capsys, model, *arguments), trained(capsys, model, *arguments, "--steps", "3")
+    assert found["fits"] is True
+    assert found["swap_bytes"] == pytest.approx(reserved(report), rel=0.01)
+    assert found["bytes_read_per_step"] == pytest.approx(report["steps"][-1]["bytes_read"], rel=0.1)
+    rest = ["--seq", "16", "--batch", "2", "--swap-dir", "swap", "--text", "text", "--steps", "1"]
+    less = ["--moments", "int8", "--host-memory", str(least - 4096)]
+    assert main.run(["train", "--model", model, *rest, *less]) == 1
+    assert f"set host_memory to {least} bytes or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rest", [(), ("--commits",), ("--update", "backward"), ("--moments", "int8")])
+def test_what_does_not_fit_needs_as_much_disk_as_what_does(
+    capsys: pytest.CaptureFixture[str], rest: tuple[str, ...]
+) -> None:
+    little, enough = (planned(capsys, "llama-5m", "--host-memory", host, *rest) for host in ("64KiB", "64MiB"))
+    assert (little["fits"], enough["fits"]) == (False, True)
+    assert little["swap_bytes"] == pytest.approx(enough["swap_bytes"], rel=0.001)

@@ -16,11 +16,13 @@ from torch import nn
 import tiermem
 from tiermem.cli.modelwork import workload_of
 from tiermem.cli.plan import plan_settings
+from tiermem.pager.page import Kind
 from tiermem.planner.design import PlanSettings, make_design
 from tiermem.planner.machine import Device, Link, Machine
 from tiermem.planner.parts import Division, unit_sizes
 from tiermem.planner.predict import predict, simulate_quickly
 from tiermem.planner.simulate import simulate
+from tiermem.planner.workload import transformer
 from tiermem.planner.world import World
 from tiermem.runtime.blueprint import Blueprint, draw
 from tiermem.runtime.company import Company
@@ -45,27 +47,33 @@ class Agreeing(SingleProcess):
         return [list(numbers)] * self._size
 
 
-def drawn(make: Callable[[], nn.Module], division: Division, config: tiermem.Config) -> Blueprint:
+def drawn(make: Callable[[], nn.Module], division: Division, config: tiermem.Config, coalesce: int = 0) -> Blueprint:
     """What `tiermem.offload` would make of the model, on the first of so many ranks."""
     everyone = Agreeing(division.ranks)
     rows = tuple(tuple(range(first, first + division.parts)) for first in range(0, division.ranks, division.parts))
     grid = Grid(everyone, Agreeing(division.parts), Agreeing(division.copies), rows)
     company = Company(grid if division.copies > 1 else one_copy(everyone), SingleProcess())
-    return draw(make(), config, None, company=company)
+    return draw(make(), config, None, company=company, coalesce=coalesce)
 
 
-def configured(host: int, device: int = 0, dtype: str = "bfloat16") -> tiermem.Config:
+def configured(
+    host: int, device: int = 0, dtype: str = "bfloat16", moments: str = "float32", **rest: Any
+) -> tiermem.Config:
     where: dict[str, Any] = {"device": "simulated", "device_memory": device} if device else {"device": "cpu"}
-    return tiermem.Config(host_memory=host, swap_dirs=[Path()], param_dtype=dtype, update_on="auto", **where)  # type: ignore[arg-type]
+    types: dict[str, Any] = {"param_dtype": dtype, "moments": moments}
+    return tiermem.Config(host_memory=host, swap_dirs=[Path()], update_on="auto", **types, **where, **rest)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("types", [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8")], ids=str)
 @pytest.mark.parametrize("division", DIVISIONS, ids=str)
 @pytest.mark.parametrize("make", [tiny_llama, Odd, Experts])
-def test_units_have_the_sizes_of_the_run(make: Callable[[], nn.Module], division: Division, dtype: str) -> None:
-    """Frozen, tied, smaller than the number of ranks, inside others."""
-    blueprint = drawn(make, division, configured(64 * MIB, dtype=dtype))
-    work = workload_of(make(), "test", batch=2, seq=16, batches=1, dtype=dtype)
+def test_units_have_the_sizes_of_the_run(
+    make: Callable[[], nn.Module], division: Division, types: tuple[str, str]
+) -> None:
+    """Frozen, tied, smaller than the number of ranks, inside others, with moments of both kinds."""
+    dtype, moments = types
+    blueprint = drawn(make, division, configured(64 * MIB, dtype=dtype, moments=moments))
+    work = workload_of(make(), "test", batch=2, seq=16, batches=1, dtype=dtype, moments=moments)
     found = unit_sizes(work, division, each=True)
     # Of a unit that is not trained nobody asks how large its state would be.
     stateless = [
@@ -73,6 +81,29 @@ def test_units_have_the_sizes_of_the_run(make: Callable[[], nn.Module], division
     ]
     trained = [size if size.trainable_numel else small for size, small in zip(found, stateless, strict=True)]
     assert trained == list(blueprint.sizes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("coalesce", [0, 300_000])
+@pytest.mark.parametrize("division", DIVISIONS[:2], ids=str)
+def test_pages_of_8_bit_moments_are_those_of_the_run(division: Division, coalesce: int, dtype: str) -> None:
+    """Embeddings and small parameters keep float32, and units of several layers have some of each."""
+    config = configured(16 * MIB, dtype=dtype, moments="int8", tile_size="64KiB")
+    blueprint = drawn(tiny_llama, division, config, coalesce=coalesce)
+    work = workload_of(tiny_llama(), "test", batch=2, seq=16, batches=1, dtype=dtype, moments="int8", coalesce=coalesce)
+    settings = plan_settings(config, replace(INSTANT, link=Link(rate=1e14)), division.ranks, work, commits=False)
+    design = make_design(work, replace(INSTANT, link=Link(rate=1e14)), settings)
+    assert design.footprint == blueprint.footprint
+    pages = {str(key): nbytes for key, nbytes in design.pages() if key.kind is not Kind.TRANSIT}
+    assert pages == {str(key): nbytes for key, nbytes in blueprint.pages()}
+    whole = design.nbytes(Kind.PARAM, Kind.STATE, Kind.GRAD)
+    assert whole == pytest.approx(sum(pages.values()), rel=0.1), "rounded to frames"
+
+
+def test_of_a_bare_number_of_parameters_the_embedding_keeps_float32_moments() -> None:
+    sizes = unit_sizes(transformer(2_000_000, batch=1, seq=16, moments="int8"))
+    found = {size.name: size.state_itemsize for size in sizes}
+    assert (found["embedding"], found["layer 0"], found["head"]) == (10, 5, 5)
 
 
 @pytest.mark.parametrize("division", some_of(DIVISIONS[::2], DIVISIONS[1::2]), ids=str)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from tiermem.cli.presets import empty_model
 from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.workload import UnitWork, Workload, order_of, unit_flops
-from tiermem.runtime.blueprint import draw
+from tiermem.runtime.blueprint import Blueprint, draw
 from tiermem.zero3.coalesce import small_nbytes
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.units import ModelUnits
@@ -57,8 +57,17 @@ def model_workload(config: Any, name: str, *, batch: int, seq: int, batches: int
     dtype = str(settings.param_dtype)
     budgets = [budget for budget in (settings.host_nbytes, settings.device_nbytes) if budget is not None]
     small = small_nbytes("auto", min(budgets, default=_ANY_BUDGET))
-    found = workload_of(model, name, batch=batch, seq=seq, batches=batches, dtype=dtype, width=width, coalesce=small)
-    return replace(found, moments=settings.moments)
+    return workload_of(
+        model,
+        name,
+        batch=batch,
+        seq=seq,
+        batches=batches,
+        dtype=dtype,
+        moments=settings.moments,
+        width=width,
+        coalesce=small,
+    )
 
 
 def workload_of(
@@ -69,6 +78,7 @@ def workload_of(
     seq: int,
     batches: int,
     dtype: str,
+    moments: str = "float32",
     width: int = 0,
     keep: Keep = None,
     coalesce: int | str = 0,
@@ -78,7 +88,8 @@ def workload_of(
     `width`: of its attention, for the operations that do not depend on weights. `keep`, `coalesce`: as
     `tiermem.offload` takes them; "auto" as with a budget of 128 MiB or more.
     """
-    settings = Config(device="cpu", host_memory=_ANY_BUDGET, swap_dirs=["."], param_dtype=cast("Any", dtype))
+    types: dict[str, Any] = {"param_dtype": dtype, "moments": moments}
+    settings = Config(device="cpu", host_memory=_ANY_BUDGET, swap_dirs=["."], **types)
     blueprint = draw(model, settings, None, keeping=Keeping(keep), coalesce=coalesce)
     itemsize = settings.dtype.itemsize
     calls = list(_passes(_calls(blueprint.divided)))
@@ -96,8 +107,15 @@ def workload_of(
         nested = size.nested_nbytes - size.nested_kept
         count = size.nested_count
         work = UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept, nested_count=count)
-        units.append(replace(work, runs=tuple(runs.get(unit.number, ()))))
-    return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype)
+        exact = _exact(blueprint, unit.number) if moments == "int8" else ()
+        units.append(replace(work, runs=tuple(runs.get(unit.number, ())), exact=exact))
+    return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype, moments)
+
+
+def _exact(blueprint: Blueprint, unit: int) -> tuple[tuple[int, int], ...]:
+    """Where the parameters of a unit lie whose moments stay float32 beside 8-bit ones."""
+    state = blueprint.states.get(unit)
+    return tuple((part.start, part.numel) for part in state.segments if not part.quantized) if state else ()
 
 
 def _passes(calls: Iterator[tuple[int, bool]]) -> Iterator[tuple[int, bool]]:

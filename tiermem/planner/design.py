@@ -18,8 +18,15 @@ from tiermem.planner.device import DeviceFootprint, device_least, device_most, l
 from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint, rounded
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
-from tiermem.planner.parts import Division, division_of, shard_of, state_nbytes, unit_sizes
-from tiermem.planner.reserved import wanted_copies
+from tiermem.planner.parts import (
+    Division,
+    division_of,
+    pages_nbytes,
+    reserved_nbytes,
+    shard_of,
+    unit_pages,
+    unit_sizes,
+)
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import plan_step
 from tiermem.planner.tilesizes import planned_tile
@@ -180,25 +187,11 @@ class Design:
 
     def pages_of(self, unit: int) -> list[tuple[PageKey, int]]:
         """The pages of one unit, each with its size in bytes."""
-        shard, sizes = self.shard(unit), (0, 0)
-        states = []
-        for tile in range(shard.tiles):
-            numel = shard.tile_length(tile)
-            if sizes[0] != numel:  # all but the last have the same
-                sizes = numel, state_nbytes(self.workload, numel)
-            states.append((PageKey(unit, Kind.STATE, tile), sizes[1]))
-        return [*shard.pages(), *states, *shard.transit_pages()]
+        return unit_pages(self.workload, unit, self.shard(unit))
 
     def nbytes(self, *kinds: Kind) -> int:
         """Bytes that all pages of these kinds take."""
-        of_shape: dict[tuple[int, int], int] = {}  # units of one shape have pages of the same sizes
-        total = 0
-        for number, unit in enumerate(self.workload.units):
-            shape = unit.numel, unit.trainable
-            if shape not in of_shape:
-                of_shape[shape] = sum(rounded(nbytes) for key, nbytes in self.pages_of(number) if key.kind in kinds)
-            total += of_shape[shape]
-        return total
+        return pages_nbytes(self.workload, self.settings.division, self.footprint.tile_numel, kinds)
 
     def lag_nbytes(self, unit: int) -> int:
         """Bytes a unit keeps in memory from its gradient to the end of its update."""
@@ -309,8 +302,10 @@ def least_host_memory(workload: Workload, ranks: int, *, copies: int = 1, device
 
 def swap_nbytes(design: Design, *, commits: bool) -> int:
     """Bytes that one rank's pages take on disk, with as many copies of parameters and states as a run reserves."""
-    copies = wanted_copies(design.settings.update, commits=commits)
-    return copies * design.nbytes(Kind.PARAM, Kind.STATE) + design.nbytes(Kind.GRAD)
+    settings = design.settings
+    return reserved_nbytes(
+        design.workload, settings.division, design.footprint.tile_numel, settings.update, commits=commits
+    )
 
 
 def _times(workload: Workload, machine: Machine, settings: PlanSettings) -> tuple[UnitTimes, ...]:

@@ -1,23 +1,27 @@
 """What one of several ranks keeps of each unit of a step, and how large that is.
 
-Owns the way from a unit as numbers to the `Shard` that a run would make of it, and to what the budgets have to know of
-it. Does not know budgets, times or modules. Guarantees that parts, transient pages and their sizes come from the very
-functions that divide a real model, and that no rank has more than the one described.
+Owns the way from a unit as numbers to the `Shard` that a run would make of it, to its pages and what they take on disk,
+and to what the budgets have to know of it. Does not know budgets, times or modules. Guarantees that parts, transient
+pages and their sizes come from the very functions that divide a real model, and that no rank has more parameters than
+the one described.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tiermem.config import parse_dtype
 from tiermem.errors import ConfigError
-from tiermem.planner.footprint import UnitSize
-from tiermem.planner.workload import Workload
+from tiermem.optim.blocks import block_count
+from tiermem.optim.tiles import SEGMENT_ALIGNMENT, aligned
+from tiermem.pager.page import Kind, PageKey
+from tiermem.planner.footprint import UnitSize, rounded
+from tiermem.planner.reserved import wanted_copies
+from tiermem.planner.workload import UnitWork, Workload, state_itemsize
 from tiermem.zero3.layout import ALIGN_NBYTES, UnitLayout, divided_nbytes
 from tiermem.zero3.shards import Shard
-
-_PLANE_ALIGNMENT = 64
-_BLOCK_ELEMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +70,63 @@ def shard_of(workload: Workload, unit: int, division: Division, tile_numel: int)
     return Shard(layout, copies=division.copies)
 
 
-def state_nbytes(workload: Workload, numel: int) -> int:
-    """Bytes of a STATE tile of `numel` elements: each plane begins at a multiple of 64 bytes."""
+def state_nbytes(workload: Workload, unit: UnitWork, begin: int, numel: int) -> int:
+    """Bytes of a STATE tile, elements [begin, begin + numel) of a unit; as `optim.tiles.UnitState` has them."""
     planes = {"bfloat16": [2 * numel], "float16": [4 * numel], "float32": []}[workload.dtype]
-    if workload.moments == "int8":  # as if all were in blocks: what is kept in float32 (embeddings) is not known here
-        scales = -(-numel // _BLOCK_ELEMENTS) * 4
-        planes += [numel, numel, scales, scales] + ([numel // 8] if workload.dtype == "bfloat16" else [])
+    coded, blocks = _coded(unit, begin, numel) if workload.moments == "int8" else (0, 0)
+    if coded:
+        marks = [coded // 8] if workload.dtype == "bfloat16" else []
+        planes += [(numel - coded) * 4] * 2 + [coded] * 2 + [blocks * 4] * 2 + marks
     else:
         planes += [4 * numel, 4 * numel]
-    return sum(-(-nbytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT for nbytes in planes)
+    return sum(map(aligned, planes))
+
+
+def _coded(unit: UnitWork, begin: int, numel: int) -> tuple[int, int]:
+    """How many elements of a tile have 8-bit moments, each run rounded up to 64, and in how many blocks."""
+    exact = _within(unit.exact, begin, numel)
+    runs = [run for run in unit.runs if run not in unit.exact] if unit.runs else []
+    lengths = _within(runs, begin, numel) if unit.runs else [max(0, numel - sum(exact))]
+    coded = sum(-(-length // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for length in lengths)
+    return min(coded, numel), sum(map(block_count, lengths))
+
+
+def _within(runs: Sequence[tuple[int, int]], begin: int, numel: int) -> list[int]:
+    """The lengths of what lies of these runs in [begin, begin + numel)."""
+    lengths = (min(start + length, begin + numel) - max(start, begin) for start, length in runs)
+    return [length for length in lengths if length > 0]
+
+
+def unit_pages(workload: Workload, unit: int, shard: Shard) -> list[tuple[PageKey, int]]:
+    """The pages of one unit, each with its size in bytes."""
+    work, states, sizes = workload.units[unit], [], (0, 0)
+    mixed = workload.moments == "int8" and bool(work.runs or work.exact)
+    for tile in range(shard.tiles):
+        numel = shard.tile_length(tile)
+        if mixed or sizes[0] != numel:  # all but the last have the same
+            sizes = numel, state_nbytes(workload, work, tile * shard.layout.tile_numel, numel)
+        states.append((PageKey(unit, Kind.STATE, tile), sizes[1]))
+    return [*shard.pages(), *states, *shard.transit_pages()]
+
+
+def pages_nbytes(workload: Workload, division: Division, tile_numel: int, kinds: Container[Kind]) -> int:
+    """Bytes that all pages of these kinds take, in tiles of so many elements."""
+    of_shape: dict[Any, int] = {}  # units of one shape have pages of the same sizes
+    total = 0
+    for number, unit in enumerate(workload.units):
+        shape = unit.numel, unit.trainable, unit.exact, unit.exact and unit.runs
+        if shape not in of_shape:
+            pages = unit_pages(workload, number, shard_of(workload, number, division, tile_numel))
+            of_shape[shape] = sum(rounded(nbytes) for key, nbytes in pages if key.kind in kinds)
+        total += of_shape[shape]
+    return total
+
+
+def reserved_nbytes(workload: Workload, division: Division, tile_numel: int, update: str, *, commits: bool) -> int:
+    """Bytes that one rank's pages take on disk, with as many copies of parameters and states as a run reserves."""
+    changing = pages_nbytes(workload, division, tile_numel, (Kind.PARAM, Kind.STATE))
+    gradients = pages_nbytes(workload, division, tile_numel, (Kind.GRAD,))
+    return wanted_copies(update, commits=commits) * changing + gradients
 
 
 def size_of(
@@ -110,18 +162,29 @@ def size_of(
 def unit_sizes(workload: Workload, division: Division = ALONE, *, each: bool = False) -> list[UnitSize]:
     """The units as the budget sees them; of several with the same sizes the first, since only the largest count.
 
-    But every one that is kept in memory by choice: of those the sum counts. `each`: and all others as well.
+    But every one that is kept in memory by choice: of those the sum counts; and where states are of different sizes,
+    since the mean counts. `each`: and all others as well.
     """
+    each = each or any(unit.exact for unit in workload.units)
     alike = {
         (unit.numel, unit.trainable, unit.nested_nbytes, unit.nested_count, number if unit.kept or each else -1): number
         for number, unit in reversed(list(enumerate(workload.units)))
     }
-    return [
-        size_of(
-            shard_of(workload, number, division, 1),
-            state_itemsize=workload.state_itemsize,
-            nested_nbytes=workload.units[number].nested_nbytes,
-            nested_count=workload.units[number].nested_count,
-        )
-        for number in reversed(alike.values())
-    ]
+    return [_size(workload, number, division) for number in reversed(alike.values())]
+
+
+def _size(workload: Workload, number: int, division: Division) -> UnitSize:
+    """A unit as the budget sees it; of its state as `runtime.moments.state_size` says."""
+    unit, shard = workload.units[number], shard_of(workload, number, division, 1)
+    itemsize, whole = workload.state_itemsize, state_itemsize(workload.dtype, "float32")
+    wide = sum(-(-length // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for _, length in unit.exact)
+    if wide >= unit.trainable > 0:
+        itemsize, wide = whole, 0
+    return size_of(
+        shard,
+        state_itemsize=itemsize,
+        nested_nbytes=unit.nested_nbytes,
+        nested_count=unit.nested_count,
+        wide_numel=min(wide, shard.layout.part_numel),
+        wide_itemsize=whole - itemsize if unit.trainable else 0,
+    )

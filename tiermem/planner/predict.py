@@ -21,11 +21,13 @@ from tiermem.planner.design import (
     make_design,
     swap_nbytes,
 )
+from tiermem.planner.footprint import mean_state_itemsize
 from tiermem.planner.machine import Machine
-from tiermem.planner.parts import unit_sizes
+from tiermem.planner.parts import reserved_nbytes, unit_sizes
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, thinned, with_batches
+from tiermem.planner.tilesizes import planned_tile, tile_sizes
 from tiermem.planner.workload import Workload
 
 # A step with more units is simulated by two with about so many; more tiles than so many are taken larger.
@@ -108,17 +110,18 @@ def predict(
     missing: dict[str, int] = {}
     if settings.host_memory < least:
         missing["host_memory"] = least - settings.host_memory
-        return _without(workload, machine, settings, missing, least)
+        return _without(workload, machine, settings, missing, least, commits=commits)
     lacking = least_device_memory(workload, machine, settings) - device_memory(workload, machine, settings)
     if lacking > 0:
         missing["device_memory"] = lacking
-        return _without(workload, machine, settings, missing, least)
+        return _without(workload, machine, settings, missing, least, commits=commits)
     design = make_design(workload, machine, settings)
     swap = swap_nbytes(design, commits=commits)
     room = machine.drive.capacity * machine.drive.count
     if room and swap * per_node > room:
         missing["swap"] = swap * per_node - room
-        return dataclasses.replace(_without(workload, machine, settings, missing, least), swap_bytes=swap)
+        found = _without(workload, machine, settings, missing, least, commits=commits)
+        return dataclasses.replace(found, swap_bytes=swap)
     simulated = functools.cache(simulate)  # the short one of two steps is also what doubling is compared with
     simulation, coarse = simulate_quickly(design, with_plan=with_plan, simulated=simulated)
     return Prediction(
@@ -236,10 +239,18 @@ def _doubled(machine: Machine, settings: PlanSettings) -> dict[str, tuple[Machin
 
 
 def _without(
-    workload: Workload, machine: Machine, settings: PlanSettings, missing: Mapping[str, int], least: int
+    workload: Workload,
+    machine: Machine,
+    settings: PlanSettings,
+    missing: Mapping[str, int],
+    least: int,
+    *,
+    commits: bool,
 ) -> Prediction:
-    sizes = unit_sizes(workload, settings.division, each=True)
-    swap = sum(size.param_nbytes + size.trainable_numel * size.state_itemsize for size in sizes)
+    """What can be said of what does not fit. Its tiles are taken to be as large as with enough of what is missing."""
+    wished = settings.tile_nbytes or planned_tile(max(settings.host_memory + settings.beside_pages, least))
+    tile = tile_sizes(wished, mean_state_itemsize(unit_sizes(workload, settings.division, each=True)))[0]
+    swap = reserved_nbytes(workload, settings.division, tile, settings.update, commits=commits)
     return Prediction(
         workload=workload,
         machine=machine,

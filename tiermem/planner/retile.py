@@ -24,7 +24,7 @@ def retiled(design: Design, factor: int) -> Design:
     sizes = unit_sizes(share, design.settings.division)
     most = max(size.trainable_numel for size in sizes)
     tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
-    itemsize = share.itemsize + share.state_itemsize
+    itemsize = share.itemsize + share.widest_itemsize
     grown = rounded((tile - footprint.tile_numel) * itemsize)
     larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
     small = footprint.tile_numel * share.state_itemsize < design.drive.block

@@ -92,7 +92,7 @@ def _repeated(forward: Sequence[int], begin: int, block: int, alike: Alike) -> R
 
 def _alike(one: UnitWork, other: UnitWork) -> bool:
     sizes = abs(one.numel - other.numel) <= 1 and abs(one.trainable - other.trainable) <= 1
-    return sizes and one.kept == other.kept
+    return sizes and one.kept == other.kept and one.exact == other.exact
 
 
 def thinned(design: Design, most: int) -> Design:
@@ -194,7 +194,7 @@ def _less(budget: int, in_use: int, whole: int, part: int) -> int:
 def _in_use(design: Design) -> int:
     """Bytes of host memory that computation, update and read-ahead have in hand at one time."""
     footprint, share = design.footprint, design.workload
-    tile = footprint.tile_numel * (share.itemsize + share.state_itemsize)
+    tile = footprint.tile_numel * (share.itemsize + share.widest_itemsize)
     shared = design.settings.host_memory - design.kept_nbytes
     held = shared - footprint.passing + rounded(tile) * (footprint.depth - 1)
     return min(shared, held + footprint.look_ahead + footprint.lag + 2 * footprint.reserve)

@@ -38,6 +38,7 @@ class UnitWork:
         seconds: (forward, backward) of one batch where they were measured; None: from `flops`.
         runs: where its trained parameters lie (first element, elements), in the order in which their gradients arrive;
             empty: as if it had one parameter.
+        exact: with 8-bit moments, where those lie whose moments are float32 all the same (first element, elements).
     """
 
     name: str
@@ -49,6 +50,7 @@ class UnitWork:
     kept: bool = False
     nested_count: int = 0
     runs: tuple[tuple[int, int], ...] = ()
+    exact: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class Workload:
     def state_itemsize(self) -> int:
         """Bytes of optimizer state for one parameter."""
         return state_itemsize(self.dtype, self.moments)
+
+    @property
+    def widest_itemsize(self) -> int:
+        """The same of a parameter that has most."""
+        return state_itemsize(self.dtype, "float32" if any(unit.exact for unit in self.units) else self.moments)
 
     @property
     def step_order(self) -> tuple[Access, ...]:
@@ -153,11 +160,11 @@ def transformer(
     rest = parameters - 2 * vocabulary * width
     layers = max(1, round(rest / (12 * width * width)))
     tokens = batch * seq
-    units = [UnitWork("embedding", vocabulary * width, vocabulary * width, 0.0)]
+    words = vocabulary * width
+    units = [UnitWork("embedding", words, words, 0.0, exact=((0, words),) if moments == "int8" else ())]
     for layer in range(layers):
         numel = rest * (layer + 1) // layers - rest * layer // layers
         units.append(UnitWork(f"layer {layer}", numel, numel, unit_flops(numel, tokens, seq=seq, width=width)))
-    head = vocabulary * width
-    units.append(UnitWork("head", head, head, unit_flops(head, tokens)))
+    units.append(UnitWork("head", words, words, unit_flops(words, tokens)))
     order = order_of([(unit, unit > 0) for unit in range(len(units))])
     return Workload(f"{parameters / 1e9:.3g} B parameters", tuple(units), order, tokens, batches, dtype, moments)
