@@ -53,7 +53,7 @@ def model_workload(config: Any, name: str, *, batch: int, seq: int, batches: int
     `settings`: the run's, whose budgets decide which small units become one.
     """
     model = empty_model(config)
-    width = getattr(config, "hidden_size", 0)
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", 0)
     dtype = str(settings.param_dtype)
     budgets = [budget for budget in (settings.host_nbytes, settings.device_nbytes) if budget is not None]
     small = small_nbytes("auto", min(budgets, default=_ANY_BUDGET))

@@ -82,11 +82,13 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
             dtype=dtype,
             moments=config.moments,
         )
-    from tiermem.cli.presets import find_model
+    from tiermem.cli.presets import check_length, find_model
 
     name = options.model or ""
+    model = find_model(name, vocabulary=0, otherwise=", or a number of parameters such as 70B")
+    check_length(model, name, options.seq)
     return model_workload(
-        find_model(name, vocabulary=0, otherwise=", or a number of parameters such as 70B"),
+        model,
         name,
         batch=options.batch,
         seq=options.seq,

@@ -6,13 +6,15 @@ that every preset is an ordinary `LlamaConfig`, so that what is trained is the u
 
 from __future__ import annotations
 
+import copy
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TiermemError
 
 BYTE_VOCABULARY = 256
 LLAMA3_VOCABULARY = 128256
@@ -93,16 +95,38 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str 
         # Code that comes with a model is not run, and nobody is asked on stdout whether it shall be.
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # every architecture checks its values in its own way
-        raise ConfigError(f"{model} is not a Hugging Face model configuration: {_reason(error)}") from error
-    known = getattr(config, "vocab_size", None)  # not every architecture says so at the top
+        raise ConfigError(f"{model} is not a Hugging Face model configuration: {reason_of(error)}") from error
+    known = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if known is not None and known < vocabulary:
         raise ConfigError(f"{model} has {known} tokens in its vocabulary, the text needs {vocabulary}")
     return config
 
 
+def check_length(config: Any, model: str, seq: int) -> None:
+    """Raise `ConfigError` if `config`, that of `model`, says that it takes no sequences of `seq` tokens."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and seq > limit:
+        raise ConfigError(f"{model} takes at most {limit} tokens in a sequence, --seq is {seq}")
+
+
 def build_model(config: Any) -> Any:
     """Return the causal language model of `config`, an unmodified transformers module; ValueError if there is none."""
     return library().AutoModelForCausalLM.from_config(config)
+
+
+def convert_buffers(model: Any, config: Any, dtype: torch.dtype) -> None:
+    """Give the buffers of the model of `config` the dtypes that transformers gives them where it builds in `dtype`.
+
+    Parameters get it from the runtime, which leaves buffers alone. `model.to(dtype)` would convert too many: what
+    rotary positions are computed from stays float32 in models that are loaded in bfloat16.
+    """
+    with torch.device("meta"):
+        like = library().AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    wanted = {name: buffer.dtype for name, buffer in like.named_buffers()}
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_floating_point() and wanted.get(name, buffer.dtype) != buffer.dtype:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffer.to(wanted[name]))
 
 
 def empty_model(config: Any) -> Any:
@@ -114,13 +138,23 @@ def empty_model(config: Any) -> Any:
             model = build_model(config)
     except Exception as error:  # whatever a model does with sizes that do not fit together
         raise ConfigError(
-            f"no {config.model_type} can be built with this configuration: {_reason(error)}; correct its sizes"
+            f"no {config.model_type} can be built with this configuration: {reason_of(error)}; correct its sizes"
         ) from error
     model.tie_weights()
     return model
 
 
-def _reason(error: Exception) -> str:
+def is_models_own(error: Exception) -> bool:
+    """Whether a model has raised this, such as for sizes that do not go together, and not what is around it."""
+    if not isinstance(error, (LookupError, RuntimeError, TypeError, ValueError)):
+        return False
+    if isinstance(error, (torch.OutOfMemoryError, TiermemError)):
+        return False
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return names[-1].partition(".")[0] not in ("tiermem", "swap")
+
+
+def reason_of(error: Exception) -> str:
     """What a library says of an error, in a line; of several lines those that say where and what."""
     if "trust_remote_code" in str(error):
         return "it needs code of its own, which is not run; name an architecture that transformers has"

@@ -15,7 +15,7 @@ import torch
 
 import tiermem
 from tiermem.cli.disk import check_space
-from tiermem.cli.presets import count_parameters, find_model
+from tiermem.cli.presets import check_length, count_parameters, find_model
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, find_texts
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
@@ -78,9 +78,7 @@ def find_subject(options: TrainOptions) -> Subject:
     check_numbers(options)
     source = open_text(options)
     model_config = find_model(options.model, vocabulary=source.vocabulary)
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit is not None and options.seq > limit:
-        raise ConfigError(f"{options.model} takes at most {limit} tokens in a sequence, --seq is {options.seq}")
+    check_length(model_config, options.model, options.seq)
     return Subject(model_config, count_parameters(model_config), source)
 
 

@@ -23,7 +23,13 @@ from rich.console import Console
 import tiermem
 from tiermem.cli.disk import capacity_bytes, check_output, swap_directories
 from tiermem.cli.launch import Launch, launched
-from tiermem.cli.presets import build_model, recompute_activations
+from tiermem.cli.presets import (
+    build_model,
+    convert_buffers,
+    is_models_own,
+    reason_of,
+    recompute_activations,
+)
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
@@ -59,6 +65,7 @@ class Training:
         torch.manual_seed(options.seed)
         with tiermem.deferred_init():
             self.model = build_model(subject.model_config)
+        convert_buffers(self.model, subject.model_config, config.dtype)
         self.model.train()
         if options.gradient_checkpointing:
             recompute_activations(self.model)
@@ -71,6 +78,7 @@ class Training:
             self.optimizer, lambda step: learning_rate_factor(step, options.steps)
         )
         self.done = 0
+        self.computes = False  # whether the model has been seen to
         committed = self.runtime.committed
         if committed is not None:
             self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
@@ -122,8 +130,22 @@ class Training:
         rows = batch(self.source, seed=options.seed, number=number, rows=options.batch, length=options.seq)
         tokens = self.launch.part(rows).to(next(self.model.parameters()).device)
         with self.runtime.offload_activations() if options.offload_activations else nullcontext():
-            loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss / options.accumulate
+            loss: torch.Tensor = self._outputs(tokens).loss / options.accumulate
         return loss
+
+    def _outputs(self, tokens: torch.Tensor) -> Any:
+        """What the model makes of a batch. Raises ConfigError if it cannot compute the first one."""
+        try:
+            found = self.model(input_ids=tokens, labels=tokens, use_cache=False)
+        except Exception as error:
+            if self.computes or not is_models_own(error):
+                raise
+            raise ConfigError(
+                f"{self.options.model} cannot compute a batch of sequences of {self.options.seq} tokens: "
+                f"{reason_of(error)}; give a shorter --seq, or correct the sizes in the model's configuration"
+            ) from error
+        self.computes = True
+        return found
 
     def commit(self) -> None:
         """Commit what has been done so far, beside what comes next."""
