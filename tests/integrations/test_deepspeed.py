@@ -213,6 +213,28 @@ def test_accumulation_in_the_dtype_of_parameters() -> None:
         assert "dtype of the parameters" in found.without_effect[keys.ACCUMULATION]
 
 
+@pytest.mark.parametrize("other", ["/{}/", "/{}/.", "/{}/../{}", "/link"])
+def test_a_folder_spelled_in_two_ways_is_one(tmp_path: Path, other: str) -> None:
+    folder, link = tmp_path / "nvme", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    second = NVME | {"nvme_path": f"{tmp_path}{other.format('nvme', 'nvme')}"}
+    zero = {"stage": 3, "offload_param": NVME | {"nvme_path": str(folder)}, "offload_optimizer": second}
+    assert translate(changed(zero_optimization=zero)).config.swap_dirs == (str(folder),)
+
+
+@pytest.mark.parametrize("stage", ["auto", None])
+def test_a_stage_that_is_none_is_named_as_it_was_found(stage: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"expected 1, 2 or 3, found {stage!r}; pass stage= to translate"):
+        translate(at("zero_optimization.stage", stage))
+    assert translate(at("zero_optimization.stage", stage), stage=2).config.stage == 2
+
+
+def test_what_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="or the name of its file, found list"):
+        translate([])  # type: ignore[arg-type]
+
+
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIGURATION))

@@ -57,6 +57,10 @@ def translate(configuration: Mapping[str, Any] | str | os.PathLike[str], **setti
 def _read(configuration: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     if isinstance(configuration, Mapping):
         return configuration
+    if not isinstance(configuration, str | os.PathLike):
+        raise ConfigError(
+            f"expected a DeepSpeed configuration or the name of its file, found {type(configuration).__name__}"
+        )
     try:
         found = json.loads(Path(configuration).read_text("utf-8"), object_pairs_hook=_once)
     except (OSError, ValueError) as error:
@@ -135,13 +139,13 @@ def _config(known: Mapping[str, Any], leaves: Mapping[str, Any], settings: Mappi
         raise ConfigError("DeepSpeed's 'bf16.enabled' is 'auto': pass param_dtype='bfloat16' or 'float32' to translate")
     config["param_dtype"] = "bfloat16" if _flag(known, "bf16.enabled") else "float32"
     _check_accumulation(leaves, settings.get("param_dtype", config["param_dtype"]))
-    stage = known.get(f"{ZERO}.stage", 0)
-    if stage not in (1, 2, 3):
-        raise ConfigError(
-            f"DeepSpeed's '{ZERO}.stage': expected 1, 2 or 3, found {stage!r}; tiermem divides state at least"
-        )
+    stage = leaves.get(f"{ZERO}.stage", 0)  # not of `known`: "auto" is no stage, and is to be named
+    is_open = stage in (AUTO, None)
+    if stage not in (1, 2, 3) and not (is_open and "stage" in settings):
+        advice = "pass stage= to translate" if is_open else "tiermem divides state at least"
+        raise ConfigError(f"DeepSpeed's '{ZERO}.stage': expected 1, 2 or 3, found {stage!r}; {advice}")
     config["stage"] = stage
-    directories = []
+    directories: dict[str, str] = {}  # by what they are, however they are spelled
     for what in ("offload_param", "offload_optimizer"):
         device = known.get(f"{ZERO}.{what}.device", "none")
         path = known.get(f"{ZERO}.{what}.nvme_path")
@@ -150,8 +154,8 @@ def _config(known: Mapping[str, Any], leaves: Mapping[str, Any], settings: Mappi
         if device == "nvme":
             if not path:
                 raise ConfigError(f"DeepSpeed's '{ZERO}.{what}.device' is nvme: expected an nvme_path, found none")
-            directories.append(str(path))
-    config["swap_dirs"] = list(dict.fromkeys(directories))
+            directories.setdefault(os.path.realpath(os.path.expanduser(str(path))), str(path))
+    config["swap_dirs"] = list(directories.values())
     if not directories and not settings.get("swap_dirs"):
         raise ConfigError(
             "nothing is offloaded to nvme in this DeepSpeed configuration, and tiermem keeps what host_memory does not "
