@@ -16,7 +16,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Import the command and run it, which ends the process; `tiermem.cli.main.main` takes the signals from there on."""
+    """Import the command and run it, which ends the process; it takes the signals itself from there on."""
     taken: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler

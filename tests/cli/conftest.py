@@ -19,6 +19,7 @@ class PlainRuntime:
     def __init__(self, config: Config, committed: dict[str, Any] | None = None) -> None:
         self.config = config
         self.calls: list[str] = []
+        self.extras: list[Any] = []
         self.committed = committed
 
     def committed_optimizer_state(self) -> dict[str, Any]:
@@ -36,6 +37,7 @@ class PlainRuntime:
 
     def commit(self, extra: Any) -> None:
         self.calls.append(f"commit {extra['step']}")
+        self.extras.append(extra["batches"])
         Path(self.config.swap_dirs[0], "committed").touch()
 
     def close(self, *, remove: bool | None = None) -> None:

@@ -153,3 +153,14 @@ def test_what_does_not_fit_needs_as_much_disk_as_what_does(
     little, enough = (planned(capsys, "llama-5m", "--host-memory", host, *rest) for host in ("64KiB", "64MiB"))
     assert (little["fits"], enough["fits"]) == (False, True)
     assert little["swap_bytes"] == pytest.approx(enough["swap_bytes"], rel=0.001)
+
+
+def test_a_committed_run_is_refused_with_the_option_that_replaces_it(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--host-memory", "1MiB", "--steps", "1")
+    trained(capsys, "llama-tiny", *arguments, "--keep")
+    rest = ["--seq", "16", "--batch", "2", "--swap-dir", "swap", "--text", "text"]
+    assert main.run(["train", "--model", "llama-tiny", *rest, *arguments]) == 1
+    assert "(tiermem train --overwrite)" in capsys.readouterr().err
+    report = trained(capsys, "llama-tiny", *arguments, "--overwrite")
+    assert [step["number"] for step in report["steps"]] == [1]
+    assert list(Path("swap").iterdir()) == [], "nothing is committed any more"

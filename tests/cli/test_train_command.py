@@ -224,6 +224,7 @@ def test_a_read_only_swap_directory_is_refused(tmp_path: Path, capsys: pytest.Ca
         ["train", "--no-such-option"],
         ["train", "--seed", str(2**64)],
         ["train", "--resume"],
+        ["train", "--resume", "--overwrite", "--swap-dir", "."],
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,6 +310,45 @@ def test_a_rate_that_a_resumed_training_does_not_take_is_said(
     assert main.run([*SHORT, "--lr", rate, "--swap-dir", str(tmp_path), "--resume", "--json"]) == 0
     said = "training goes on with its own learning rate of 0.0003: --lr 0.1 is for a new run"
     assert " ".join(capsys.readouterr().err.split()).count(said) == times
+
+
+BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--seed", "1", "--seed was 0, is 1"),
+        ("--batch", "4", "--batch was 2, is 4"),
+        ("--seq", "16", "--seq was 32, is 16"),
+        ("--accumulate", "2", "--accumulate was 1, is 2"),
+        ("--seed", "0", None),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["known", "of an older version"])
+def test_other_batches_than_those_of_the_resumed_training_are_said(
+    plain_core: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, value: str, said: str, known: bool
+) -> None:
+    plain_core.committed = {"step": 1, "scheduler": SCHEDULER} | ({"batches": BATCHES} if known else {})
+    assert main.run([*SHORT, option, value, "--swap-dir", str(tmp_path), "--resume", "--json"]) == 0
+    found = " ".join(capsys.readouterr().err.split())
+    remarks = [f"training goes on with other batches than its own: {said}"] if said and known else []
+    assert found.count("other batches than its own") == len(remarks)
+    assert all(remark in found for remark in remarks)
+
+
+def test_a_commit_holds_what_its_batches_follow_from(plain_core: Any, tmp_path: Path) -> None:
+    assert main.run([*SHORT, "--swap-dir", str(tmp_path), "--keep"]) == 0
+    (runtime,) = plain_core.runtimes
+    assert runtime.extras == [BATCHES]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_committed_run_may_be_replaced(plain_core: Any, tmp_path: Path, overwrite: bool) -> None:
+    assert main.run([*SHORT, "--swap-dir", str(tmp_path), *(["--overwrite"] if overwrite else [])]) == 0
+    (runtime,) = plain_core.runtimes
+    assert runtime.config.overwrite is overwrite
+    assert plain_core.resumes == [False]
 
 
 class Interrupting:

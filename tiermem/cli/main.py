@@ -35,9 +35,11 @@ def tiermem() -> None:
     quiet_libraries()
 
 
-def _check_resume(resume: bool, named: bool) -> None:
+def _check_resume(resume: bool, overwrite: bool, named: bool) -> None:
     if resume and not named:
         raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
+    if resume and overwrite:
+        raise typer.BadParameter("expected --resume, which goes on, or --overwrite, which begins anew, not both")
 
 
 @app.command()
@@ -64,6 +66,7 @@ def train(
     resume: options.Resume = False,
     keep: options.Keep = False,
     commit_every: options.CommitEvery = 0,
+    overwrite: options.Overwrite = False,
     json: options.Json = False,
     timeline: options.Timeline = None,
     weights: options.WeightsPath = None,
@@ -72,7 +75,7 @@ def train(
     endurance: options.Endurance = None,
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
-    _check_resume(resume, bool(swap_dir or config))
+    _check_resume(resume, overwrite, bool(swap_dir or config))
     from tiermem.cli import train as training
     from tiermem.cli.subject import TrainOptions
 
@@ -97,10 +100,9 @@ def train(
         tensorboard=tensorboard,
         endurance=endurance,
     )
-    overrides = {"host_memory": host_memory, "device_memory": device_memory}
-    overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments}
-    found = training.train_in(swap_dir or (), what, config, overrides)
-    show_training(found, json=json, with_overlap=report)
+    overrides: dict[str, str | bool | None] = {"host_memory": host_memory, "device_memory": device_memory}
+    overrides |= {"update": update, "param_dtype": param_dtype, "moments": moments, "overwrite": overwrite or None}
+    show_training(training.train_in(swap_dir or (), what, config, overrides), json=json, with_overlap=report)
 
 
 @app.command()

@@ -86,6 +86,9 @@ Keep = Annotated[
 CommitEvery = Annotated[
     int, typer.Option("--commit-every", min=0, help="Commit every so many steps and keep the swap files; 0: never.")
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Begin anew where a committed run is, which is lost; not with --resume.")
+]
 SnapshotPaths = Annotated[
     list[Path],
     typer.Argument(

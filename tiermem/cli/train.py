@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ MAX_GRAD_NORM = 1.0
 SWITCH_SECONDS = 0.0005
 # What is left beside the budget for the C library to be free with. "auto" leaves this where the machine has it.
 _ROOMY = 2 << 30
+# The options that batches follow from, beside the text.
+_BATCHES = ("seed", "batch", "seq", "accumulate")
 WARM_UP_SHARE = 0.1
 FINAL_LR_SHARE = 0.1
 
@@ -149,7 +151,8 @@ class Training:
 
     def commit(self) -> None:
         """Commit what has been done so far, beside what comes next."""
-        self.runtime.commit({"step": self.done, "scheduler": self.scheduler.state_dict()})
+        batches = {name: getattr(self.options, name) for name in _BATCHES}
+        self.runtime.commit({"step": self.done, "scheduler": self.scheduler.state_dict(), "batches": batches})
 
     def close(self) -> None:
         """End the runtime; its swap files go unless the run commits and has committed something."""
@@ -157,7 +160,7 @@ class Training:
 
 
 def train_in(
-    directories: Sequence[Path], options: TrainOptions, file: Path | None, overrides: dict[str, str | None]
+    directories: Sequence[Path], options: TrainOptions, file: Path | None, overrides: Mapping[str, str | bool | None]
 ) -> TrainReport | None:
     """Train as `train` does, in `directories`, those that `file` names, or, without either, a new one removed after.
 
@@ -185,7 +188,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     if options.timeline is not None:
         check_output("--timeline", options.timeline)
     subject = find_subject(options)
-    if not options.resume:
+    if not options.resume and not config.overwrite:  # the room of what is replaced is known to the runtime only
         late = launch.size > 1 and config.stage == 1  # then gradients are added up, and units updated, behind backward
         subject.check_space(config, "forward" if late else config.update, commits=options.commits)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
@@ -249,6 +252,11 @@ def say_beginning(training: Training, config: tiermem.Config, console: Console) 
         return
     if options.weights is not None:
         console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
+    committed = training.runtime.committed or {}
+    for name, before in committed.get("batches", {}).items():
+        now = getattr(options, name)
+        if now != before:
+            console.print(f"training goes on with other batches than its own: --{name} was {before}, is {now}")
     (rate, *_) = training.scheduler.base_lrs
     if rate != options.lr:
         console.print(f"training goes on with its own learning rate of {rate:g}: --lr {options.lr:g} is for a new run")
@@ -310,7 +318,7 @@ def load_config(path: Path | None, directories: Sequence[Path] = ()) -> tiermem.
 
 
 def make_config(
-    base: tiermem.Config | None, directories: Sequence[Path], overrides: dict[str, str | None]
+    base: tiermem.Config | None, directories: Sequence[Path], overrides: Mapping[str, str | bool | None]
 ) -> tiermem.Config:
     """Return `base`, or else the default configuration, with `directories` and what is not None of `overrides`."""
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}

@@ -114,15 +114,15 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.seconds))
         raise ResumeError(
             f"{names} holds a committed run (step {manifest.user.get('step')}, {when}): continue it with "
-            "resume=True or resume='auto' (tiermem train --resume), replace it with Config(overwrite=True), or choose "
-            "other directories"
+            "resume=True or resume='auto' (tiermem train --resume), replace it with Config(overwrite=True) (tiermem "
+            "train --overwrite), or choose other directories"
         )
     if not leftovers.resumable:
         missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
         found = f"there is no swap file in {', '.join(missing)}" if missing else "its swap files are of another run"
         raise ResumeError(
             f"the commit in {config.swap_paths[0]} cannot be continued: {found}; give all the directories of that run, "
-            "in its order, or start anew with resume=False and Config(overwrite=True)"
+            "in its order, or start anew with resume=False and Config(overwrite=True) (tiermem train --overwrite)"
         )
     if manifest.user.get("format") != FORMAT:
         raise ResumeError(
@@ -221,7 +221,7 @@ def _refuse_other_order(config: Config) -> None:
         if found.resumable:  # else it has been replaced already
             raise ResumeError(
                 f"{path} holds a committed run, expected it to be the first directory, found {config.swap_paths[0]}: "
-                f"{_IN_ORDER} and Config(overwrite=True), or choose other directories"
+                f"{_IN_ORDER} and Config(overwrite=True) (tiermem train --overwrite), or choose other directories"
             )
 
 
@@ -245,8 +245,8 @@ def _refuse_parts_of_others(config: Config, leftovers: Leftovers) -> None:
             raise ResumeError(
                 f"{path} holds swap file {file.identity.index + 1} of {file.identity.count} of another run, whose "
                 "commit, if it has made one, is in the first of its directories and would be lost: give all the "
-                "directories of that run to continue it, replace it with Config(overwrite=True), or choose other "
-                "directories"
+                "directories of that run to continue it, replace it with Config(overwrite=True) (tiermem train "
+                "--overwrite), or choose other directories"
             )
 
 

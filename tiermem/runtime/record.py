@@ -103,5 +103,5 @@ def optimizer_state(record: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _differs(what: str, committed: object, here: object) -> ResumeError:
     return ResumeError(
         f"this is not the run that was committed: {what} was {committed}, is {here}; resume with what was "
-        "committed, or start anew with Config(overwrite=True)"
+        "committed, or start anew with Config(overwrite=True) (tiermem train --overwrite)"
     )
