@@ -125,8 +125,8 @@ class AdamW(torch.optim.Optimizer):
         self._last = StepResult(result.grad_norm if result.grad_norm is not None else self.grad_norm, result.skipped)
         if result.outdated:
             warnings.warn(
-                "settings (lr, betas, eps, weight_decay) were changed between backward and step, when update='backward'"
-                " had updated parameters with the old ones already. From now on such updates can be undone, which costs "
+                "settings (lr, betas, eps, weight_decay) were changed between backward and step, when "
+                "update='backward' had used the old ones already. From now on such updates can be undone, which costs "
                 "as much as doing them: change settings before backward, or choose update='auto'",
                 RuntimeWarning,
                 stacklevel=3,
