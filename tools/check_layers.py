@@ -44,7 +44,6 @@ FLOORS = {
     "tiermem": 7,  # the face: re-exports what users need
     "tiermem.integrations": 8,
     "tiermem.cli": 9,
-    "tiermem_command": 10,
     "tiermem.__main__": 10,
 }
 WINGS = frozenset({"tiermem.zero3", "tiermem.optim"})
@@ -151,8 +150,7 @@ def is_within(module: str, package: str) -> bool:
 
 
 def product_files(root: Path) -> Iterator[Path]:
-    """Yield the Python files of both packages, and the command's entry beside them."""
-    yield from root.glob("tiermem_command.py")
+    """Yield the Python files of both packages."""
     for package in ("swap", "tiermem"):
         yield from sorted((root / package).rglob("*.py"))
 

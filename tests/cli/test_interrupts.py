@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from doubles_python import WarmPython
 
 from tiermem.cli import main
 from tiermem.cli.interrupts import INTERRUPTED
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, signal, sys, time
@@ -97,48 +93,3 @@ def test_a_run_to_be_kept_that_has_committed_nothing_leaves_no_directory(
     assert main.run(["train", "--model", "llama-tiny", "--seq", "32", "--keep"]) == INTERRUPTED
     assert capsys.readouterr().err == "tiermem: interrupted\n"
     assert list(tmp_path.iterdir()) == []
-
-
-STARTING = """
-import os, signal, sys
-
-class Interrupting:
-    def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
-            {body}
-
-sys.meta_path.insert(0, Interrupting())
-import {entry}
-{entry}.main()
-"""
-BODIES = {
-    "plain": "os.kill(os.getpid(), signal.{number})",
-    "another": """
-            try:
-                os.kill(os.getpid(), signal.{number})
-            except KeyboardInterrupt:
-                os.kill(os.getpid(), signal.{number})
-                raise ImportError("cannot import what was interrupted")""",
-    "swallowed": """
-            try:
-                os.kill(os.getpid(), signal.{number})
-            except KeyboardInterrupt:
-                pass""",
-}
-
-
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("module", ["tiermem", "torch", "typer"])
-def test_a_signal_while_the_command_is_imported_is_one_line(module: str, body: str, number: str) -> None:
-    program = STARTING.format(module=module, body=BODIES[body].format(number=number), entry="tiermem_command")
-    done = subprocess.run([sys.executable, "-c", program, "doctor"], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "tiermem: interrupted\n")
-
-
-def test_what_the_caller_ignores_stays_so_while_the_command_is_imported() -> None:
-    program = STARTING.format(module="typer", body=BODIES["plain"].format(number="SIGHUP"), entry="tiermem_command")
-    ignoring = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{program}"
-    done = subprocess.run([sys.executable, "-c", ignoring, "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "train" in done.stdout
