@@ -44,19 +44,21 @@ def _clear(folder: Path) -> bool:
     file, found = folder / f"{SPACE_NAME}.swapfile", False
     # Without a file there is nothing to remove, or a run is just beginning: it makes its file under its lock.
     if file.is_file() and not file.is_symlink():
+        path = folder / f"{SPACE_NAME}.lock"
+        was_there = path.exists()  # else somebody has cleared the directory of what looked old
         try:
-            lock = DirectoryLock(str(folder / f"{SPACE_NAME}.lock"), swap.SystemCalls())
+            lock = DirectoryLock(str(path), swap.SystemCalls())
         except swap.SwapError:  # held by a run that lives, or not ours
             return False
         try:
-            # Its own lock besides: somebody may have cleared the directory of what looked old, a lock file first.
+            # Its own lock besides, which a lock file that was removed does not tell of.
             found = lock_holder(str(file), swap.SystemCalls()) is None and _is_uncommitted(folder)
             if found:
                 file.unlink(missing_ok=True)
         except OSError:
             found = False
         finally:
-            lock.release(remove=found)
+            lock.release(remove=found or not was_there)
     if found:
         with contextlib.suppress(OSError):  # something else is there, too
             folder.rmdir()

@@ -27,6 +27,7 @@ from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.sizes import format_bytes
 from tiermem.pager.extents import page_key
 from tiermem.runtime.beginning import SPACE_NAME
+from tiermem.runtime.company import RANK_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,11 @@ def _opened(directories: Sequence[Path]) -> Iterator[tuple[Manifest, swap.SwapSp
 def _leftovers(directories: Sequence[Path]) -> swap.Leftovers:
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise ConfigError(f"expected each swap directory once, found {', '.join(map(str, directories))}")
+    if len({each.name for each in directories}) > 1 and all(each.name.startswith(RANK_PREFIX) for each in directories):
+        raise ConfigError(
+            f"expected the folders of one rank, found {', '.join(map(str, directories))}: a commit of several ranks is "
+            "looked at rank by rank; of all together make a snapshot: runtime.snapshot(path) of the resumed run"
+        )
     return swap.find_leftovers(directories, name=SPACE_NAME)
 
 
@@ -180,6 +186,12 @@ def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifes
             raise ResumeError(
                 f"the commit is in {directory}, expected in the first directory, found {directories[0]}: "
                 "give the directories of the run in its order"
+            )
+    for directory in directories:
+        if ranks := sorted({each.parent for each in directory.glob(f"{RANK_PREFIX}*/{SPACE_NAME}.*.manifest")}):
+            raise ResumeError(
+                f"{directory} holds the commit of {counted(len(ranks), 'rank')}: give the folder of one of them, such "
+                f"as {ranks[0]}; of all together make a snapshot: runtime.snapshot(path) of the resumed run"
             )
     raise ResumeError(f"nothing is committed in {', '.join(map(str, directories))}")
 

@@ -59,7 +59,7 @@ def export_command(
 
 @app.command("reshard")
 def reshard_command(
-    paths: options.SnapshotPaths, to: options.NewFolder, ranks: options.Ranks, json: options.Json = False
+    paths: options.SnapshotPath, to: options.NewFolder, ranks: options.Ranks, json: options.Json = False
 ) -> None:
     """Write a snapshot anew with the files of another number of ranks, and verify it."""
     from tiermem.cli.snapshot import rewrite

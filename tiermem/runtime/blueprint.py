@@ -215,6 +215,9 @@ def draw(
     grid = company.grid
     ranks, copies, whole = grid.shards.size, grid.copies.size, config.stage < 3 and company.size > 1
     lay_out = partial(plan_layouts, divided, dtype=config.dtype, ranks=ranks, kept_dtype=keeping.dtype)
+    if beginning.record is not None and (tile := beginning.tile_numel):  # first: of another model no tile says much
+        here = layout_record(lay_out(tile_numel=tile), config, tile, copies=copies, small=small)
+        check_layout(beginning.record["layout"], here)
     sketch = lay_out(tile_numel=SMALLEST_TILE)
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
@@ -233,9 +236,6 @@ def draw(
             "other ranks have updated is brought together on the device, and the page would not stay in host memory"
         )
     layouts = lay_out(tile_numel=footprint.tile_numel)
-    if beginning.record is not None:
-        here = layout_record(layouts, config, footprint.tile_numel, copies=copies, small=small)
-        check_layout(beginning.record["layout"], here)
     shards = shards_of(layouts, grid.shards.rank, whole=whole, copies=copies)
     states = {shard.unit: unit_state(shard, quantized) for shard in shards if shard.layout.trainable}
     # In "backward" an update is for good where nobody clips: then a page that stays in memory is not written at all.
