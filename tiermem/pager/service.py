@@ -261,8 +261,6 @@ class Service:
     def _reserve(self, request: LeaseRequest, page: Page, tier: Tier, claimed: set[Tier]) -> bool:
         """Room for the page on `tier`, on the way to the request's; if leases stand in the way nothing is evicted."""
         lacking, passing = request.tier, tier != request.tier
-        if not passing and tier not in claimed and self._residency.allocate(page, tier):
-            return True  # what is free is more than enough for what is not held
         free = self._room.unheld(lacking) >= page.room
         if free and (not passing or (lacking not in claimed and self._room.prepare(page, lacking))):
             lacking = tier
