@@ -58,9 +58,8 @@ class DirectoryLock:
             return
         fd, self._fd = self._fd, -1
         try:
-            if remove and is_same(
-                self.path, os.fstat(fd)
-            ):  # while still holding it, so that nobody's new lock file is removed
+            # While still holding it, so that nobody's new lock file is removed.
+            if remove and is_same(self.path, os.fstat(fd)):
                 os.unlink(self.path)
         except OSError as error:
             raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error

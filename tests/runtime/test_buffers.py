@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from doubles_training import MIB, config_for
+from safetensors.torch import load_file
 from torch import nn
 
 import tiermem
+from tiermem.checkpoint.reading import open_snapshot
+from tiermem.checkpoint.tensor_file import bytes_of
 
 
 class Odd(nn.Module):
@@ -60,6 +63,8 @@ def test_buffers_that_training_made_come_back(tmp_path: Path, by: str) -> None:
         train(net, 2)
         runtime.commit().wait()
         runtime.snapshot(tmp_path / "snapshot").wait()
+        kept = {each.names[0] for each in open_snapshot(tmp_path / "snapshot").manifest.buffers}
+        assert {"0.bank", "0.late"} <= kept, "or they could not be exported"
         expected = {name: buffer.clone() for name, buffer in net.named_buffers()}
         following = train(net, 2)
     directory, resume = (tmp_path / "run", True) if by == "commit" else (tmp_path / "other", tmp_path / "snapshot")
@@ -151,3 +156,19 @@ def test_buffers_may_be_resized(tmp_path: Path) -> None:
         runtime.commit().wait()
         runtime.save_pretrained(tmp_path / "saved")
         net.seen.resize_(7)
+
+
+def test_a_conjugate_is_exported_by_its_values(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("phases", torch.tensor([1 + 2j, 3 - 4j]).conj())
+    expected = net.phases.resolve_conj()
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        runtime.save_pretrained(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    assert torch.equal(load_file(file)["phases"], expected)
+
+
+@pytest.mark.parametrize("odd", [torch.ones(3, 2).t(), torch.ones(2, dtype=torch.complex64).conj()])
+def test_only_plain_memory_is_taken_for_bytes(odd: torch.Tensor) -> None:
+    with pytest.raises(tiermem.InvariantError, match="the bytes of a plain tensor in one piece"):
+        bytes_of(odd)

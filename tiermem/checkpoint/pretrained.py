@@ -92,7 +92,7 @@ class ModelSource:
                             del values
                             yield names[slot.parameter], view
         for name, buffer in self._buffers().items():
-            yield name, bytes_of(buffer.detach().cpu().contiguous())
+            yield name, bytes_of(buffer.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         wanted = persistent_buffers(self._model) - _never_saved(self._model)

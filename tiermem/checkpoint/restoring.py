@@ -29,6 +29,7 @@ class SnapshotSource:
         self._snapshot = snapshot
         self._compare = compare
         self._kept = {kept.names[0]: kept for kept in snapshot.manifest.kept}
+        self._recorded: Container[str] = snapshot.record.get("buffers", {})
         problems = list(_differences(snapshot, model))
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
@@ -57,8 +58,8 @@ class SnapshotSource:
     def fill_others(self, model: nn.Module) -> None:
         """Give the model's buffers the values they had."""
         for name, buffer in model.named_buffers():
-            if name not in self._kept:
-                continue  # it is in the record (`capture.start_snapshot`)
+            if name in self._recorded:
+                continue  # made in training, or sparse: the record has it (`runtime.buffers`)
             fill_buffer(model, name, buffer, self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
 
     def fill_moments(self, states: StateStore, holdings: Iterable[Holding]) -> None:
@@ -130,6 +131,8 @@ def _buffer_differences(there: Sequence[Kept], model: nn.Module, recorded: Conta
     here = dict(model.named_buffers())
     for kept in there:
         buffer = here.get(kept.names[0])
+        if kept.names[0] in recorded:
+            continue
         if buffer is None:
             yield f"buffer {kept.names[0]} is not there any more"
         elif (tuple(buffer.shape), str(buffer.dtype)) != (kept.shape, f"torch.{kept.dtype}"):

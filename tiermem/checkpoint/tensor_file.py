@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from swap import FormatError, SwapIOError, SystemCalls
 from swap.patience import PatientSystemCalls
 from swap.settings import STALL_SECONDS
+from tiermem.errors import InvariantError
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -143,6 +144,8 @@ def open_tensors(path: Path) -> TensorFile:
 
 def bytes_of(values: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as bytes; it lives as long as they are looked at."""
+    if not (values.is_cpu and values.is_contiguous()) or values.is_conj() or values.is_neg():
+        raise InvariantError(f"expected the bytes of a plain tensor in one piece, found one on {values.device}")
     if not values.numel():
         return memoryview(bytearray())
     # Not `values.numpy()`: torch then refuses for good to resize the tensor, which may be somebody's buffer.

@@ -74,18 +74,16 @@ class Census:
 
     def held(self, tier: Tier) -> int:
         """Bytes leased."""
-        totals = self._reckoned(tier).totals
-        return totals[_HELD] + totals[_HELD + _UNSAVED]
+        return _both(self._reckoned(tier).totals, _HELD)
 
     def stuck(self, tier: Tier) -> int:
         """Bytes that never leave: of failed pages, so that nothing is lost, and of those kept in HOST by choice."""
-        totals = self._reckoned(tier).totals
-        return totals[_STUCK] + totals[_STUCK + _UNSAVED]
+        return _both(self._reckoned(tier).totals, _STUCK)
 
     def fixed(self, tier: Tier) -> int:
         """Bytes leased, and bytes that never leave."""
         totals = self._reckoned(tier).totals
-        return totals[_HELD] + totals[_HELD + _UNSAVED] + totals[_STUCK] + totals[_STUCK + _UNSAVED]
+        return _both(totals, _HELD) + _both(totals, _STUCK)
 
     def unsaved(self, tier: Tier) -> int:
         """Bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy."""
@@ -93,13 +91,11 @@ class Census:
 
     def dirty(self, tier: Tier) -> int:
         """Bytes of copies that are the lowest of their page and that nobody holds or moves."""
-        totals = self._reckoned(tier).totals
-        return totals[_DIRTY] + totals[_DIRTY + _UNSAVED]
+        return _both(self._reckoned(tier).totals, _DIRTY)
 
     def leaving(self, tier: Tier) -> int:
         """Bytes of copies being written down that nobody holds: room that is about to be free."""
-        totals = self._reckoned(tier).totals
-        return totals[_LEAVING] + totals[_LEAVING + _UNSAVED]
+        return _both(self._reckoned(tier).totals, _LEAVING)
 
     def away(self, tier: Tier) -> bool:
         """Whether a page has contents but neither a frame on the tier nor an error."""
@@ -182,6 +178,11 @@ class Census:
                     _reckon(page, each, ledger, lowest)
             self._changed.clear()
         return self._tiers[tier]
+
+
+def _both(totals: Sequence[int], which: int) -> int:
+    """Bytes that add to one of the totals, unsaved or not."""
+    return totals[which] + totals[which + _UNSAVED]
 
 
 def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -> None:

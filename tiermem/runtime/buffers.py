@@ -41,7 +41,7 @@ class BufferWatch:
 
     def capture_odd(self) -> Rows:
         """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or sparse."""
-        return self._rows(lambda name, buffer: self._is_made(name, buffer) or not _is_dense(buffer))
+        return self._rows(lambda name, buffer: self._is_made(name, buffer) or not is_dense(buffer))
 
     def restore(self, record: Mapping[str, list[Any]]) -> None:
         """Give the buffers these values; they belong to every commit from now on. Raises ResumeError if one is gone.
@@ -68,7 +68,7 @@ class BufferWatch:
     def _row(self, name: str, buffer: torch.Tensor) -> list[Any]:
         text = base64.b64encode(_bytes(buffer)).decode("ascii")
         row = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), text]
-        also: dict[str, Any] = {} if _is_dense(buffer) else {"saved": True}
+        also: dict[str, Any] = {} if is_dense(buffer) else {"saved": True}
         if self._is_made(name, buffer):
             module, own = self._place(name)
             also["made"] = own not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
@@ -93,13 +93,14 @@ class BufferWatch:
         return self._model.get_submodule(path), own
 
 
-def _is_dense(buffer: torch.Tensor) -> bool:
+def is_dense(buffer: torch.Tensor) -> bool:
+    """Whether a tensor is plain memory: not sparse, nor nested."""
     return buffer.layout is torch.strided and not buffer.is_nested
 
 
 def _bytes(buffer: torch.Tensor) -> memoryview:
     values = buffer.detach()
-    if _is_dense(values):
+    if is_dense(values):
         return bytes_of(values.resolve_conj().resolve_neg().to("cpu").contiguous())
     file = io.BytesIO()
     torch.save(values, file)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiermem.checkpoint.pretrained import export_record
 from tiermem.errors import ConfigError
 from tiermem.runtime import randomness
+from tiermem.runtime.buffers import is_dense
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.record import FORMAT, optimizer_records
 from tiermem.runtime.snapshots import PendingSnapshot
@@ -43,11 +44,11 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
     house.require_between_steps(Act.SNAPSHOT)
-    odd = house.buffers.capture_odd()
-    record = {**_record(house, extra), "random": [randomness.capture()], "buffers": odd}
-    named = house.divided.model.named_buffers()
+    record = {**_record(house, extra), "random": [randomness.capture()], "buffers": house.buffers.capture_odd()}
     buffers = {
-        name: buffer.detach().cpu().clone().resolve_conj().resolve_neg() for name, buffer in named if name not in odd
+        name: buffer.detach().cpu().clone().resolve_conj().resolve_neg()
+        for name, buffer in house.divided.model.named_buffers()
+        if is_dense(buffer)
     }
     if house.footprint.serial:
         house.coordinator.wait_updates()
