@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tiermem.pager.agenda import _FIRST
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import schedule_of
+from tiermem.pager.schedule import Access, schedule_of
 
 KEYS = [PageKey(unit, Kind.PARAM) for unit in range(8)]
 ACCESSES = st.lists(st.tuples(st.sampled_from(Lane), st.sampled_from(KEYS)), min_size=1, max_size=30)
@@ -205,11 +206,16 @@ class WrittenOutAgenda:
         elif groups:
             coming = [(cursor, Lane.UPDATE, key) for key in groups.pop(0)]
         due = self.hasty is not None and entered
+        updated = None  # the unit of the last update, if no parameters have come since
         for position, lane, key in recorded:
             if due and (self.hasty is None or key.kind is not Kind.GRAD):
                 coming += [(cursor, Lane.UPDATE, late) for late in (groups.pop(0) if groups else [])]
                 coming += updates[self.hasty :] if self.hasty is not None else []
                 updates, due = [], False
+            if lane is Lane.UPDATE and self.hasty is None:
+                if updated not in (None, key.unit):
+                    coming += [(cursor, Lane.UPDATE, late) for late in (groups.pop(0) if groups else [])]
+                updated = key.unit
             if lane is Lane.UPDATE and key in known:
                 continue
             if lane is Lane.UPDATE:
@@ -217,7 +223,8 @@ class WrittenOutAgenda:
                 coming += updates[-1:] if self.hasty is None or len(updates) <= self.hasty else []
                 continue
             coming.append((position, lane, key))
-            due = due or key.kind is Kind.PARAM
+            if key.kind is Kind.PARAM:
+                due, updated = True, None
         coming += [(cursor, Lane.UPDATE, late) for group in groups for late in group]
         return coming + (updates[self.hasty :] if self.hasty is not None else [])
 
@@ -318,3 +325,38 @@ def test_room_for_gradients_comes_before_the_update_that_runs_beside_them() -> N
     for key in gradients[1]:
         forecast.note(Lane.COMPUTE, key)
     assert coming(5) == [KEYS[2], gradients[2][0], states[2][0], gradients[2][1], states[2][1]]
+
+
+class Counted(tuple[Access, ...]):
+    """Accesses that count how often one of them is looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        Counted.looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_look_does_not_cross_the_updates_that_are_done() -> None:
+    """All updates come behind the last gradient: a look costs the same however many of them went before."""
+
+    def looks(count: int) -> int:
+        groups = [[PageKey(unit, Kind.STATE, tile) for tile in range(4)] for unit in range(count)]
+        gradients = [(Lane.COMPUTE, PageKey(unit, Kind.GRAD)) for unit in range(count)]
+        schedule = schedule_of([*gradients, *((Lane.UPDATE, key) for group in groups for key in group)])
+        forecast = Forecast()
+        forecast.set_schedule(replace(schedule, accesses=Counted(schedule.accesses)))
+        for lane, key in gradients:
+            forecast.note(lane, key)
+        Counted.looks = 0
+        for unit, pages in enumerate(groups):
+            forecast.set_agenda(groups[unit : unit + 2])
+            for at, key in enumerate(pages):
+                expected = [later for group in groups[unit:] for later in group][at : at + 4]
+                coming = [later for _, _, later in forecast.upcoming(4)]
+                assert coming[: len(expected)] == expected or unit >= count - 2
+                forecast.note(Lane.UPDATE, key)
+        return Counted.looks
+
+    assert looks(100) < 1.2 * 10 * looks(10)

@@ -8,7 +8,6 @@ counter.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
@@ -206,7 +205,8 @@ class Forecast:
         """The next accesses of all lanes by position, at most one step ahead and at most `limit` of them.
 
         Lanes are merged as they come, so that taking a few costs a few, however long the step is. What is on the
-        agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to.
+        agenda comes in between: a few tiles first, and then a unit for each unit that the computation goes on to, or
+        the update by the record before it comes to parameters.
         """
         if self._schedule is None:
             return iter(())
@@ -229,7 +229,7 @@ class Forecast:
         announced, waiting, done = agenda.pages, agenda.portions(), self._done
         together = schedule.hasty is not None and bool(accesses)
         hasty = len(accesses) if schedule.hasty is None else schedule.hasty
-        seen, put_off = 0, list[tuple[int, Lane, PageKey]]()
+        seen, put_off, unit = 0, list[tuple[int, Lane, PageKey]](), None
         cycle, inside = divmod(now, period := schedule.period)
         # Between a unit that backward has left, whose update is announced, and the gradients of the next one?
         last, head = accesses[inside - 1] if together else None, iter(next(waiting, ()))
@@ -238,7 +238,8 @@ class Forecast:
             for key in head:
                 yield now, update, key
         first = cycle * period
-        for start, part in ((first, range(inside, len(accesses))), (first + period, range(inside))):
+        rest = range(self._skip_done(now) - first, len(accesses))
+        for start, part in ((first, rest), (first + period, range(inside))):
             for index in part:
                 lane, key = accesses[index]
                 if due and not (together and key[1] is grad):
@@ -248,8 +249,18 @@ class Forecast:
                     seen, put_off, due = 0, [], False
                 if lane is compute:
                     yield start + index, lane, key
-                    due = due or key[1] is param
-                elif key not in announced and start + index >= done.get(key, 0):
+                    if key[1] is param:
+                        due, unit = True, None
+                    continue
+                known = key in announced
+                if not known and start + index < done.get(key, 0):
+                    continue
+                if key[0] != unit and not together:
+                    # Behind another unit's update, and no parameters between them: the computation waits for both.
+                    for late in itertools.chain(head, next(waiting, ())) if unit is not None else ():
+                        yield now, update, late
+                    unit = key[0]
+                if not known:
                     seen += 1
                     if seen <= hasty:
                         yield start + index, lane, key
@@ -260,10 +271,27 @@ class Forecast:
                 yield now, update, late
         yield from put_off
 
+    def _skip_done(self, position: int) -> int:
+        """The first access of the step from `position` on that is not an update that is done.
+
+        What is done stays done, and where the last look came to is remembered: where all updates come behind the last
+        gradient, a look does not have to cross those of all units before.
+        """
+        order = self._lanes[Lane.UPDATE]
+        position = max(position, order.cursor)
+        if self._schedule is not None:
+            accesses, period, update = self._schedule.accesses, self._schedule.period, Lane.UPDATE
+            end = position - position % period + len(accesses)
+            while position < end:
+                lane, key = accesses[position % period]
+                if lane is not update or position >= self._done.get(key, 0):
+                    break
+                position += 1
+        order.cursor = position
+        return position
+
     def _merge(self, period: int) -> Iterator[tuple[int, Lane, PageKey]]:
-        heads = {
-            lane: _ahead(order, period, self._start(lane)) for lane, order in self._lanes.items() if order.positions
-        }
+        heads = {lane: order.ahead(self._start(lane), period) for lane, order in self._lanes.items() if order.positions}
         front = {lane: next(head) for lane, head in heads.items()}
         while front:
             lane = min(front, key=lambda candidate: front[candidate][0])
@@ -313,13 +341,3 @@ def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
         elif access.key.kind is Kind.GRAD:
             gradients[access.key.unit] = position
     return due
-
-
-def _ahead(order: LaneOrder, period: int, start: int) -> Iterator[tuple[int, PageKey]]:
-    """One period's worth of a lane's accesses from `start` on."""
-    cycle, inside = divmod(start, period)
-    first = bisect.bisect_left(order.positions, inside)
-    count = len(order.positions)
-    for step in range(count):
-        turn, index = divmod(first + step, count)
-        yield (cycle + turn) * period + order.positions[index], order.keys[index]

@@ -7,6 +7,7 @@ positions, which grow for ever: a step later is a period later.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tiermem.pager.page import PageKey
@@ -44,6 +45,14 @@ class LaneOrder:
             if index < len(self.positions)
             else (cycle + 1) * period + self.positions[0]
         )
+
+    def ahead(self, start: int, period: int) -> Iterator[tuple[int, PageKey]]:
+        """One period's worth of accesses from `start` on: the absolute position and the key of each."""
+        cycle, inside = divmod(start, period)
+        first, count = bisect.bisect_left(self.positions, inside), len(self.positions)
+        for step in range(count):
+            turn, index = divmod(first + step, count)
+            yield (cycle + turn) * period + self.positions[index], self.keys[index]
 
     def _before(self, position: int, period: int) -> int:
         cycle, inside = divmod(position, period)
