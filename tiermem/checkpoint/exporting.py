@@ -145,5 +145,6 @@ class CommitSource:
 
 def _buffer(dtype: str, shape: Sequence[int], text: str, *_: object) -> torch.Tensor:
     data = bytearray(base64.b64decode(text))
-    values = torch.frombuffer(data, dtype=_DTYPES[f"torch.{dtype}"]) if data else torch.empty(0)
+    kind = _DTYPES[f"torch.{dtype}"]
+    values = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
     return values.reshape(tuple(shape))

@@ -60,7 +60,7 @@ class Snapshot:
 
     def whole(self, kept: Kept, plane: str, *, compare: bool = True) -> torch.Tensor:
         """A plane as a tensor of its own, of the parameter's shape and strides."""
-        values = torch.empty(kept.numel, dtype=self.dtype(kept, plane))
+        values = torch.empty(kept.numel, dtype=self.dtype(kept, plane), device="cpu")
         self.reader(kept, plane, compare=compare).take(values)
         return values.as_strided(kept.shape, kept.stride)
 
@@ -135,7 +135,7 @@ class PlaneReader:
 def blocks_of(reader: PlaneReader, numel: int) -> Iterator[torch.Tensor]:
     """The next `numel` elements in blocks of a few MiB, each valid until the next."""
     step = BLOCK_NBYTES // reader.dtype.itemsize
-    block = torch.empty(min(step, numel), dtype=reader.dtype)
+    block = torch.empty(min(step, numel), dtype=reader.dtype, device="cpu")
     for begin in range(0, numel, step):
         part = block[: min(step, numel - begin)]
         reader.take(part)

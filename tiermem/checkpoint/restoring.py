@@ -82,7 +82,7 @@ class SnapshotSource:
             states.store_cut(unit, slot.parameter, cut, first, second)
 
     def _arranged(self, kept: Kept, plane: str, slot: Slot) -> torch.Tensor:
-        values = torch.empty_strided(slot.shape, slot.stride)
+        values = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device="cpu")
         values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
         return values.as_strided((slot.numel,), (1,))
 
@@ -104,7 +104,7 @@ def require_whole(snapshot: Snapshot) -> None:
 
 
 def _next(reader: PlaneReader, count: int) -> torch.Tensor:
-    values = torch.empty(count, dtype=reader.dtype)
+    values = torch.empty(count, dtype=reader.dtype, device="cpu")
     reader.take(values)
     return values
 

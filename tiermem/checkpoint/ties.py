@@ -31,6 +31,6 @@ def is_same(first: Place, second: Place, dtype: torch.dtype) -> bool:
 
 
 def _read(reader: TensorReader, info: TensorInfo, begin: int, length: int) -> torch.Tensor:
-    values = torch.empty(length, dtype=info.dtype)
+    values = torch.empty(length, dtype=info.dtype, device="cpu")
     reader.read(bytes_of(values), info.offset + begin * info.dtype.itemsize)
     return values

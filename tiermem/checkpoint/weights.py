@@ -231,7 +231,7 @@ def _read(reader: TensorReader, info: TensorInfo, values: torch.Tensor) -> None:
             _read(reader, replace(info, shape=info.shape[1:], offset=info.offset + number * row_nbytes), row)
         return
     count = max(1, BLOCK_NBYTES // max(row_nbytes, 1))
-    block = torch.empty((min(count, len(rows)), *rows.shape[1:]), dtype=info.dtype)
+    block = torch.empty((min(count, len(rows)), *rows.shape[1:]), dtype=info.dtype, device="cpu")
     for begin in range(0, len(rows), count):
         part = block[: min(count, len(rows) - begin)]
         reader.read(bytes_of(part), info.offset + begin * row_nbytes)

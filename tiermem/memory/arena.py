@@ -83,7 +83,7 @@ class Frame:
 
     def let_go(self) -> None:
         """Hold on to the bytes no longer; views of them still do. Whoever is left with the frame finds it empty."""
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._buffer = None
 
     def _use_count(self) -> int:

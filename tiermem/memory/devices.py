@@ -128,7 +128,7 @@ class SimulatedDevice:
 
 def _processor_slab(nbytes: int) -> TensorSlab:
     try:
-        return TensorSlab(torch.empty(nbytes, dtype=torch.uint8))
+        return TensorSlab(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     except (RuntimeError, TypeError) as error:  # a TypeError of many lines: more bytes than an address can count
         reason = str(error).partition("\n")[0]
         raise ConfigError(

@@ -227,7 +227,7 @@ class AdamW(torch.optim.Optimizer):
         parameters, runtime = list(self._parameters()), self._runtime()
         indices = [self._index_of[parameters[number]] for number in packed["state"]]
         for entry, moments in zip(packed["state"].values(), runtime.read_moments(indices), strict=True):
-            entry["step"] = torch.tensor(float(entry["step"]))
+            entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
             entry["exp_avg"], entry["exp_avg_sq"] = moments
         return packed
 

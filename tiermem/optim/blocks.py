@@ -30,6 +30,7 @@ import torch
 from tiermem.optim.codebook import CodeBook
 
 BLOCK_NUMEL = 256
+HOST = torch.device("cpu")  # said wherever something is made: torch's default may be another
 
 
 def block_count(numel: int) -> int:
@@ -40,7 +41,7 @@ def block_count(numel: int) -> int:
 class BlockScratch:
     """What translating a slice of at most `numel` elements needs besides its results; allocated once."""
 
-    def __init__(self, numel: int, device: torch.device | None = None) -> None:
+    def __init__(self, numel: int, device: torch.device = HOST) -> None:
         self.index = torch.empty(numel, dtype=torch.int64, device=device)
         self.half = torch.empty(numel, dtype=torch.float16, device=device)
 

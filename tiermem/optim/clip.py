@@ -21,7 +21,7 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     As `torch.nn.utils.get_total_norm`, which takes parameters dtype by dtype in the order of first appearance.
     """
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for norm in norms:
         by_dtype.setdefault(norm.dtype, []).append(norm)

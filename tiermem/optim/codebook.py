@@ -60,15 +60,19 @@ class CodeBook:
 def signed_book() -> CodeBook:
     """For first moments."""
     positive = _positive(parts=1)
-    values = torch.cat([-positive.flip(0), torch.zeros(1, dtype=torch.float64), positive, torch.ones(1)])
+    values = torch.cat([-positive.flip(0), _exactly(0.0), positive, _exactly(1.0)])
     return _book(values, signed=True)
 
 
 @functools.cache
 def unsigned_book() -> CodeBook:
     """For second moments. Nothing is rounded to the value 0: see "Second moments" in blocks.py."""
-    values = torch.cat([torch.zeros(1, dtype=torch.float64), _positive(parts=2), torch.ones(1)])
+    values = torch.cat([_exactly(0.0), _positive(parts=2), _exactly(1.0)])
     return _book(values, signed=False)
+
+
+def _exactly(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64, device="cpu")
 
 
 def _positive(parts: int) -> torch.Tensor:
@@ -76,7 +80,7 @@ def _positive(parts: int) -> torch.Tensor:
     decades = []
     for decade in range(DECADES):
         count = parts << decade
-        middles = 0.1 + 0.9 * (2 * torch.arange(count, dtype=torch.float64) + 1) / (2 * count)
+        middles = 0.1 + 0.9 * (2 * torch.arange(count, dtype=torch.float64, device="cpu") + 1) / (2 * count)
         decades.append(middles * 10.0 ** (decade - DECADES + 1))
     return torch.cat(decades)
 
@@ -84,7 +88,8 @@ def _positive(parts: int) -> torch.Tensor:
 def _book(exact: torch.Tensor, *, signed: bool) -> CodeBook:
     zero = int(torch.argmin(exact.abs()))
     middles = (exact[zero + 1 :] + exact[zero:-1]) / 2
-    magnitudes = torch.arange(1 << 15, dtype=torch.int32).to(torch.uint16).view(torch.float16).to(torch.float64) / UNIT
+    bits = torch.arange(1 << 15, dtype=torch.int32, device="cpu").to(torch.uint16)
+    magnitudes = bits.view(torch.float16).to(torch.float64) / UNIT
     places = torch.bucketize(magnitudes, middles)
     places[~magnitudes.isfinite()] = 0
     if signed:

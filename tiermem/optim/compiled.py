@@ -167,6 +167,7 @@ def differences(loops: CompiledLoops) -> list[str]:
 
 
 _NUMEL = 4096
+_WIDE = torch.float32  # whatever torch's default is
 
 
 def _same(
@@ -178,12 +179,12 @@ def _same(
     settings: Settings,
 ) -> bool:
     """Three updates of the same numbers by both, with and without a scale of gradients."""
-    magnitudes = torch.logspace(-30, 3, _NUMEL)[torch.randperm(_NUMEL, generator=generator)]
-    parameter = (torch.randn(_NUMEL, generator=generator) * magnitudes).to(dtype)
+    magnitudes = torch.logspace(-30, 3, _NUMEL, dtype=_WIDE)[torch.randperm(_NUMEL, generator=generator)]
+    parameter = (torch.randn(_NUMEL, generator=generator, dtype=_WIDE) * magnitudes).to(dtype)
     sides = [(update, parameter.clone(), _planes(kind, dtype)) for update in (by_torch, compiled)]
     # A scale on float32 gradients is applied before the loop is called.
     for scale in (1.0, 0.37, 1.0) if dtype == torch.bfloat16 else (1.0, 1.0):
-        grad = (torch.randn(_NUMEL, generator=generator) * magnitudes.flip(0)).to(dtype)
+        grad = (torch.randn(_NUMEL, generator=generator, dtype=_WIDE) * magnitudes.flip(0)).to(dtype)
         grad[::97] = 0.0
         for update, own, planes in sides:
             update(own, grad, planes, settings, scale)
@@ -199,14 +200,15 @@ def _planes(kind: type[StatePlanes | BlockPlanes], dtype: torch.dtype) -> StateP
     if remainder is not None:
         remainder[::4] = -0x8000
     if kind is StatePlanes:
-        second = torch.rand(_NUMEL, generator=torch.Generator().manual_seed(3))
+        second = torch.rand(_NUMEL, generator=torch.Generator().manual_seed(3), dtype=_WIDE)
         if remainder is not None:
             second[::8] *= -1.0
-        return StatePlanes(remainder, None, torch.zeros(_NUMEL), second)
+        return StatePlanes(remainder, None, torch.zeros(_NUMEL, dtype=_WIDE), second)
     marks = torch.zeros(_NUMEL // 8, dtype=torch.uint8) if split else None
     if marks is not None:
         marks[: _NUMEL // 16] = 1  # whole blocks have none
-    moments = [Blocks(torch.zeros(_NUMEL, dtype=torch.uint8), torch.zeros(_NUMEL // BLOCK_NUMEL)) for _ in range(2)]
+    codes, scales = torch.zeros(_NUMEL, dtype=torch.uint8), torch.zeros(_NUMEL // BLOCK_NUMEL, dtype=_WIDE)
+    moments = [Blocks(codes.clone(), scales.clone()) for _ in range(2)]
     return BlockPlanes(remainder, None, marks, *moments)
 
 

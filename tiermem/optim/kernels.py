@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.errors import InvariantError
-from tiermem.optim.blocks import BLOCK_NUMEL, BlockScratch, block_count
+from tiermem.optim.blocks import BLOCK_NUMEL, HOST, BlockScratch, block_count
 from tiermem.optim.codebook import CodeBook, signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, MixedPlanes, StatePlanes
@@ -91,10 +91,11 @@ class Workspace:
             raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
         self.slice_numel = slice_numel
         self.coded_slice_numel = numel = block_count(slice_numel) * BLOCK_NUMEL
-        self.master = torch.empty(numel, dtype=torch.float32, device=device)
-        self.grad = torch.empty(numel, dtype=torch.float32, device=device)
-        self.integers = torch.empty(numel, dtype=torch.int32, device=device)
-        self.step = torch.zeros((), dtype=torch.float32, device=device)
+        self._place = HOST if device is None else device
+        self.master = torch.empty(numel, dtype=torch.float32, device=self._place)
+        self.grad = torch.empty(numel, dtype=torch.float32, device=self._place)
+        self.integers = torch.empty(numel, dtype=torch.int32, device=self._place)
+        self.step = torch.zeros((), dtype=torch.float32, device=self._place)
         self.shares = shares if shares is not None else Shares()
         self.device = device
         self._compiled = compiled and device is None
@@ -120,9 +121,9 @@ class Workspace:
         """Room for both moments of a slice in float32, whole blocks. Only who has 8-bit moments pays for it."""
         if self._coded is None:
             whole, device = self.coded_slice_numel, self.device
-            both = torch.empty(2, whole, device=device)
+            both = torch.empty(2, whole, dtype=torch.float32, device=self._place)
             books = signed_book().on(device), unsigned_book().on(device)
-            self._coded = _Coded(both[0], both[1], BlockScratch(whole, device), *books)
+            self._coded = _Coded(both[0], both[1], BlockScratch(whole, self._place), *books)
         whole = block_count(numel) * BLOCK_NUMEL
         return self._coded._replace(first=self._coded.first[:whole], second=self._coded.second[:whole])
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from tiermem.errors import InvariantError
-from tiermem.optim.blocks import BlockScratch
+from tiermem.optim.blocks import HOST, BlockScratch
 from tiermem.optim.planes import BlockPlanes, StatePlanes, tile_planes
 from tiermem.optim.split import complete, split
 from tiermem.optim.tiles import Segment, UnitState
@@ -47,7 +47,7 @@ class CutBuffers:
     """
 
     def __init__(self) -> None:
-        self.master, self.first, self.second = (torch.empty(SLICE_NUMEL) for _ in range(3))
+        self.master, self.first, self.second = (_floats(SLICE_NUMEL) for _ in range(3))
         self.scratch = BlockScratch(SLICE_NUMEL)
 
 
@@ -79,7 +79,7 @@ class StateStore:
     def read_master(self, unit: int, parameter: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The float32 master of a parameter, 1-D; written to `out` (float32, 1-D) if there is one."""
         state, segment = self._find(unit, parameter)
-        out = torch.empty(segment.numel) if out is None else out
+        out = _floats(segment.numel) if out is None else out
         scratch = _scratch_for(segment.numel)
         self._read_parameter(state, segment.start, out)
         for cut in state.cuts(segment):
@@ -89,7 +89,7 @@ class StateStore:
     def read_moments(self, unit: int, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
         """First and second moment of a parameter, float32, 1-D; zeros before its first update."""
         state, segment = self._find(unit, parameter)
-        first, second = torch.zeros(segment.numel), torch.zeros(segment.numel)
+        first, second = _floats(segment.numel).zero_(), _floats(segment.numel).zero_()
         scratch = _scratch_for(segment.numel)
         for cut in state.cuts(segment):
             part = slice(cut.begin, cut.begin + cut.length)
@@ -213,6 +213,11 @@ def _slices(planes: Planes, scratch: BlockScratch) -> Iterator[tuple[slice, Plan
     for begin in range(0, planes.numel, scratch.index.numel()):
         length = min(scratch.index.numel(), planes.numel - begin)
         yield slice(begin, begin + length), planes.part(begin, length)
+
+
+def _floats(numel: int) -> torch.Tensor:
+    """Room in host memory, whatever torch's defaults are."""
+    return torch.empty(numel, dtype=torch.float32, device=HOST)
 
 
 def _scratch_for(numel: int) -> BlockScratch:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from tiermem.errors import InvariantError
-from tiermem.optim.blocks import BLOCK_NUMEL, Blocks, BlockScratch, block_count
+from tiermem.optim.blocks import BLOCK_NUMEL, HOST, Blocks, BlockScratch, block_count
 from tiermem.optim.codebook import signed_book, unsigned_book
 from tiermem.optim.split import BitMarks, BitMasks, Marks, Masks, SignMarks, SignMasks
 from tiermem.optim.tiles import Mixture, UnitState, aligned, master_dtypes
@@ -131,7 +131,7 @@ class BlockPlanes:
             (signed_book(), self.exp_avg, first),
             (unsigned_book(), self.exp_avg_sq, second),
         ):
-            padded = torch.zeros(whole)
+            padded = torch.zeros(whole, dtype=torch.float32, device=HOST)
             padded[: self.numel] = values
             blocks.store(book, padded, scratch)
 

@@ -28,7 +28,7 @@ def unscaling_factor(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
             "scaler.unscale_(optimizer) finds no gradients: those of an offloaded model are pages. Leave it out, "
             "scaler.step(optimizer) unscales them; to clip, pass max_grad_norm to tiermem.AdamW"
         )
-    return float(torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float())
+    return float(torch.tensor(scaler.get_scale(), dtype=torch.float64, device="cpu").reciprocal().float())
 
 
 def refuse_hidden_scale(optimizer: torch.optim.Optimizer) -> None:
@@ -51,7 +51,7 @@ def record_finite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
         found: dict[Any, Any] = scaler._found_inf_per_device(optimizer)  # noqa: SLF001 - no public way to tell
     except AttributeError as error:
         raise _moved("_found_inf_per_device") from error
-    found[torch.device("cpu")] = torch.tensor(0.0 if finite else 1.0)
+    found[torch.device("cpu")] = torch.tensor(0.0 if finite else 1.0, dtype=torch.float32, device="cpu")
 
 
 def _moved(name: str) -> TiermemError:

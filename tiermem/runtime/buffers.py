@@ -113,7 +113,7 @@ def _values(dtype: str, shape: list[int], text: str, *, saved: bool) -> torch.Te
         values: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return values
     kind = getattr(torch, dtype)
-    return (torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)).reshape(shape)
+    return (torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")).reshape(shape)
 
 
 def _digest(buffer: torch.Tensor) -> tuple[torch.dtype, torch.Size, int]:

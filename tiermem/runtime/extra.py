@@ -123,7 +123,7 @@ def _bytes_of(record: dict[str, Any]) -> bytes:
 def _tensor_of(record: dict[str, Any]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, record["dtype"])
     data = bytearray(_bytes_of(record))
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(record["shape"])
 
 

@@ -199,7 +199,7 @@ class Runtime(Closing):
                 "that ends; ask before or after it"
             )
         house.coordinator.unit_needed(unit)
-        whole = torch.zeros(slot.numel)
+        whole = torch.zeros(slot.numel, dtype=torch.float32, device="cpu")
 
         def read() -> None:
             for piece in house.owned(unit, slot):

@@ -51,7 +51,7 @@ class PagedMoments:
     def _whole(self, number: int) -> Moments:
         house, (unit, slot) = self._house, self._slots[number]
         house.coordinator.unit_needed(unit)
-        first, second = torch.zeros(slot.numel), torch.zeros(slot.numel)
+        first, second = (torch.zeros(slot.numel, dtype=torch.float32, device="cpu") for _ in range(2))
 
         def read() -> None:
             for piece in house.owned(unit, slot):
@@ -108,6 +108,6 @@ def _check(slot: Slot, moments: Moments) -> None:
 
 
 def _in_memory_order(values: torch.Tensor, slot: Slot) -> torch.Tensor:
-    arranged = torch.empty_strided(slot.shape, slot.stride)
+    arranged = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device="cpu")
     arranged.copy_(values.detach())
     return arranged.as_strided((slot.numel,), (1,))

@@ -50,7 +50,7 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     count = len(batches)
     if count > 1:
         scheduler.gradients.prepare_together()
-    seeds = torch.randint(2**63 - 1, (count,)).tolist() if count else []
+    seeds = torch.randint(2**63 - 1, (count,), device="cpu").tolist() if count else []
     kept = _generators()
     surroundings = Surroundings()
     measure = loss if loss is not None else _model_loss(house.divided.model, count)

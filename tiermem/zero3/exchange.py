@@ -178,7 +178,7 @@ class RankGradients(StepGradients):
         if parameter not in self._norms:
             return None
         shard, slot = self._places[parameter]
-        whole = torch.zeros(slot.numel, dtype=slot.dtype)
+        whole = torch.zeros(slot.numel, dtype=slot.dtype, device="cpu")
 
         def fill() -> None:
             for piece in shard.owned():
@@ -215,7 +215,7 @@ class RankGradients(StepGradients):
         for index, number in enumerate(self.trainable(unit)):
             if present[index]:
                 total = math.sqrt(sum(each[index] for each in own))
-                self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype))
+                self._norms[number] = torch.tensor(total, dtype=norm_dtype(shard.layout.dtype), device="cpu")
 
     def _end(self) -> None:
         self.release()
@@ -301,7 +301,8 @@ def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor
     """
     if collectives.size == 1 or not whole.numel():
         return
-    every = torch.empty(collectives.size * whole.numel() * whole.element_size(), dtype=torch.uint8)
+    nbytes = collectives.size * whole.numel() * whole.element_size()
+    every = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     collectives.all_gather(every, whole.view(torch.uint8))
     told = every.view(collectives.size, -1)
     for rank in range(collectives.size):

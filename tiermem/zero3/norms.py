@@ -206,8 +206,8 @@ def _vector_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _norm_by_pieces(flat: torch.Tensor) -> torch.Tensor:
     # Here torch would widen all of it first: a copy twice its size, whose memory is new to the process every time
     # (beyond malloc's limit), which takes up to ten times as long as adding up. So piece by piece, in the cache.
-    wide = torch.empty(min(_PIECE, flat.numel()), device=flat.device)
-    squares = torch.zeros(max(1, -(-flat.numel() // _PIECE)), device=flat.device)
+    wide = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float32, device=flat.device)
+    squares = torch.zeros(max(1, -(-flat.numel() // _PIECE)), dtype=torch.float32, device=flat.device)
     for square, narrow in zip(squares, torch.split(flat, _PIECE), strict=True):
         piece = wide[: narrow.numel()].copy_(narrow)
         torch.dot(piece, piece, out=square)

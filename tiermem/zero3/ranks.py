@@ -123,7 +123,7 @@ class Ranks:
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         """See `Collectives`."""
-        return self._tell(torch.tensor(list(numbers), dtype=torch.int64))
+        return self._tell(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
 
     def tell_floats(self, numbers: torch.Tensor) -> list[list[float]]:
         """See `Collectives`."""
@@ -177,7 +177,7 @@ class Ranks:
     def _tell(self, numbers: torch.Tensor) -> list[list[Any]]:
         if not numbers.numel():
             return [[] for _ in range(self.size)]
-        told = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
+        told = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype, device="cpu")
         self._call(lambda: _gather_into()(told, numbers, group=self._messages))
         return [each.tolist() for each in told.view(self.size, -1)]
 

@@ -25,7 +25,8 @@ from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_cop
 from tiermem.zero3.sources import Lease, Pager, PendingLease
 from tiermem.zero3.waiting import Waiting
 
-_NOT_YET = torch.tensor(float("nan"))  # a norm that is taken from the pages, if anybody asks
+# A norm that is taken from the pages, if anybody asks.
+_NOT_YET = torch.tensor(float("nan"), dtype=torch.float32, device="cpu")
 
 
 class StepGradients:

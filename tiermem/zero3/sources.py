@@ -22,7 +22,7 @@ from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.shards import Shard
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Lease(AbstractContextManager["Lease"], Protocol):
