@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device; --simulated shows whether this script runs", file=sys.stderr)
         return 2
+    if options.trace is not None:
+        options.trace.parent.mkdir(parents=True, exist_ok=True)  # now: it is written behind the last step
     sys.setswitchinterval(SWITCH_SECONDS)
     torch.manual_seed(0)
     workload = WORKLOADS["quick" if options.simulated else options.workload]

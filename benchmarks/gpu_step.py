@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workload = "quick" if options.simulated else choose_workload(machine, options.seconds)
     parameters = count_parameters(workload)
     runs: list[dict[str, Any]] = []
+    if options.traces is not None:
+        options.traces.mkdir(parents=True, exist_ok=True)  # now: a run is measured before its timeline is written
     all_of_them = contenders(parameters, machine, options.deepspeed)
     wanted = [each for each in all_of_them if re.search(options.only, each.name)]
     ours = [contender for contender in wanted if contender.script == _OURS]

@@ -13,7 +13,7 @@ import gpu_largest
 
 
 def test_it_trains_on_a_simulated_device_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    swap, trace = tmp_path / "swap", tmp_path / "timeline.json"
+    swap, trace = tmp_path / "swap", tmp_path / "traces" / "timeline.json"
     swap.mkdir()
     small = ("--device-memory", "1MiB", "--host-memory", "16MiB", "--steps", "3")
     assert gpu_largest.main(["--simulated", *small, "--directory", str(swap), "--trace", str(trace)]) == 0
