@@ -131,8 +131,11 @@ def test_what_a_model_says_of_its_first_batch_is_one_line(capsys: pytest.Capture
 
 def test_errors_of_others_than_the_model_keep_their_kind() -> None:
     own = IndexError("index out of range in self")
+    asserted = RuntimeError("CUDA error: device-side assert triggered")  # how a GPU says the same
     others = [CapacityError("HOST"), torch.OutOfMemoryError("so many bytes"), OSError("the disk")]
-    for error, expected in ((own, True), *((other, False) for other in others)):
+    others += [RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")]
+    others += [torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)]
+    for error, expected in ((own, True), (asserted, True), *((other, False) for other in others)):
         with pytest.raises(type(error)):
             raise error
         assert is_models_own(error) is expected

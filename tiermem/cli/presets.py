@@ -148,10 +148,16 @@ def is_models_own(error: Exception) -> bool:
     """Whether a model has raised this, such as for sizes that do not go together, and not what is around it."""
     if not isinstance(error, (LookupError, RuntimeError, TypeError, ValueError)):
         return False
-    if isinstance(error, (torch.OutOfMemoryError, TiermemError)):
+    if isinstance(error, (torch.OutOfMemoryError, TiermemError)) or _is_the_devices(error):
         return False
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return names[-1].partition(".")[0] not in ("tiermem", "swap")
+
+
+def _is_the_devices(error: Exception) -> bool:
+    """Whether a GPU, or a library of it, has failed. A device-side assert is what it makes of an index out of range."""
+    failed = isinstance(error, torch.AcceleratorError) or str(error).startswith(("CUDA ", "cuDNN "))
+    return failed and "device-side assert" not in str(error)
 
 
 def reason_of(error: Exception) -> str:
