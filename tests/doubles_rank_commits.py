@@ -9,6 +9,7 @@ import threading
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from doubles_rank_scenarios import CLIP, Odd, committing, config_for, loss_of, p
 import swap
 import tiermem
 from swap.syscalls import SystemCalls
+from tiermem.pager.pager import Pager
 from tiermem.runtime import commits
 from tiermem.runtime.snapshots import Snapshots
 
@@ -210,8 +212,45 @@ def looking_beside(stage: int, verb: str) -> Callable[[Path, int, int], Any]:
     return scenario
 
 
+def one_has_no_pages_for_a_snapshot(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1's drive fails as pages are written back for the first snapshot; training and keeping go on."""
+    torch.manual_seed(1)
+    model = Odd()
+    told = []
+    with tiermem.offload(model, config_for(directory)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+        real = Pager.start_save
+        for step in range(2):
+            loss_of(model, part(tokens(step), rank, size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1 and step == 0:
+                Pager.start_save = lambda *_: failed_future(OSError(EIO, "the drive of rank 1 has failed"))
+            path = directory.with_name(f"{directory.name} {step}")
+            try:
+                runtime.snapshot(path).wait()
+            except Exception as error:  # noqa: BLE001 - told apart by the test
+                told.append(f"{type(error).__name__}: {error}")
+            Pager.start_save = real
+            runtime.commit({"step": step + 1}).wait()
+        left = sorted(each.name for each in directory.parent.iterdir())
+        return {"told": told, "held": runtime.committed, "left": left}
+
+
+def failed_future(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 LOOKING = [looking_beside(stage, verb) for stage in (1, 2, 3) for verb in ("commit", "snapshot")]
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     made.__name__: made
-    for made in (five_steps, unexpected, *LOOKING, *(make(place) for make in (doubtful, settled) for place in PLACES))
+    for made in (
+        five_steps,
+        unexpected,
+        one_has_no_pages_for_a_snapshot,
+        *LOOKING,
+        *(make(place) for make in (doubtful, settled) for place in PLACES),
+    )
 }

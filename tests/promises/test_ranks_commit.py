@@ -10,7 +10,7 @@ import torch
 from doubles_python import WarmPython
 from doubles_rank_commits import EIO, LOOKING, PLACES, STEPS, STRUCK
 from doubles_rank_scenarios import KILLED
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import STALL, Reports, run_jobs, values
 
 pytestmark = pytest.mark.long
 
@@ -25,6 +25,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
         (3, ["other_sizes"]),
         (1, ["other_sizes", "unexpected"]),
     ]
+    jobs.append((2, ["one_has_no_pages_for_a_snapshot"]))
     jobs.append((2, ["five_steps", "unexpected", *(scenario.__name__ for scenario in LOOKING), *doubts]))
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
@@ -55,6 +56,23 @@ def test_a_commit_that_one_rank_cannot_make_is_nobodys(reports):
     for each in (first, second):
         assert each["held"] == {"step": 1}
         assert each["last"] == {"step": 3}
+
+
+def test_a_snapshot_for_which_one_rank_cannot_write_its_pages_back_is_an_error_on_all_at_once(reports):
+    """And no more than that: training, commits and snapshots go on."""
+    for rank, (report, found) in enumerate(
+        zip(
+            reports[2, "one_has_no_pages_for_a_snapshot"],
+            values(reports[2, "one_has_no_pages_for_a_snapshot"]),
+            strict=True,
+        )
+    ):
+        (told,) = found["told"]
+        assert "the drive of rank 1 has failed" in told
+        assert told.startswith("OSError" if rank == 1 else "TiermemError: another rank could not write its pages back")
+        assert found["held"] == {"step": 2}
+        assert [name for name in found["left"] if "swap " in name or "partial" in name] == ["swap 1"]
+        assert report.seconds < STALL, "nobody has waited in vain"
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in LOOKING])

@@ -128,21 +128,26 @@ class Snapshots:
         updates: Sequence[Future[None]],
     ) -> None:
         generations, mark = self._storage.extents.generations, None
+
+        def take_mark() -> Mark:
+            for update in updates:
+                update.result()
+            self._updates.raise_failed()
+            taken = self._storage.pager.start_save(DURABLE, generations.mark).result()
+            marked.set_result(taken)
+            return taken
+
         error: BaseException | None = None
         try:
             with draft:
-                for update in updates:
-                    update.result()
-                self._updates.raise_failed()
-                mark = self._storage.pager.start_save(DURABLE, generations.mark).result()
-                marked.set_result(mark)
+                mark = together(self._company.committing, "write its pages back", take_mark, undo=generations.release)
                 self._write(draft, mark, record, buffers)
         except BaseException as raised:  # noqa: BLE001 - kept in the future for whoever asks
             error = raised
         trim_heap()  # what joining masters needed lies outside the budget, and would stay with this thread's heap
         if mark is not None:
             generations.release(mark)
-        else:
+        if not marked.done():
             marked.set_result(None)
         if error is not None:
             pending.future.set_exception(error)
