@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,44 @@ def test_an_error_that_nobody_catches_is_told_where_nobody_closes(tmp_path: Path
             program.kill()
     assert "ValueError: the data of rank 1 are spoilt" in second.splitlines()[-1]
     assert "rank 1: closed its runtime because of ValueError: the data of rank 1 are spoilt" in first
+
+
+STOPPED = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import tiermem
+
+folder, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=10.0)
+with tiermem.offload(model, config) as runtime:
+    loss = model(torch.ones(2, 8)).sum()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    loss.backward()
+    runtime.gradient(model[0].weight)
+"""
+
+
+def test_a_rank_that_hangs_and_keeps_the_store_holds_nobody_up(tmp_path: Path) -> None:
+    """Rank 0 does; a call that the store's keeper does not answer would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, str(tmp_path), str(rank), port], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, said = programs[1].communicate(timeout=90)
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+    assert "tiermem.errors.TiermemError: rank 1 cannot go on without the others" in said
+    assert "no word from rank 0: it has died, hangs or is busy for longer than stall_timeout=10 s" in said
 
 
 def test_models_and_settings_that_differ_are_refused_before_anything_is_touched(reports):

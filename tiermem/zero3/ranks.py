@@ -19,18 +19,15 @@ import itertools
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.zero3.words import LONGEST_TEXT, Words
 
-# How long those who notice that somebody is gone wait for each other's word, seconds. A rank in the middle of a long
-# computation notices late and is then among those who are named as silent.
-_WORD_SECONDS = 5.0
-_LONGEST_TEXT = 2000
 _LOOK_SECONDS = 0.0002  # how often to ask a device whether an exchange has ended
 _RUNS = itertools.count()  # tells the runs of one process apart in the store; the same on every rank
 
@@ -66,7 +63,7 @@ class Ranks:
         if device.type == "cuda":
             self._tensors = _group("nccl", self._members, timeout, common=self._common)
         self._device = device
-        self._prefix = f"tiermem/{name}/{'-'.join(map(str, self._members))}"
+        self._words = Words(f"tiermem/{name}/{'-'.join(map(str, self._members))}", self.rank, self.size)
         self._closed = False
         self._whole: Callable[[RuntimeError], TiermemError] | None = None
         self._parts: list[Ranks] = []
@@ -80,7 +77,7 @@ class Ranks:
             members = [self._members[place] for place in row]
             if self.rank in row:
                 part = Ranks(
-                    members, timeout=self._timeout, device=self._device, name=self._prefix, common=self._common
+                    members, timeout=self._timeout, device=self._device, name=self._words.name, common=self._common
                 )
             elif self._common:
                 for backend in ("gloo", "nccl") if self._device.type == "cuda" else ("gloo",):
@@ -131,8 +128,8 @@ class Ranks:
 
     def tell_text(self, text: str) -> list[str]:
         """See `Collectives`."""
-        data = text.encode()[:_LONGEST_TEXT]
-        told = self.tell([len(data), *data, *[0] * (_LONGEST_TEXT - len(data))])
+        data = text.encode()[:LONGEST_TEXT]
+        told = self.tell([len(data), *data, *[0] * (LONGEST_TEXT - len(data))])
         return [bytes(each[1 : 1 + each[0]]).decode(errors="replace") for each in told]
 
     def close(self, reason: str | None = None) -> None:
@@ -141,7 +138,7 @@ class Ranks:
             return
         self._closed = True
         if reason is not None and self._whole is None:
-            self._leave_word(reason)
+            self._words.leave(reason)
         for part in self._parts:
             part.close(reason)
         groups = {id(each): each for each in (self._messages, self._tensors)}
@@ -201,7 +198,7 @@ class Ranks:
         else:
             first = str(error).split(". This is typically")[0].rpartition("] ")[2] or type(error).__name__
         self.close(f"lost another rank ({first})")
-        words = dict(self._words())
+        words = self._words.read(self._timeout)
         told = [f"rank {rank}: {word}" for rank, word in words.items() if not word.startswith("lost another rank")]
         silent = [rank for rank in range(self.size) if rank not in words and rank != self.rank]
         if silent:
@@ -211,33 +208,6 @@ class Ranks:
             )
         why = "; ".join(told) or "no rank says why"
         return TiermemError(f"rank {self.rank} cannot go on without the others ({first}): {why}")
-
-    def _leave_word(self, reason: str) -> None:
-        store = _store()
-        if store is not None:
-            with contextlib.suppress(RuntimeError):  # whoever kept the store may be the one who is gone
-                store.set(f"{self._prefix}/{self.rank}", reason[:_LONGEST_TEXT])
-
-    def _words(self) -> Iterator[tuple[int, str]]:
-        """What the others have left, waiting a while for those who have not noticed yet."""
-        store = _store()
-        missing = [rank for rank in range(self.size) if rank != self.rank]
-        until = time.monotonic() + min(_WORD_SECONDS, self._timeout)
-        while store is not None and missing:
-            for rank in list(missing):
-                key = f"{self._prefix}/{rank}"
-                try:
-                    if not store.check([key]):
-                        continue
-                    word = store.get(key).decode(errors="replace")
-                except RuntimeError:
-                    return
-                missing.remove(rank)
-                yield rank, word
-            if time.monotonic() > until:
-                return
-            if missing:
-                time.sleep(0.05)
 
 
 def _group(backend: str, members: Sequence[int], timeout: float, *, common: bool) -> Any:
@@ -300,11 +270,3 @@ def _apart(values: torch.Tensor) -> torch.Tensor:
         return values
     area = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
     return torch.frombuffer(area, dtype=values.dtype)
-
-
-def _store() -> Any:
-    """The store of torch.distributed, or None if this torch keeps it elsewhere."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    with contextlib.suppress(RuntimeError, ValueError):
-        return find() if find is not None else None
-    return None
