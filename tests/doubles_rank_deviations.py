@@ -64,6 +64,23 @@ def fails_in_backward(directory: Path, rank: int, size: int) -> Any:
         _steps(model, rank, size)
 
 
+def fails_behind_a_run_of_others(directory: Path, rank: int, size: int) -> Any:
+    """The last rank raises in a run of all, before which the others have had one of their own."""
+    others = torch.distributed.new_group(list(range(size - 1)))
+    if rank < size - 1:
+        with tiermem.offload(Odd(), config_for(directory.with_name("others")), mesh=others):
+            pass
+    torch.manual_seed(1)
+    model = Odd()
+
+    def spoil(step: int) -> None:
+        if rank == size - 1 and step == 1:
+            raise ValueError("the data of the last rank are spoilt")
+
+    with tiermem.offload(model, config_for(directory), coalesce=0):
+        _steps(model, rank, size, after=spoil)
+
+
 def interrupted(directory: Path, rank: int, size: int) -> Any:
     """Somebody presses Ctrl-C where rank 1 is, in the forward of its second step."""
     torch.manual_seed(1)
@@ -170,6 +187,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "snapshots_alone": _alone(lambda runtime, path: runtime.snapshot(path)),
     "saves_alone": _alone(lambda runtime, path: runtime.save_pretrained(path)),
     "fails_in_backward": fails_in_backward,
+    "fails_behind_a_run_of_others": fails_behind_a_run_of_others,
     "interrupted": interrupted,
     "ends_earlier": ends_earlier,
     "other_models": other_models,

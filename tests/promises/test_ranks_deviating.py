@@ -15,11 +15,14 @@ from doubles_ranks import ROOT, STALL, Reports, run_jobs, values
 pytestmark = pytest.mark.long
 
 
+THREE = ("fails_in_backward", "fails_behind_a_run_of_others")
+
+
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     # One job each: where ranks are no longer in step, what follows would suffer from it.
-    jobs = [(2, [name]) for name in SCENARIOS]
-    return run_jobs(warm_python, tmp_path_factory.mktemp("deviating"), [*jobs, (3, ["fails_in_backward"])])
+    jobs = [(2, [name]) for name in SCENARIOS if name != "fails_behind_a_run_of_others"]
+    return run_jobs(warm_python, tmp_path_factory.mktemp("deviating"), [*jobs, *((3, [name]) for name in THREE)])
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,14 @@ def test_an_error_in_the_middle_of_backward_is_seen_and_told(reports, size):
         else:
             assert report.error[0] == "TiermemError"
             assert "rank 1: closed its runtime because of ValueError: the gradient of rank 1" in report.error[1]
+
+
+def test_an_error_is_told_whatever_runs_some_of_the_ranks_have_had_before(reports):
+    *others, last = reports[3, "fails_behind_a_run_of_others"]
+    assert last.error[0] == "ValueError"
+    for report in others:
+        assert report.error[0] == "TiermemError"
+        assert "rank 2: closed its runtime because of ValueError: the data of the last rank" in report.error[1]
 
 
 def test_an_interrupt_of_one_rank_is_seen_there_and_told_to_the_others(reports):

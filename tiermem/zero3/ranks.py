@@ -29,7 +29,7 @@ from tiermem.errors import ConfigError, TiermemError
 from tiermem.zero3.words import LONGEST_TEXT, Words
 
 _LOOK_SECONDS = 0.0002  # how often to ask a device whether an exchange has ended
-_RUNS = itertools.count()  # tells the runs of one process apart in the store; the same on every rank
+_RUNS = itertools.count()  # tells the runs of one process apart in the store
 
 
 class Ranks:
@@ -46,10 +46,10 @@ class Ranks:
     ) -> None:
         """`members`: global ranks, None: all. Every one of them calls this at the same time.
 
-        `timeout`: seconds without an answer after which an operation fails. `name`: of this group, among all groups of
-        the run the same on every rank. `common`: whether all processes of the program take part in making it; None: if
-        all are members. Then torch gives its groups names of their own. Else they have names made of their members and
-        of how many groups there are at that moment, which the next run may come upon again.
+        `timeout`: seconds without an answer after which an operation fails. `name`: of this group, no other one of its
+        first rank's; the rest may give others. `common`: whether all processes of the program take part in making it;
+        None: if all are members. Then torch gives its groups names of their own. Else they have names made of their
+        members and of how many groups there are at that moment, which the next run may come upon again.
         """
         self._members = list(range(dist.get_world_size())) if members is None else list(members)
         if dist.get_rank() not in self._members:
@@ -63,10 +63,12 @@ class Ranks:
         if device.type == "cuda":
             self._tensors = _group("nccl", self._members, timeout, common=self._common)
         self._device = device
-        self._words = Words(f"tiermem/{name}/{'-'.join(map(str, self._members))}", self.rank, self.size)
+        self._words = Words("", self.rank, self.size)
         self._closed = False
         self._whole: Callable[[RuntimeError], TiermemError] | None = None
         self._parts: list[Ranks] = []
+        # The first one's name: others may have had other runs before, over some of the ranks only.
+        self._words.name = f"tiermem/{self.tell_text(name)[0]}/{'-'.join(map(str, self._members))}"
 
     def part(self, rows: Sequence[Sequence[int]]) -> Ranks:
         """Cut them into rows, of ascending numbers; the line of this rank's row. All of them call this together.
@@ -206,7 +208,10 @@ class Ranks:
                 f"no word from rank {', '.join(map(str, silent))}: it has died, hangs or is busy for longer than "
                 f"stall_timeout={self._timeout:g} s"
             )
-        why = "; ".join(told) or "no rank says why"
+        lost = [f"rank {rank} has {word}" for rank, word in words.items()]
+        why = "; ".join(
+            told or [*lost, f"whoever computes for longer than stall_timeout={self._timeout:g} s looks dead"]
+        )
         return TiermemError(f"rank {self.rank} cannot go on without the others ({first}): {why}")
 
 
@@ -217,7 +222,7 @@ def _group(backend: str, members: Sequence[int], timeout: float, *, common: bool
 
 
 def next_name() -> str:
-    """A name for the groups of the next run; the same on every rank, if all begin their runs in the same order.
+    """A name for the groups of this process's next run.
 
     Not that of an earlier attempt of the same program under torchrun, which may have had the same store.
     """
