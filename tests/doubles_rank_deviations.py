@@ -81,6 +81,21 @@ def fails_behind_a_run_of_others(directory: Path, rank: int, size: int) -> Any:
         _steps(model, rank, size, after=spoil)
 
 
+def refused_on_one(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1's model cannot be taken; nothing is left on disk."""
+    model = Odd() if rank != 1 else nn.Sequential(nn.LazyLinear(3))
+    said = told(lambda: tiermem.offload(model, config_for(directory)))
+    return said, [each.name for each in directory.iterdir()]
+
+
+def never_comes(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 fails before it offloads anything."""
+    if rank == 1:
+        raise ValueError("rank 1 has no data")
+    with tiermem.offload(Odd(), config_for(directory, stall_timeout=4.0)):
+        pass
+
+
 def interrupted(directory: Path, rank: int, size: int) -> Any:
     """Somebody presses Ctrl-C where rank 1 is, in the forward of its second step."""
     torch.manual_seed(1)
@@ -188,6 +203,8 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "saves_alone": _alone(lambda runtime, path: runtime.save_pretrained(path)),
     "fails_in_backward": fails_in_backward,
     "fails_behind_a_run_of_others": fails_behind_a_run_of_others,
+    "refused_on_one": refused_on_one,
+    "never_comes": never_comes,
     "interrupted": interrupted,
     "ends_earlier": ends_earlier,
     "other_models": other_models,

@@ -62,6 +62,23 @@ def test_an_error_is_told_whatever_runs_some_of_the_ranks_have_had_before(report
         assert "rank 2: closed its runtime because of ValueError: the data of the last rank" in report.error[1]
 
 
+def test_a_model_that_one_rank_cannot_take_is_refused_on_all_at_once(reports):
+    (first, left), (second, none) = values(reports[2, "refused_on_one"])
+    assert second.startswith("ConfigError: parameter 0.weight has no shape yet")
+    assert first.startswith(
+        "TiermemError: another rank could not take the model: rank 1: ConfigError: parameter 0.weight"
+    )
+    assert (left, none) == ([], [])
+    assert all(report.seconds < STALL / 2 for report in reports[2, "refused_on_one"]), "nobody has waited in vain"
+
+
+def test_a_rank_that_never_comes_is_missed_by_name(reports):
+    first, _ = reports[2, "never_comes"]
+    assert first.error[0] == "TiermemError"
+    assert "rank 0 was not joined by all of ranks 0, 1" in first.error[1]
+    assert "all of them call offload, in the same order" in first.error[1]
+
+
 def test_an_interrupt_of_one_rank_is_seen_there_and_told_to_the_others(reports):
     """It runs no hook behind the calls that it ends; what closes the runtime is not taken for a part of them."""
     first, second = reports[2, "interrupted"]

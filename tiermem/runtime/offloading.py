@@ -21,7 +21,7 @@ from tiermem.registry import registry
 from tiermem.runtime.alike import require_alike
 from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
-from tiermem.runtime.company import find_company, own_directories
+from tiermem.runtime.company import Company, find_company, own_directories
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
 from tiermem.runtime.paged_moments import with_moments
@@ -78,13 +78,13 @@ def offload(
         ResumeError: there is nothing to continue, it is of another model, or a commit would be replaced.
         swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
     """
-    _check_kinds(model, config, weights, init)
-    keeping = Keeping(keep, None if keep_dtype is None else parse_dtype("keep_dtype", keep_dtype))
+    _check_config(config)
     company = find_company(config, mesh)
     try:
+        company.together("take the model", lambda: _check_kinds(model, weights, init))
+        keeping = Keeping(keep, None if keep_dtype is None else parse_dtype("keep_dtype", keep_dtype))
         own = own_directories(config, company)
-        beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
-        beginning = agree_on_commit(replace(beginning, rank=company.rank), own, company)
+        beginning = _find_beginning(own, company, resume)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
         blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
         require_alike(model, blueprint, own, company, weights=source is not None)
@@ -94,12 +94,21 @@ def offload(
         raise
 
 
-def _check_kinds(model: object, config: object, weights: object, init: object) -> None:
+def _check_config(config: object) -> None:
+    if not isinstance(config, Config):
+        raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+
+
+def _find_beginning(own: Config, company: Company, resume: bool | str | os.PathLike[str]) -> Beginning:
+    """What all ranks go on from. Collective."""
+    beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
+    return agree_on_commit(replace(beginning, rank=company.rank), own, company)
+
+
+def _check_kinds(model: object, weights: object, init: object) -> None:
     """Refuse what is not of the kind that `offload` asks for, before anything is opened."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload expects a torch.nn.Module, found {type(model).__name__}")
-    if not isinstance(config, Config):
-        raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
     _refuse_offloaded(model)
     refuse_unfit(model)
     if not (weights is None or isinstance(weights, (str, os.PathLike))):

@@ -218,7 +218,14 @@ class Ranks:
 def _group(backend: str, members: Sequence[int], timeout: float, *, common: bool) -> Any:
     """A process group; `common`: whether all processes of the program take part in making it, or only its members."""
     wait = dt.timedelta(seconds=timeout)
-    return dist.new_group(list(members), timeout=wait, backend=backend, use_local_synchronization=not common)
+    try:
+        return dist.new_group(list(members), timeout=wait, backend=backend, use_local_synchronization=not common)
+    except RuntimeError as error:  # what torch.distributed raises, whatever has happened
+        raise TiermemError(
+            f"rank {dist.get_rank()} was not joined by all of ranks {', '.join(map(str, members))} ({error}): all of "
+            "them call offload, in the same order, with the same mesh=; one may have failed before it, or come later "
+            f"than stall_timeout={timeout:g} s allows, or than init_process_group(timeout=) does"
+        ) from error
 
 
 def next_name() -> str:
