@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,21 @@ def other_models(directory: Path, rank: int, size: int) -> Any:
     }
 
 
+def other_snapshots(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 goes on from another snapshot of the same run, then from a copy of the same one."""
+    torch.manual_seed(1)
+    model = Odd()
+    paths = [directory.with_name(f"copy {step}") for step in range(2)]
+    with tiermem.offload(model, config_for(directory)) as runtime:
+        _steps(model, rank, size, count=2, after=lambda step: runtime.snapshot(paths[step], {"step": step}).wait())
+    said = told(lambda: tiermem.offload(Odd(), config_for(directory.with_name("other")), resume=paths[rank]))
+    path = paths[1]
+    if rank == 1:
+        path = Path(shutil.copytree(path, directory.with_name("copy of the same")))
+    with tiermem.offload(Odd(), config_for(directory.with_name("same")), resume=path) as runtime:
+        return said, runtime.committed
+
+
 def _other_verbs(stage: int, update: str, verbs: Callable[[tiermem.AdamW, bool], Any]) -> Callable[..., Any]:
     """In its second step rank 1 does otherwise with its gradients; returns whether any parameter has changed by it."""
 
@@ -208,5 +224,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "interrupted": interrupted,
     "ends_earlier": ends_earlier,
     "other_models": other_models,
+    "other_snapshots": other_snapshots,
     **DIFFERENT_VERBS,
 }

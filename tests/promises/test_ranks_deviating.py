@@ -202,3 +202,13 @@ def test_models_and_settings_that_differ_are_refused_before_anything_is_touched(
     assert "param_dtype=bfloat16" in first["param_dtype"][0]
     assert "stage=2" in first["stage"][0]
     assert "weights=given" in first["weights"][0]
+
+
+def test_another_snapshot_on_one_rank_is_refused_and_a_copy_of_the_same_is_not(reports):
+    """Weights would be the first rank's, moments and step counts of another time on the others."""
+    first, second = values(reports[2, "other_snapshots"])
+    assert first == second
+    assert first[0].startswith("ConfigError: the ranks have different models or settings: rank 0: ")
+    for step in (1, 2):
+        assert f"resume=a snapshot of step {step} made at " in first[0]
+    assert first[1] == {"step": 1}

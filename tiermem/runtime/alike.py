@@ -1,8 +1,9 @@
 """Whether all ranks have brought the same model and the same settings.
 
 Owns the comparison, and what of them is compared: all on which the bytes that ranks exchange depend. Does not compare
-values, which are rank 0's, nor what is each rank's own affair (directories, look-ahead, seeds). Guarantees that ranks
-which differ are all told how, before anything is opened or exchanged.
+values, which are rank 0's (but of a snapshot each reads its part, so all have the same), nor what is each rank's own
+affair (directories, look-ahead, seeds). Guarantees that ranks which differ are all told how, before anything is opened
+or exchanged.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from tiermem.runtime.company import Company
 from tiermem.runtime.record import layout_record
 
 
-def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, company: Company, *, weights: bool) -> None:
-    """Wait for all ranks; raise ConfigError on all unless they have the same layout and buffers, weights or none."""
+def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, company: Company, *, values: str) -> None:
+    """Wait for all ranks; raise ConfigError on all unless they have the same layout, buffers and source of `values`."""
     if company.size == 1:
         return
     summary = _summary(model, blueprint, config, company.grid.copies.size)
-    told = company.computing.tell_text(f"{summary}, weights={'given' if weights else 'not given'}")
+    told = company.computing.tell_text(f"{summary}, {values}")
     if len(set(told)) > 1:
         found = "; ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(told))
         raise ConfigError(

@@ -87,7 +87,7 @@ def offload(
         beginning = _find_beginning(own, company, resume)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
         blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
-        require_alike(model, blueprint, own, company, weights=source is not None)
+        require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
         return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")
@@ -123,6 +123,17 @@ def _refuse_offloaded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if registry.find(parameter) is not None:
             raise ConfigError(f"parameter {name} is offloaded already; close its runtime first")
+
+
+def _source_in_words(beginning: Beginning, source: WeightSource | None) -> str:
+    """What tells one source of values from another: weights are the first rank's, but of a snapshot each reads a part.
+
+    Commits have been compared before.
+    """
+    if beginning.snapshot is None:
+        return f"weights={'given' if source is not None else 'not given'}"
+    manifest = beginning.snapshot.manifest
+    return f"resume=a snapshot of step {manifest.record['step']} made at {manifest.seconds:.3f}"
 
 
 def _find_source(
