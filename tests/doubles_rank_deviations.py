@@ -89,6 +89,16 @@ def refused_on_one(directory: Path, rank: int, size: int) -> Any:
     return said, [each.name for each in directory.iterdir()]
 
 
+def nothing_left(directory: Path, rank: int, size: int) -> Any:
+    """Refused for a file in the way of a directory of rank 1, and for a budget; nobody leaves a directory behind."""
+    directory.mkdir(exist_ok=True)
+    (directory / "rank_00001").touch()
+    found = [told(lambda: tiermem.offload(Odd(), config_for(directory)))]
+    other = directory.with_name("other")
+    found.append(told(lambda: tiermem.offload(Odd(), config_for(other, host_memory=4096))))
+    return found, (directory / f"rank_{rank:05d}").is_dir(), (other / f"rank_{rank:05d}").is_dir()
+
+
 def never_comes(directory: Path, rank: int, size: int) -> Any:
     """Rank 1 fails before it offloads anything."""
     if rank == 1:
@@ -220,6 +230,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "fails_in_backward": fails_in_backward,
     "fails_behind_a_run_of_others": fails_behind_a_run_of_others,
     "refused_on_one": refused_on_one,
+    "nothing_left": nothing_left,
     "never_comes": never_comes,
     "interrupted": interrupted,
     "ends_earlier": ends_earlier,

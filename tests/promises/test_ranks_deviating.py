@@ -72,6 +72,16 @@ def test_a_model_that_one_rank_cannot_take_is_refused_on_all_at_once(reports):
     assert all(report.seconds < STALL / 2 for report in reports[2, "refused_on_one"]), "nobody has waited in vain"
 
 
+def test_where_a_rank_cannot_make_its_directory_nobody_leaves_one(reports):
+    first, second = values(reports[2, "nothing_left"])
+    told = "SwapIOError: mkdir in "
+    assert first[0][0].startswith(f"TiermemError: another rank could not look at its swap directories: rank 1: {told}")
+    assert second[0][0].startswith(told)
+    for (_, budget), *left in (first, second):
+        assert budget.startswith("BudgetError")
+        assert left == [False, False]
+
+
 def test_a_rank_that_never_comes_is_missed_by_name(reports):
     first, _ = reports[2, "never_comes"]
     assert first.error[0] == "TiermemError"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import secrets
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from swap import SwapIOError
 from swap.paths import sync_directory
 from swap.syscalls import SystemCalls
 from tiermem.config import Config, resolve_device
@@ -139,7 +141,7 @@ def _arrange(everyone: Ranks, rows: Sequence[Sequence[int]]) -> Grid:
 
 
 def own_directories(config: Config, company: Company) -> Config:
-    """`config` with this rank's subdirectory of each swap directory, which is made; one process has none.
+    """`config` with this rank's subdirectory of each swap directory; one process has none.
 
     The paths are absolute: the run goes on where it began, whatever directory the process changes to.
     """
@@ -147,9 +149,13 @@ def own_directories(config: Config, company: Company) -> Config:
     if company.size == 1:
         return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])
     paths = [path / f"{RANK_PREFIX}{company.rank:05d}" for path in paths]
-    for path in paths:
-        _make(path)
     return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])
+
+
+def make_directories(config: Config, company: Company) -> None:
+    """Make this rank's subdirectories, where `config` is that of `own_directories`."""
+    for path in config.swap_paths if company.size > 1 else ():
+        _make(path)
 
 
 def leave_directories(config: Config, company: Company) -> None:
@@ -161,5 +167,8 @@ def leave_directories(config: Config, company: Company) -> None:
 
 def _make(path: Path) -> None:
     if path.parent.is_dir() and not path.is_dir():  # else whoever opens it says that it is missing
-        path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise SwapIOError("mkdir", path, errno=error.errno or errno.EIO) from error
         sync_directory(os.fspath(path.parent), SystemCalls())  # a commit in there is only as durable as its name

@@ -21,7 +21,7 @@ from tiermem.registry import registry
 from tiermem.runtime.alike import require_alike
 from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
-from tiermem.runtime.company import Company, find_company, own_directories
+from tiermem.runtime.company import Company, find_company, leave_directories, make_directories, own_directories
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
 from tiermem.runtime.paged_moments import with_moments
@@ -82,15 +82,15 @@ def offload(
     company = find_company(config, mesh)
     try:
         company.together("take the model", lambda: _check_kinds(model, weights, init))
-        keeping = Keeping(keep, None if keep_dtype is None else parse_dtype("keep_dtype", keep_dtype))
         own = own_directories(config, company)
         beginning = _find_beginning(own, company, resume)
         source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
-        blueprint = draw(model, own, units, beginning, company, keeping, coalesce)
+        blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
         require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
         return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
     except BaseException as error:
         company.close(f"could not begin: {type(error).__name__}: {error}")
+        leave_directories(own_directories(config, company), company)
         raise
 
 
@@ -99,9 +99,18 @@ def _check_config(config: object) -> None:
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
 
 
+def _keeping(keep: Keep, keep_dtype: str | torch.dtype | None) -> Keeping:
+    return Keeping(keep, None if keep_dtype is None else parse_dtype("keep_dtype", keep_dtype))
+
+
 def _find_beginning(own: Config, company: Company, resume: bool | str | os.PathLike[str]) -> Beginning:
     """What all ranks go on from. Collective."""
-    beginning = company.together("look at its swap directories", lambda: find_beginning(own, resume))
+
+    def look() -> Beginning:
+        make_directories(own, company)
+        return find_beginning(own, resume)
+
+    beginning = company.together("look at its swap directories", look)
     return agree_on_commit(replace(beginning, rank=company.rank), own, company)
 
 
