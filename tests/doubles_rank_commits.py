@@ -10,6 +10,7 @@ import time
 import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import swap
 import tiermem
 from swap.syscalls import SystemCalls
 from tiermem.pager.pager import Pager
-from tiermem.runtime import commits
+from tiermem.process import start_thread
+from tiermem.runtime import commits, snapshots
 from tiermem.runtime.snapshots import Snapshots
 
 EIO = errno.EIO
@@ -237,6 +239,36 @@ def one_has_no_pages_for_a_snapshot(directory: Path, rank: int, size: int) -> An
         return {"told": told, "held": runtime.committed, "left": left}
 
 
+def one_has_no_thread(directory: Path, rank: int, size: int) -> Any:
+    """Rank 1 may start no thread for the first commit and the first snapshot."""
+
+    def none_left(name: str, *_: Any) -> tiermem.TiermemError:
+        return tiermem.TiermemError(f"no thread for {name}")
+
+    torch.manual_seed(1)
+    model = Odd()
+    told = []
+    with tiermem.offload(model, config_for(directory)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
+        for step in range(2):
+            loss_of(model, part(tokens(step), rank, size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            real = start_thread if rank == 0 or step == 1 else none_left
+            with (
+                unittest.mock.patch.object(commits, "start_thread", real),
+                unittest.mock.patch.object(snapshots, "start_thread", real),
+            ):
+                for keep in (runtime.commit, partial(runtime.snapshot, directory.with_name(f"copy {step}"))):
+                    try:
+                        keep().wait()
+                    except tiermem.TiermemError as error:
+                        told.append(str(error))
+                    else:
+                        told.append("")
+    return told
+
+
 def failed_future(error: BaseException) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
@@ -250,6 +282,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         five_steps,
         unexpected,
         one_has_no_pages_for_a_snapshot,
+        one_has_no_thread,
         *LOOKING,
         *(make(place) for make in (doubtful, settled) for place in PLACES),
     )

@@ -25,7 +25,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
         (3, ["other_sizes"]),
         (1, ["other_sizes", "unexpected"]),
     ]
-    jobs.append((2, ["one_has_no_pages_for_a_snapshot"]))
+    jobs += [(2, ["one_has_no_pages_for_a_snapshot", "one_has_no_thread"])]
     jobs.append((2, ["five_steps", "unexpected", *(scenario.__name__ for scenario in LOOKING), *doubts]))
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
@@ -73,6 +73,14 @@ def test_a_snapshot_for_which_one_rank_cannot_write_its_pages_back_is_an_error_o
         assert found["held"] == {"step": 2}
         assert [name for name in found["left"] if "swap " in name or "partial" in name] == ["swap 1"]
         assert report.seconds < STALL, "nobody has waited in vain"
+
+
+def test_a_rank_that_may_start_no_thread_for_a_commit_or_a_snapshot_says_so_to_all(reports):
+    first, second = values(reports[2, "one_has_no_thread"])
+    assert second == ["no thread for tiermem-commit", "no thread for tiermem-snapshot", "", ""]
+    for told, what, own in zip(first, ("prepare a commit", "write its pages back"), second, strict=False):
+        assert told == f"another rank could not {what}: rank 1: TiermemError: {own}"
+    assert first[2:] == ["", ""]
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in LOOKING])

@@ -30,8 +30,10 @@ from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
 from tiermem.process import start_thread
 from tiermem.runtime.commits_agreed import publish_everywhere
-from tiermem.runtime.company import Company, together
+from tiermem.runtime.company import Company, refuse, together
 from tiermem.runtime.storage import Storage
+
+_PREPARE = "prepare a commit"
 
 
 class UpdateWaiter(Protocol):
@@ -123,7 +125,8 @@ class Commits:
         # Not a daemon: a program that ends with a commit under way finishes it.
         refusal = start_thread("tiermem-commit", self._run, *arguments)
         if refusal is not None:
-            pending.future.set_exception(refusal)
+            self._storage.rhythm.commit_written()
+            pending.future.set_exception(refuse(self._company.committing, _PREPARE, refusal))
         return pending
 
     def wait_open(self) -> None:
@@ -149,7 +152,7 @@ class Commits:
         try:
             mark, full = together(
                 self._company.committing,
-                "prepare a commit",
+                _PREPARE,
                 lambda: self._prepare(record, generation, updates),
                 undo=self._withdraw,
                 doubt=lambda _, lost: self._storage.store.fail(lost),  # another rank may have heard all, and publish

@@ -108,6 +108,19 @@ def together(
     return result[0]
 
 
+def refuse(ranks: Collectives, what: str, refusal: BaseException) -> BaseException:
+    """Take the place of `together` where it cannot even begin here; returns what this rank is to raise."""
+
+    def fail() -> None:
+        raise refusal
+
+    try:
+        together(ranks, what, fail)
+    except BaseException as error:  # noqa: BLE001 - it is returned
+        return error
+    return refusal
+
+
 def find_company(config: Config, mesh: Any = None) -> Company:
     """The ranks to train with: those of `mesh` (see `rows_of`), else all.
 

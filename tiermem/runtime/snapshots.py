@@ -33,8 +33,10 @@ from tiermem.pager.extents import DURABLE
 from tiermem.process import start_thread
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.commits import Commits, PendingCommit, UpdateWaiter
-from tiermem.runtime.company import Company, together
+from tiermem.runtime.company import Company, refuse, together
 from tiermem.runtime.storage import Storage
+
+_SAVE = "write its pages back"
 
 
 class PendingSnapshot(PendingCommit):
@@ -97,7 +99,7 @@ class Snapshots:
         if refusal is not None:
             draft.abandon()
             self._marked.set_result(None)
-            pending.future.set_exception(refusal)
+            pending.future.set_exception(refuse(self._company.committing, _SAVE, refusal))
         return pending
 
     def wait_open(self) -> None:
@@ -140,7 +142,7 @@ class Snapshots:
         error: BaseException | None = None
         try:
             with draft:
-                mark = together(self._company.committing, "write its pages back", take_mark, undo=generations.release)
+                mark = together(self._company.committing, _SAVE, take_mark, undo=generations.release)
                 self._write(draft, mark, record, buffers)
         except BaseException as raised:  # noqa: BLE001 - kept in the future for whoever asks
             error = raised
