@@ -91,6 +91,21 @@ def test_frames_that_somebody_still_looks_at_are_counted(tmp_path):
         both.check()
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_a_view_kept_beyond_a_loan_and_dropped_does_not_hinder_the_next_one(write, tmp_path):
+    both = Both(Stack, tmp_path, "forward")
+    with both.runtime as runtime:
+        with runtime.gathered(both.model):
+            state = both.model.state_dict()
+        del state
+        for model, lent in ((both.plain, contextlib.nullcontext()), (both.model, runtime.gathered)):
+            with lent(model, write=write) if model is both.model else lent, torch.no_grad():
+                if write:
+                    model.shift.add_(1)
+        both.step(tokens_batch)
+        both.check()
+
+
 def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
     both = Both(Stack, tmp_path, "forward")
     with both.runtime as runtime:

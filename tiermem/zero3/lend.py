@@ -45,6 +45,7 @@ def lend(
         gatherer.take_in(unit)
         _report(layouts[unit], gatherer.gather(unit), before, written)
 
+    gatherer.recheck()  # what lingers because a view of it was kept, which may be gone by now
     with ExitStack() as last:  # every unit is let go of, whatever happens to the others
         for unit in units:
             if gatherer.presence(unit) is Presence.SHARDED:
