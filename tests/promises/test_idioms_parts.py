@@ -220,6 +220,41 @@ def test_selective_checkpoints(tmp_path):
     compare(Selective, loop(lambda model, _: model(torch.randint(0, WORDS, (2, 7)))), tmp_path)
 
 
+@dataclass
+class Boxed:
+    """Hides a tensor from those who look for the outputs of a layer."""
+
+    x: torch.Tensor
+
+
+class SelectiveInside(nn.Module):
+    """What it is made of is there already when the checkpoint begins, and is gone when that computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def inside(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, boxed):
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return Boxed(checkpoint(self.inside, boxed.x, use_reentrant=False, context_fn=contexts))
+
+
+def test_selective_checkpoints_of_units_that_come_and_go_meanwhile(tmp_path):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.ModuleList([SelectiveInside() for _ in range(3)]))
+
+    def loss(model: nn.Module, _: int) -> torch.Tensor:
+        boxed = Boxed(torch.randn(3, WIDTH))
+        for layer in model[0]:
+            boxed = layer(boxed)
+        return boxed.x.square().mean()
+
+    compare(make, loop(loss), tmp_path)
+
+
 class Turns(nn.Module):
     """Layers used again and again, or left out; heads of which one is used in a step."""
 

@@ -6,9 +6,10 @@ torch which moved one of them is reported by name, as a TiermemError, at the fir
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from tiermem.errors import TiermemError
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def top_hooks() -> tuple[Pack, Unpack] | None:
@@ -122,6 +125,25 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     except AttributeError as error:
         raise _moved("torch._C._dynamo.eval_frame.get_eval_frame_callback") from error
     return torch.compiler.disable(function) if watching else function  # type: ignore[no-untyped-call]
+
+
+def unwatched(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, whose operations no dispatch mode sees.
+
+    A selective checkpoint counts all operations that it sees, and has to see the same ones when it computes again. By
+    then a unit that was there may be gone, or one that was brought be there still.
+    """
+
+    @functools.wraps(function)
+    def carried_out(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            guard = torch._C._DisableTorchDispatch()  # noqa: SLF001 - no public way
+        except AttributeError as error:
+            raise _moved("torch._C._DisableTorchDispatch") from error
+        with guard:
+            return function(*args, **kwargs)
+
+    return carried_out
 
 
 def viewers(tensor: torch.Tensor) -> int:

@@ -23,11 +23,11 @@ from tiermem.errors import InvariantError, TiermemError
 from tiermem.interrupts import empty_kept_frames
 from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
+from tiermem.zero3.engine import unwatched, viewers
 from tiermem.zero3.engine import version as version_of
-from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import Slot, UnitLayout, slot_of, slot_view, typed_views
 from tiermem.zero3.looks import FirstLooks, written_through
-from tiermem.zero3.placeholder import Placeholders
+from tiermem.zero3.placeholder import Placeholders, converted
 from tiermem.zero3.sources import HeldUnit, UnitSource
 
 
@@ -184,6 +184,7 @@ class Gatherer:
         """Have values that were assigned to the unit's parameters while it is lent for writing in its frame."""
         self._units[unit].take_in()
 
+    @unwatched
     def gather(self, unit: int, *, writable: bool = False) -> torch.Tensor:
         """Make the unit's parameters views of its frame; waits for the frame. Returns the unit's bytes.
 
@@ -216,6 +217,7 @@ class Gatherer:
         self._gathers += 1
         return base
 
+    @unwatched
     def reshard(self, unit: int) -> bool:
         """Make the parameters placeholders and give the lease back; returns False if the unit lingers instead.
 
@@ -261,6 +263,7 @@ class Gatherer:
                 self._leaks += 1
                 self._counters.count(held_frames=1)
 
+    @unwatched
     def recheck(self) -> None:
         """Release the units that linger and are no longer looked at."""
         for unit in tuple(self._lingering):
@@ -343,8 +346,4 @@ class Gatherer:
         for unit, other in enumerate(self._units):
             if other.presence is Presence.SHARDED:
                 self.put_placeholders(unit)
-        raise TiermemError(
-            f"parameter {slot.names[0]} was converted to {found} after offload (model.half(), model.to()), but its "
-            f"values are kept as {slot.dtype}. That is undone for the parameters, not for buffers: choose "
-            "Config(param_dtype=...), or keep_dtype for what is kept, and convert what else there is before offload"
-        )
+        raise converted(slot.names[0], found, slot.dtype)

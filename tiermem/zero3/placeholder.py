@@ -104,3 +104,12 @@ def _is_marker(scalar: torch.Tensor) -> bool:
         value = scalar.item()
         return bool(value != value)  # NaN alone; asked of a number it costs a fifth of `torch.isnan`
     return bool(scalar == _marker(scalar.dtype, scalar.device))
+
+
+def converted(name: str, found: torch.dtype, kept: torch.dtype) -> TiermemError:
+    """The error of a placeholder that has become one of another dtype than the values it stands for."""
+    return TiermemError(
+        f"parameter {name} was converted to {found} after offload (model.half(), model.to()), but its values are kept "
+        f"as {kept}. That is undone for the parameters, not for buffers: choose Config(param_dtype=...), or keep_dtype "
+        "for what is kept, and convert what else there is before offload"
+    )
