@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -253,6 +254,42 @@ def test_selective_checkpoints_of_units_that_come_and_go_meanwhile(tmp_path):
         return boxed.x.square().mean()
 
     compare(make, loop(loss), tmp_path)
+
+
+class Nested(nn.Module):
+    """Rows of several lengths as one tensor, of which torch says neither shape nor strides."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.layout = layout
+
+    def forward(self, x):
+        x = torch.nested.nested_tensor([x[0, :3], x[1, :5]], layout=self.layout)
+        return torch.nested.to_padded_tensor(self.layers[0](functional.gelu(self.first(x))), 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout, tmp_path):
+    def loss(model: nn.Module, _: int) -> torch.Tensor:
+        return model(torch.randn(2, 6, WIDTH)).square().mean()
+
+    compare(functools.partial(Nested, layout), loop(loss), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_beside_activations_in_pages(layout, tmp_path):
+    x, found = torch.randn(2, 6, WIDTH), []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        with tiermem.offload(Nested(layout), config_for(tmp_path, "1MiB", "step")) as runtime:
+            with runtime.offload_activations(threshold=1) if paged else contextlib.nullcontext():
+                loss = runtime.model(x).square().mean()
+            loss.backward()
+            found.append([runtime.gradient(parameter) for parameter in runtime.model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Turns(nn.Module):

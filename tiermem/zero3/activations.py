@@ -296,7 +296,7 @@ class ActivationHooks:
             or tensor.layout is not torch.strided
         ):
             return False
-        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or backward_number() >= 0:
+        if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or backward_number() >= 0:
             return False  # what is recomputed in backward is used at once
         nbytes = tensor.untyped_storage().nbytes()
         return nbytes >= self._threshold and tensor.numel() * tensor.itemsize * _LEAST_PART >= nbytes

@@ -81,7 +81,7 @@ class Kept:
 
     def restore(self) -> torch.Tensor:
         """The tensor. Raises RuntimeError if it was changed in place since."""
-        refuse_changed(self.tensor, self.version, self.tensor.shape)
+        refuse_changed(self.tensor, self.version)
         return self.tensor
 
 
@@ -145,13 +145,14 @@ class _Stack(threading.local):
         self.scopes: list[_Scope] = []
 
 
-def refuse_changed(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
-    """Raise RuntimeError, in torch's words, unless `tensor` is still at version `expected`; `shape` as it was saved."""
+def refuse_changed(tensor: torch.Tensor, expected: int, shape: torch.Size | None = None) -> None:
+    """Raise RuntimeError, in torch's words, unless `tensor` is still at version `expected`; `shape`: if not its own."""
     found = version(tensor)
     if found != expected:
+        shown = "nested" if tensor.is_nested else list(tensor.shape if shape is None else shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(shape)}] is at version {found}; expected version {expected} instead."
+            f"[{tensor.type()} {shown}] is at version {found}; expected version {expected} instead."
         )
 
 
@@ -243,7 +244,7 @@ class SavedTensorHooks:
             found = self._frames.get(tensor.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):
             return None  # a wrapper without storage
-        if found is None or tensor.is_conj() or tensor.is_neg():
+        if found is None or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset())
         return Handle(found, self._tallies[found], tensor.dtype, tensor.shape, tensor.stride(), offset)
