@@ -161,6 +161,23 @@ def test_the_callers_own_surroundings_stay_and_are_not_inherited_but_for_autocas
         assert not torch.autograd.is_multithreading_enabled()
 
 
+class Scaled(Chain):
+    """Reads a context variable that is none of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * FACTOR.get()
+
+
+def test_the_callers_context_variables_are_those_of_the_micro_batches(tmp_path):
+    beside = Beside(Scaled, tmp_path)
+    token = FACTOR.set(3.0)
+    with beside.runtime:
+        for _ in range(3):  # in threads first, then on stacks of their own
+            beside.step(rows(4))
+        beside.compare()
+    FACTOR.reset(token)
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_inside_a_context_leaves_nothing_of_it(failing, tmp_path):
     class Failing(Modes):

@@ -1,8 +1,8 @@
 """Where a computation runs that others take turns with: in a thread of its own, or on a stack of its own in this one.
 
 Owns how the turn is given and given back. Does not know units or whose turn it is. Guarantees that only one side runs
-at a time, that a fiber whose target raises has ended, and that a stack in the caller's thread finds what is kept for
-each thread as if the thread was its own.
+at a time, that a fiber whose target raises has ended, that it has the context variables of who made it (what it sets
+is its own), and that a stack in the caller's thread finds what is kept for each thread as if the thread was its own.
 
 Two kinds, because autograd's engine keeps one stack of running backwards for each thread: only a thread of its own can
 be stopped inside a backward. A stack of its own needs no thread, and so no second team of OpenMP's.
@@ -10,6 +10,7 @@ be stopped inside a backward. A stack of its own needs no thread, and so no seco
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -49,7 +50,7 @@ class OwnThread:
     anywhere = True
 
     def __init__(self, target: Callable[[], None]) -> None:
-        self._target = target
+        self._target, self._context = target, contextvars.copy_context()
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
@@ -80,7 +81,7 @@ class OwnThread:
     def _live(self) -> None:
         self._go.acquire()
         try:
-            self._target()
+            self._context.run(self._target)
         finally:
             self._back.release()
 
@@ -98,6 +99,7 @@ class OwnStack:
     def __init__(self, target: Callable[[], None], *, aside: Sequence[PutAside]) -> None:
         self._aside = aside
         self._greenlet = greenlet.greenlet(target)
+        self._greenlet.gr_context = contextvars.copy_context()
 
     @property
     def inside(self) -> bool:
