@@ -727,6 +727,17 @@ def test_a_buffer_that_is_a_view_of_a_parameter(tmp_path):
     offload(model, tmp_path).close()
 
 
+def test_an_attribute_that_is_a_view_of_a_parameter(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model[1].row = model[0].weight[3]
+    with refused(tiermem.ConfigError, r"attribute 1\.row is a view of parameter 0\.weight", model, tmp_path):
+        offload(model, tmp_path)
+    model[1].row = model[0].weight[3].clone()
+    offload(model, tmp_path).close()
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)))  # which computes the one that it leaves there
+    offload(model, tmp_path).close()
+
+
 def test_a_buffer_beside_a_parameter_in_one_storage(tmp_path):
     model, whole = nn.Linear(8, 8, bias=False), torch.randn(2, 64)
     model.weight.data = whole[0].view(8, 8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -114,21 +114,31 @@ def _refuse_overlaps(model: nn.Module) -> None:
 
 
 def _refuse_views(model: nn.Module) -> None:
-    """Refuse buffers that look into the memory of a parameter to be trained: they would keep the values before."""
+    """Refuse what looks into the memory of a parameter to be trained: it would keep the values before."""
     parameters = [
         (*_extent(each), name) for name, each in model.named_parameters() if each.requires_grad and _lies(each)
     ]
     parameters.sort()
-    for name, buffer in model.named_buffers():
-        if type(buffer) is not torch.Tensor or not _lies(buffer):
+    for kind, name, tensor in _beside(model):
+        if type(tensor) is not torch.Tensor or not _lies(tensor):
             continue
-        begin, end = _extent(buffer)
+        begin, end = _extent(tensor)
         last = bisect.bisect_left(parameters, end, key=lambda found: found[0])
         if last and parameters[last - 1][1] > begin:
             raise ConfigError(
-                f"buffer {name} is a view of parameter {parameters[last - 1][2]}; as pages the parameter would be "
-                "trained and the buffer keep its values of now. clone() it, or take the view in forward"
+                f"{kind} {name} is a view of parameter {parameters[last - 1][2]}; as pages the parameter would be "
+                f"trained and the {kind} keep its values of now. clone() it, or take the view in forward"
             )
+
+
+def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Buffers, and attributes that are neither parameters nor buffers, nor computed anew before they are used."""
+    for name, buffer in model.named_buffers():
+        yield "buffer", name, buffer
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not hasattr(module, f"{attribute}_orig"):  # spectral_norm's
+                yield "attribute", f"{prefix}.{attribute}" if prefix else attribute, value
 
 
 def _lies(tensor: torch.Tensor) -> bool:
