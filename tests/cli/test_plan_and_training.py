@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from swap import SystemCalls
-from tiermem.cli import machines, main
+from tiermem.cli import machines, main, train
 from tiermem.cli.machines import load_profile
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import model_workload
@@ -164,3 +165,19 @@ def test_a_committed_run_is_refused_with_the_option_that_replaces_it(capsys: pyt
     report = trained(capsys, "llama-tiny", *arguments, "--overwrite")
     assert [step["number"] for step in report["steps"]] == [1]
     assert list(Path("swap").iterdir()) == [], "nothing is committed any more"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_updates_under_backward_are_planned_with_the_clipping_that_training_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """They may have to be undone, so that what they change is written before; here no step is."""
+    monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)
+    model = a_model(**NEOX)
+    host = round(14 * share * count_parameters(find_model(model)))
+    Path("settings.toml").write_text('tile_size = "64KiB"\nio_backend = "inline"\n')
+    arguments = ("--update", "backward", "--host-memory", str(host), "--config", "settings.toml")
+    found, report = planned(capsys, model, *arguments), trained(capsys, model, *arguments, "--steps", "6")
+    for name in ("bytes_read", "bytes_written"):
+        moved = statistics.median(step[name] for step in report["steps"][3:])
+        assert found[f"{name}_per_step"] == pytest.approx(moved, rel=0.25), name

@@ -141,6 +141,7 @@ def plan_settings(
         ranks=ranks,
         copies=copies,
         update_on=config.update_on,
+        clips=True,
     )
 
 

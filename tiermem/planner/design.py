@@ -58,6 +58,7 @@ class PlanSettings:
     update_on: str = "host"
     beside_pages: int = 0  # what else is in the host budget
     copies: int = 1
+    clips: bool = False  # whether gradients are clipped: "backward" then updates what may have to be undone
 
     @property
     def division(self) -> Division:
@@ -252,6 +253,8 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         device=device,
         update_above_seconds=update_seconds if contended else _UPDATE_ABOVE,
     )
+    if settings.update == "backward":
+        return replace(design, undone=settings.clips)
     return _early(design) if settings.update == "auto" else design
 
 
