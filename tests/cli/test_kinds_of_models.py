@@ -142,3 +142,37 @@ def test_errors_of_others_than_the_model_keep_their_kind() -> None:
     with pytest.raises(ValueError, match="not a number") as caught:
         tiermem.config.parse_dtype("x", "not a number")
     assert not is_models_own(caught.value)
+
+
+GEMMA2: dict[str, Any] = GEMMA3["text_config"] | {"model_type": "gemma2", "vocab_size": 300}  # type: ignore[operator]
+OPT = {
+    "model_type": "opt",
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 64,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("values", "words"), [(GEMMA2, "embed_tokens"), (OPT, "embed_positions")])
+def test_a_look_up_of_a_kind_of_its_own_is_brought_in_backward_as_in_training(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Gemma's words are scaled by a subclass of Embedding: where they are tied to the output, they are read again."""
+    settings = Config(device="cpu", host_memory="256KiB", swap_dirs=[tmp_path])
+    config = find_model(a_model(values))
+    work = model_workload(config, "it", batch=1, seq=8, batches=1, settings=settings)
+    (unit,) = [number for number, unit in enumerate(work.units) if unit.name.endswith(words)]
+    with tiermem.deferred_init():
+        model = build_model(config)
+    with tiermem.offload(model, settings) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+        order = runtime._house.scheduler.order.expected
+        assert order is not None
+        real = [access for access in order.accesses if access.unit == unit]
+    assert [access for access in work.order if access.unit == unit] == real

@@ -23,6 +23,7 @@ from tiermem.errors import ConfigError
 from tiermem.planner.workload import UnitWork, Workload, order_of, unit_flops
 from tiermem.runtime.blueprint import Blueprint, draw
 from tiermem.zero3.coalesce import small_nbytes
+from tiermem.zero3.hooks import may_checkpoint_itself
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.units import ModelUnits
 
@@ -136,5 +137,7 @@ def _calls(divided: ModelUnits) -> Iterator[tuple[int, bool]]:
         # A unit may lie inside another one's module: an output layer below a head that has a bias of its own.
         if (id(point.module) in inside and id(point.module) not in roots) or point.module is divided.model:
             continue
+        # A look-up needs no values in backward. But they are brought for a module that might compute its forward again.
+        needed = not isinstance(point.module, nn.Embedding) or may_checkpoint_itself(point.module)
         for number in roots.get(id(point.module), point.units):
-            yield number, not isinstance(point.module, nn.Embedding)
+            yield number, needed
