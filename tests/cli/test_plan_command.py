@@ -229,6 +229,9 @@ def test_room_is_what_is_free_now_and_a_file_system_counts_once(
     assert answer(capsys, *arguments, "--machine", "laptop")["fits"] is True
     found = answer(capsys, *arguments, "--swap-dir", str(directories[0]), "--swap-dir", str(directories[1]), code=1)
     assert found["missing_bytes"]["swap"] == found["swap_bytes"] - (1 << 20)
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 0)
+    full = answer(capsys, *arguments, "--swap-dir", str(directories[0]), "--swap-dir", str(directories[1]), code=1)
+    assert full["missing_bytes"]["swap"] == full["swap_bytes"], "a full disk is not one of unknown size"
     assert main.run(["plan", *arguments, "--swap-dir", str(tmp_path / "run.json")]) == 1
     assert "run.json is not a directory" in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ class Drive:
         mixed: bytes a second, both directions together, when as much is read as written.
         latency: seconds that a request takes besides its bytes.
         count: how many there are in one node.
-        capacity: bytes of one; 0: not known.
+        capacity: bytes free on one; None: not known.
         endurance: bytes that may be written to one in its life, as its maker says; 0: not known.
     """
 
@@ -38,7 +38,7 @@ class Drive:
     mixed: float
     latency: float = 1e-4
     count: int = 1
-    capacity: int = 0
+    capacity: int | None = None
     endurance: int = 0
 
 
@@ -184,8 +184,11 @@ def machine_from_dict(table: Mapping[str, Any]) -> Machine:
 
 def machine_to_dict(machine: Machine) -> dict[str, Any]:
     """The table from which `machine_from_dict` makes an equal Machine."""
-    values = dataclasses.asdict(machine)
-    return {name: value for name, value in values.items() if value is not None}
+    values = {name: value for name, value in dataclasses.asdict(machine).items() if value is not None}
+    parts = {
+        name: {key: each for key, each in values[name].items() if each is not None} for name in _PARTS.keys() & values
+    }
+    return values | parts
 
 
 def _part(kind: type[T], where: str, table: object) -> T:

@@ -117,9 +117,10 @@ def predict(
         return _without(workload, machine, settings, missing, least, commits=commits)
     design = make_design(workload, machine, settings)
     swap = swap_nbytes(design, commits=commits)
-    room = machine.drive.capacity * machine.drive.count
-    if room and swap * per_node > room:
-        missing["swap"] = swap * per_node - room
+    capacity = machine.drive.capacity
+    lacking = 0 if capacity is None else swap * per_node - capacity * machine.drive.count
+    if lacking > 0:
+        missing["swap"] = lacking
         found = _without(workload, machine, settings, missing, least, commits=commits)
         return dataclasses.replace(found, swap_bytes=swap)
     simulated = functools.cache(simulate)  # the short one of two steps is also what doubling is compared with
