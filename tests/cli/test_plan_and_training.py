@@ -181,3 +181,12 @@ def test_updates_under_backward_are_planned_with_the_clipping_that_training_does
     for name in ("bytes_read", "bytes_written"):
         moved = statistics.median(step[name] for step in report["steps"][3:])
         assert found[f"{name}_per_step"] == pytest.approx(moved, rel=0.25), name
+
+
+def test_parameters_are_counted_without_what_aligns_them(capsys: pytest.CaptureFixture[str]) -> None:
+    model = a_model(model_type="bert", **(BERT | {"vocab_size": 301}))
+    count = count_parameters(find_model(model))
+    found = planned(capsys, model, "--machine", "laptop", "--host-memory", "4MiB")
+    assert found["parameters"] == count
+    assert main.run(["plan", model, "--machine", "laptop", "--host-memory", "4MiB", "--seq", "16"]) == 0
+    assert f"{count:,} in " in capsys.readouterr().out

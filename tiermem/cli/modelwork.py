@@ -110,7 +110,8 @@ def workload_of(
         work = UnitWork(unit.name, numel, size.trainable_numel, flops, nested, kept=unit.kept, nested_count=count)
         exact = _exact(blueprint, unit.number) if moments == "int8" else ()
         units.append(replace(work, runs=tuple(runs.get(unit.number, ())), exact=exact))
-    return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype, moments)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype, moments, counted)
 
 
 def _exact(blueprint: Blueprint, unit: int) -> tuple[tuple[int, int], ...]:

@@ -162,7 +162,7 @@ def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict
         "missing_bytes": dict(prediction.missing),
         "host_bytes_least": prediction.host_least,
         "model": prediction.workload.name,
-        "parameters": prediction.workload.parameters,
+        "parameters": prediction.workload.model_parameters,
         "ranks": settings.ranks,
         "copies": settings.copies,
         "machine": {"name": prediction.machine.name, "source": prediction.machine.source},
@@ -246,7 +246,7 @@ def missing_sentence(prediction: Prediction) -> str:
 def zero_rows(prediction: Prediction) -> list[ZeroRow]:
     """The classical table for the plan's model and ranks."""
     return zero_table(
-        prediction.workload.parameters,
+        prediction.workload.model_parameters,
         prediction.settings.ranks,
         gpus_per_node=max(1, prediction.machine.ranks_per_node),
     )
@@ -258,7 +258,7 @@ def _summary(prediction: Prediction) -> Table:
     table.add_column(style="bold")
     table.add_column()
     table.add_row("machine", machine.source)
-    table.add_row("parameters", f"{workload.parameters:,} in {len(workload.units)} units, {workload.dtype}")
+    table.add_row("parameters", f"{workload.model_parameters:,} in {len(workload.units)} units, {workload.dtype}")
     copies = f" with {settings.copies} copies of the model" if settings.copies > 1 else ""
     ranks = f", {settings.ranks} ranks{copies}; bytes below are one rank's" if settings.ranks > 1 else ""
     table.add_row("batch", f"{workload.tokens:,} tokens, {workload.batches} a step{ranks}")

@@ -65,6 +65,7 @@ class Workload:
         batches: whose gradients are added up for one step.
         dtype: of parameters and gradients.
         moments: "float32" or "int8".
+        counted: elements of the model's parameters, without what aligns them; None: those of all units.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Workload:
     batches: int = 1
     dtype: str = "bfloat16"
     moments: str = "float32"
+    counted: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES or self.moments not in ("float32", "int8"):
@@ -85,6 +87,11 @@ class Workload:
     def parameters(self) -> int:
         """Elements of all units."""
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def model_parameters(self) -> int:
+        """Parameters as people count those of the model."""
+        return self.parameters if self.counted is None else self.counted
 
     @property
     def itemsize(self) -> int:
