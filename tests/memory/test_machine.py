@@ -32,6 +32,18 @@ def test_version_2_counts_every_enclosing_group_and_drops_cache(tmp_path: Path) 
     assert control_group_headroom(_membership(tmp_path, "0::/slice/job\n"), root) == 4 * GIB
 
 
+def test_version_2_beyond_memory_high_a_process_is_slowed_down(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    _group(root / "job", "max", 3 * GIB, "", version=2)
+    (root / "job" / "memory.high").write_text(f"{5 * GIB}\n")
+    membership = _membership(tmp_path, "0::/job\n")
+    assert control_group_headroom(membership, root) == 2 * GIB
+    (root / "job" / "memory.max").write_text(f"{4 * GIB}\n")
+    assert control_group_headroom(membership, root) == GIB
+    (root / "job" / "memory.high").write_text("max\n")
+    assert control_group_headroom(membership, root) == GIB
+
+
 def test_version_1_limit_and_its_way_to_say_none(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
     stat = f"total_inactive_file {GIB}\ninactive_file 7\n"

@@ -114,7 +114,7 @@ def about_memory(total: int, available: int, limits: Limits) -> Iterator[Finding
         yield Finding(
             "memory limit (cgroup)",
             format_bytes(limits.cgroup_bytes),
-            "the kernel ends the process beyond it, page cache aside",
+            "the kernel ends the process beyond it (or slows it down: memory.high), page cache aside",
             "give host_memory explicitly, well below this",
         )
     locked = "unlimited" if limits.locked_bytes is None else format_bytes(limits.locked_bytes)

@@ -16,9 +16,10 @@ import psutil
 
 MEMBERSHIP, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
-# (limit file, usage file, and the fields of memory.stat that count file cache the system can drop)
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+# (limit files, usage file, and the fields of memory.stat that count file cache the system can drop). Beyond memory.high
+# (MemoryHigh= of a service) nothing is killed, but made to wait, longer and longer.
+_VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_VERSION_2 = (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
 def available_host_memory() -> int:
@@ -70,8 +71,9 @@ class _Group(NamedTuple):
 def _groups(membership: Path, root: Path) -> Iterator[_Group]:
     """The process's own groups that have limits of memory, and those around them."""
     for folder, version in _folders(membership, root, "memory"):
-        limit_name, usage_name, cache = _VERSION_1 if version == 1 else _VERSION_2
-        limit = _number(folder / limit_name)
+        limit_names, usage_name, cache = _VERSION_1 if version == 1 else _VERSION_2
+        limits = [_number(folder / name) for name in limit_names]
+        limit = min((limit for limit in limits if limit is not None), default=None)
         # Version 1 writes "no limit" as the largest multiple of a page.
         if limit is not None and limit < 1 << 60:
             yield _Group(folder, limit, usage_name, cache)
