@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tiermem.cli import disk, main
+from tiermem.cli import disk, main, process_memory
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.errors import ConfigError
 
@@ -40,6 +40,13 @@ def test_where_no_directory_can_be_made_the_option_is_named(monkeypatch: pytest.
 def test_peak_memory_is_at_least_present_memory() -> None:
     now = resident_bytes()
     assert peak_resident_bytes() >= now * 0.9 > 2**20
+
+
+def test_a_process_may_have_a_name_in_any_letters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That of a script that was started by its name, say."""
+    (tmp_path / "status").write_bytes("Name:\tentraîne\nVmHWM:\t    2048 kB\n".encode())
+    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
+    assert peak_resident_bytes() == 2 << 20
 
 
 def test_doctor_says_what_a_directory_is_worth(

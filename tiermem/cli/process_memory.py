@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+_STATUS = Path("/proc/self/status")
+
 
 def resident_bytes() -> int:
     """Return the bytes of memory the process occupies now."""
@@ -19,10 +21,10 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Return the most bytes of memory the process has occupied so far."""
-    status = Path("/proc/self/status")
-    if status.exists():
+    if _STATUS.exists():
         # ru_maxrss survives exec, so a child would inherit its parent's peak; VmHWM does not.
-        for line in status.read_text(encoding="ascii").splitlines():
+        # The name of the process is in it, in whatever letters that has.
+        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
