@@ -18,7 +18,7 @@ from tiermem.output_file import write_whole
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The table in a `.toml` or `.json` file, whatever is in it. Raises ConfigError."""
-    form = _form_of(file)
+    form = form_of(file)
     try:
         text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark that says UTF-8
         settings = tomllib.loads(text) if form == "toml" else json.loads(text)
@@ -31,7 +31,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def write_settings(file: Path, settings: Mapping[str, str | int | float | bool | list[str]]) -> None:
     """Write the table to a `.toml` or `.json` file. Raises ConfigError for another ending, and OSError."""
-    if _form_of(file) == "json":
+    if form_of(file) == "json":
         write_whole(file, json.dumps(settings, indent=2) + "\n")
         return
     # JSON's numbers, booleans, lists and text are TOML's too, but for surrogate escapes and an unescaped DEL.
@@ -39,7 +39,8 @@ def write_settings(file: Path, settings: Mapping[str, str | int | float | bool |
     write_whole(file, "".join(lines).replace("\x7f", "\\u007f"))
 
 
-def _form_of(file: Path) -> Literal["toml", "json"]:
+def form_of(file: Path) -> Literal["toml", "json"]:
+    """Which of the two forms the file's name says. Raises ConfigError for another ending."""
     suffix = file.suffix.lower()
     if suffix in (".toml", ".json"):
         return "toml" if suffix == ".toml" else "json"

@@ -19,6 +19,7 @@ from swap import SystemCalls
 from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
+from tiermem.settings_file import form_of
 
 
 @contextmanager
@@ -68,6 +69,15 @@ def check_output(option: str, file: Path) -> None:
         raise ConfigError(f"{option}: {file.parent} is not a directory; make it first")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{option}: {file} cannot be written there; choose another place")
+
+
+def check_settings_output(option: str, file: Path) -> None:
+    """Raise `ConfigError` unless settings can be written to `file`, the value of `option`: its ending says how."""
+    check_output(option, file)
+    try:
+        form_of(file)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def check_space(directories: Sequence[Path], nbytes: int) -> None:

@@ -101,7 +101,7 @@ def tune(
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
     from tiermem.cli import main, tune_steps
-    from tiermem.cli.disk import check_output, swap_directories
+    from tiermem.cli.disk import check_settings_output, swap_directories
     from tiermem.cli.subject import TrainOptions
     from tiermem.cli.train import load_config, make_config, named_directories
 
@@ -120,7 +120,7 @@ def tune(
     # From anywhere: with the names made absolute.
     asked = [directory.absolute() for directory in named_directories(config, swap_dir or ()) or [Path.cwd()]]
     if output is not None:
-        check_output("--output", output)
+        check_settings_output("--output", output)
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:
