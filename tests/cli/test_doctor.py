@@ -89,6 +89,7 @@ DRIVE = DriveReport("/nvme0", True, True, 1200 * 10**9, "ext4", True, False, 512
         ({"rotational": True}, "spins"),
         ({"logical_block": 8192}, "blocks of 8192 bytes"),
         ({"exists": False}, "make or mount it"),
+        ({"writable": False}, "choose another directory, or allow it"),
     ],
 )
 def test_a_drive_is_judged(change: dict[str, Any], advice: str) -> None:
@@ -98,6 +99,13 @@ def test_a_drive_is_judged(change: dict[str, Any], advice: str) -> None:
     if not change:
         assert "100.0 billion parameters" in finding.means
         assert finding.found.endswith("direct I/O, blocks of 512, solid state, Fast 2TB")
+
+
+@pytest.mark.parametrize("change", [{"exists": False}, {"writable": False}, {"refusal": "a quota"}])
+def test_where_nothing_can_be_written_there_is_room_for_nothing(change: dict[str, Any]) -> None:
+    means = about_drive(replace(DRIVE, **change)).means
+    assert means.startswith("nothing can be swapped there")
+    assert "room" not in means
 
 
 def _by_name(findings: Any) -> dict[str, Finding]:

@@ -186,6 +186,9 @@ def about_drive(drive: DriveReport) -> Finding:
     """What a swap directory is good for."""
     if not drive.exists:
         return Finding(f"swap {drive.directory}", drive.to_line(), "nothing can be swapped there", "make or mount it")
+    if not drive.writable:
+        means = "nothing can be swapped there, this user may not write to it"
+        return Finding(f"swap {drive.directory}", drive.to_line(), means, "choose another directory, or allow it")
     if drive.refusal is not None:
         means = f"nothing can be swapped there, it takes no new file: {drive.refusal}"
         return Finding(f"swap {drive.directory}", drive.to_line(), means, "choose another directory")
