@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, remove_leftovers, run_bench
-from swap.blocks import align_down
+from swap.blocks import ALIGNMENT, align_down
 from tiermem.cli.disk import check_output
 from tiermem.cli.options import path_option, size_of
 from tiermem.output_file import write_whole
@@ -67,7 +67,7 @@ def bench(
     """Measure what the drives of directories give: block size x queue depth x backend; read, write, half and half."""
     order = Order(
         directories=tuple(dir),
-        nbytes=align_down(size_of("--size", size)),
+        nbytes=_file_size(size),
         seconds=seconds,
         block_sizes=tuple(size_of("--block-size", one) for one in block_size) if block_size else None,
         queue_depths=tuple(queue_depth) if queue_depth else None,
@@ -99,6 +99,13 @@ def bench(
         from tiermem.cli.bench_plot import draw
 
         draw(found, plot)
+
+
+def _file_size(size: str) -> int:
+    nbytes = align_down(size_of("--size", size))
+    if nbytes == 0:
+        raise typer.BadParameter(f"size: expected at least {ALIGNMENT} bytes, found {size!r}")
+    return nbytes
 
 
 def measure(plan: Plan, console: Console) -> BenchReport:
