@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import math
+import sys
 import warnings
 from pathlib import Path
 
@@ -594,6 +595,18 @@ def test_a_runtime_that_is_dropped_is_closed_with_a_warning(tmp_path):
         model(torch.randn(2, 6))
     with pytest.raises(tiermem.TiermemError):
         optimizer.step()
+
+
+def test_a_runtime_that_is_dropped_is_closed_where_warnings_are_errors(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(unraisable.exc_type))
+    held = [offload(mlp(), tmp_path)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held.clear()
+    assert said == [ResourceWarning]
+    assert list(tmp_path.iterdir()) == []
+    offload(mlp(), tmp_path).close()
 
 
 def test_a_dropped_runtime_keeps_what_is_committed(tmp_path):

@@ -22,11 +22,6 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
     if not home.is_here:
         return
     directories = ", ".join(map(str, house.config.swap_paths))
-    warnings.warn(
-        f"a tiermem runtime over {directories} was never closed; use `with tiermem.offload(...)` or call close()",
-        ResourceWarning,
-        stacklevel=2,
-    )
 
     def close() -> None:
         try:
@@ -36,8 +31,15 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
         except Exception as error:  # noqa: BLE001 - there is nobody to raise it to
             warnings.warn(f"closing the runtime over {directories}: {error}", ResourceWarning, stacklevel=2)
 
-    # The garbage may have been collected on a thread that closing waits for: the pager's, or the update's.
-    if threading.current_thread().name.startswith("tiermem-"):
-        threading.Thread(target=close, name="tiermem-close").start()
-    else:
-        close()
+    try:
+        warnings.warn(
+            f"a tiermem runtime over {directories} was never closed; use `with tiermem.offload(...)` or call close()",
+            ResourceWarning,
+            stacklevel=2,
+        )
+    finally:  # also where warnings are errors
+        # The garbage may have been collected on a thread that closing waits for: the pager's, or the update's.
+        if threading.current_thread().name.startswith("tiermem-"):
+            threading.Thread(target=close, name="tiermem-close").start()
+        else:
+            close()
