@@ -286,6 +286,7 @@ def test_a_config_of_another_kind():
         ({"model": "llama"}, r"torch\.nn\.Module, found str"),
         ({"weights": 5}, "weights: .*int"),
         ({"init": 5}, "init: .*int"),
+        ({"mesh": 3}, "mesh= names ranks, but torch.distributed is not initialised"),
     ],
 )
 def test_arguments_of_another_kind(wrong, match, tmp_path):

@@ -26,7 +26,7 @@ from swap import SwapIOError
 from swap.paths import sync_directory
 from swap.syscalls import SystemCalls
 from tiermem.config import Config, resolve_device
-from tiermem.errors import TiermemError
+from tiermem.errors import ConfigError, TiermemError
 from tiermem.zero3.collectives import Collectives, SingleProcess
 from tiermem.zero3.grid import Grid, one_copy
 from tiermem.zero3.ranks import Ranks, next_name, rows_of
@@ -124,10 +124,13 @@ def refuse(ranks: Collectives, what: str, refusal: BaseException) -> BaseExcepti
 def find_company(config: Config, mesh: Any = None) -> Company:
     """The ranks to train with: those of `mesh` (see `rows_of`), else all.
 
-    Waits for all of them. Without torch.distributed, or alone in the group: one process.
+    Waits for all of them. Without torch.distributed, or alone in the group: one process. Raises ConfigError for a mesh
+    that is none, or that nobody is there for.
     """
     alone = SingleProcess()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        if mesh is not None:
+            raise ConfigError("mesh= names ranks, but torch.distributed is not initialised here; leave it out for one")
         return Company(one_copy(alone), alone)
     copies = None if mesh is None else rows_of(mesh)
     members = None if copies is None else sorted(itertools.chain(*copies))
