@@ -228,6 +228,10 @@ def test_an_extra_that_cannot_be_kept(tmp_path: Path, extra: Any) -> None:
     training = Training(make_config(tmp_path))
     with pytest.raises(tiermem.ConfigError, match="extra"):
         training.runtime.commit(extra)
+    with pytest.raises(
+        tiermem.ConfigError, match=r"extra\['o'\]: expected .*tensors, arrays of numbers or bytes, found object"
+    ):
+        training.runtime.commit({"o": object()})
     training.runtime.commit({"list": (1, 2.5, None, "ü"), "nan": float("inf")}).wait()
     assert training.runtime.committed == {"list": [1, 2.5, None, "ü"], "nan": float("inf")}
     training.runtime.commit().wait()

@@ -81,7 +81,7 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return json.loads(json.dumps(value))  # subclasses become what they stand for
     raise ConfigError(
-        f"{what}: expected what JSON holds (numbers, text, lists, dicts with text for keys, None), found "
+        f"{what}: expected numbers, text, None, lists, dicts, tensors, arrays of numbers or bytes, found "
         f"{type(value).__name__}; convert it, for example with .tolist() or str()"
     )
 
