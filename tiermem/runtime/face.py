@@ -224,7 +224,8 @@ class Runtime(Closing):
         """Real storage for a while, for all units that hold the parameters of `what`; with `write` changes are kept.
 
         Values of trainable parameters written here become their masters; moments stay as they are. Collective: every
-        rank writes the same values, and each keeps those of its shard.
+        rank writes the same values, and each keeps those of its shard. Raises ConfigError for what is not of the model,
+        CapacityError where these units do not fit into memory together.
         """
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
@@ -275,7 +276,7 @@ class Runtime(Closing):
 
         Args:
             micro_batches: whatever `loss` takes; they must not depend on each other's results.
-            loss: computes the tensor to go backward from, on a thread of its own; divide by the number of micro-batches
+            loss: computes the tensor to go backward from, on a stack of its own; divide by the number of micro-batches
                 in it for a mean. Default: micro-batches are keyword arguments of the model, and the loss is
                 `model(**micro_batch).loss` divided by their number.
 
