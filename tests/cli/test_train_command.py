@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,12 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: p
     assert main.run(arguments) == 2
     command = "" if arguments == ["nonsense"] else " train"
     assert f"(see tiermem{command} --help)" in error_line(capsys)
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    expected = f"tiermem {tiermem.__version__}, torch {metadata.version('torch')}"
+    assert capsys.readouterr().out.startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ app = typer.Typer(name="tiermem", add_completion=False, pretty_exceptions_enable
 
 
 @app.callback()
-def tiermem() -> None:
+def tiermem(version: options.Version = False) -> None:  # noqa: ARG001 - see its callback
     """Train PyTorch models larger than memory."""
     quiet_libraries()
 

@@ -6,12 +6,15 @@ Guarantees that an option means the same in every command that has it.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+import tiermem
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
 
@@ -157,6 +160,17 @@ MeasuredSteps = Annotated[
 ]
 Best = Annotated[int, typer.Option("--best", min=1, help="How many of the best simulated settings are measured.")]
 Output = Annotated[Path | None, path_option("--output", "-o", help="Write the choice to this .toml or .json file.")]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tiermem {tiermem.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the versions and exit.")
+]
 
 
 def size_of(option: str, text: str) -> int:

@@ -116,7 +116,7 @@ class TrainReport:
             f"{format_bytes(self.state_bytes)} of model state trained with {format_bytes(self.host_memory)} of host "
             f"memory for it; the process peaked at {format_bytes(self.peak_rss_bytes)}, of which "
             f"{format_bytes(self.baseline_rss_bytes)} were Python and its libraries; the loss went from "
-            f"{first:.3f} to {last:.3f} in {len(self.steps)} steps."
+            f"{first:.3f} to {last:.3f} in {len(self.steps)} step{'s' if len(self.steps) > 1 else ''}."
         )
 
 
