@@ -17,10 +17,11 @@ import tiermem
 from tiermem.cli.modelwork import workload_of
 from tiermem.cli.plan import plan_settings
 from tiermem.pager.page import Kind
-from tiermem.planner.design import PlanSettings, make_design
+from tiermem.planner.design import PlanSettings, make_design, swap_nbytes
 from tiermem.planner.machine import Device, Link, Machine
 from tiermem.planner.parts import Division, unit_sizes
 from tiermem.planner.predict import predict, simulate_quickly
+from tiermem.planner.reserved import wanted_copies
 from tiermem.planner.simulate import simulate
 from tiermem.planner.workload import transformer
 from tiermem.planner.world import World
@@ -98,6 +99,27 @@ def test_pages_of_8_bit_moments_are_those_of_the_run(division: Division, coalesc
     assert pages == {str(key): nbytes for key, nbytes in blueprint.pages()}
     whole = design.nbytes(Kind.PARAM, Kind.STATE, Kind.GRAD)
     assert whole == pytest.approx(sum(pages.values()), rel=0.1), "rounded to frames"
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "layers.0", "layers"])
+@pytest.mark.parametrize("division", DIVISIONS[:2], ids=str)
+def test_what_is_frozen_has_as_many_copies_on_disk_as_in_the_run(division: Division, trained: str) -> None:
+    """A large base has one, and room for its largest unit; embeddings beside trained layers have as many as those."""
+
+    def partly_frozen() -> nn.Module:
+        model = tiny_llama()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        return model
+
+    config = configured(16 * MIB, tile_size="64KiB")
+    machine = replace(INSTANT, link=Link(rate=1e14))
+    blueprint = drawn(partly_frozen, division, config)
+    work = workload_of(partly_frozen(), "test", batch=2, seq=16, batches=1, dtype="bfloat16")
+    design = make_design(work, machine, plan_settings(config, machine, division.ranks, work, commits=True))
+    for commits in (False, True):
+        wanted = blueprint.swap_nbytes(wanted_copies(design.settings.update, commits=commits))
+        assert swap_nbytes(design, commits=commits) == wanted
 
 
 def test_of_a_bare_number_of_parameters_the_embedding_keeps_float32_moments() -> None:

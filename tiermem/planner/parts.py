@@ -18,7 +18,7 @@ from tiermem.optim.blocks import block_count
 from tiermem.optim.tiles import SEGMENT_ALIGNMENT, aligned
 from tiermem.pager.page import Kind, PageKey
 from tiermem.planner.footprint import UnitSize, rounded
-from tiermem.planner.reserved import wanted_copies
+from tiermem.planner.reserved import copied_nbytes, wanted_copies
 from tiermem.planner.workload import UnitWork, Workload, state_itemsize
 from tiermem.zero3.layout import ALIGN_NBYTES, UnitLayout, divided_nbytes
 from tiermem.zero3.shards import Shard
@@ -124,9 +124,12 @@ def pages_nbytes(workload: Workload, division: Division, tile_numel: int, kinds:
 
 def reserved_nbytes(workload: Workload, division: Division, tile_numel: int, update: str, *, commits: bool) -> int:
     """Bytes that one rank's pages take on disk, with as many copies of parameters and states as a run reserves."""
-    changing = pages_nbytes(workload, division, tile_numel, (Kind.PARAM, Kind.STATE))
+    durable = pages_nbytes(workload, division, tile_numel, (Kind.PARAM, Kind.STATE))
     gradients = pages_nbytes(workload, division, tile_numel, (Kind.GRAD,))
-    return wanted_copies(update, commits=commits) * changing + gradients
+    fixed = [number for number, unit in enumerate(workload.units) if not unit.trainable]
+    frozen = [rounded(shard_of(workload, number, division, tile_numel).nbytes) for number in fixed]
+    copies = wanted_copies(update, commits=commits)
+    return copied_nbytes(copies, total=durable + gradients, changing=durable - sum(frozen), frozen=frozen)
 
 
 def size_of(

@@ -30,6 +30,7 @@ from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, rounded
 from tiermem.planner.overhead import beside_pages
 from tiermem.planner.parts import size_of
+from tiermem.planner.reserved import copied_nbytes
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.planner.tilesizes import SMALLEST_TILE
@@ -45,9 +46,6 @@ from tiermem.zero3.materialize import plan_layouts
 from tiermem.zero3.order import StepOrder
 from tiermem.zero3.shards import Shard, shards_of
 from tiermem.zero3.units import ModelUnits, Wanted, find_units
-
-# The part of what training takes on disk, one in so many, up to which what is not trained has as many copies.
-_LITTLE = 5
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,7 @@ class Blueprint:
         return (self.device or self.footprint).beside
 
     def swap_nbytes(self, copies: int) -> int:
-        """Bytes that all pages take on disk, those that training changes in `copies` copies.
-
-        What is never trained may be written all the same (a teacher that follows), and has as many copies where that
-        takes little. A base much larger than what is trained has one, and room for another of its largest unit.
-        """
+        """Bytes that all pages take on disk, those that training changes in `copies` copies: see `copied_nbytes`."""
         frozen = [rounded(shard.nbytes) for shard in self.shards if not shard.layout.trainable]
         total = sum(rounded(nbytes) for _, nbytes in self.pages())
         if self.stage < 3 and self.shards[0].layout.ranks > 1:
@@ -117,12 +111,8 @@ class Blueprint:
             total += sum(rounded(shard.nbytes) for shard in self.shards if shard.layout.trainable)
             if self.stage == 1:  # gradients wait whole on every rank for the step
                 total += sum(rounded(shard.bucket_nbytes) for shard in self.shards)
-        if copies == 1:
-            return total
         changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE) - sum(frozen)
-        wanted = total + (copies - 1) * changing
-        little = sum(frozen) <= wanted // _LITTLE
-        return wanted + ((copies - 1) * sum(frozen) if little else max(frozen, default=0))
+        return copied_nbytes(copies, total=total, changing=changing, frozen=frozen)
 
     def pages(self) -> list[tuple[PageKey, int]]:
         """Every page that has a home on disk, with its size in bytes."""
