@@ -24,6 +24,7 @@ from swap.errors import (
     SwapTimeoutError,
 )
 from swap.extents import Extent, ExtentAllocator, Piece
+from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.generations import Copy, Generations, GenerationsStatistics, Mark
 from swap.manifest import Entry, Manifest
@@ -77,6 +78,7 @@ __all__ = [
     "align_down",
     "align_up",
     "checksum",
+    "file_system_of",
     "find_leftovers",
     "find_prepared",
     "is_aligned",

@@ -22,6 +22,7 @@ from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
+from swap.file_systems import file_system_of
 from swap.locks import DirectoryLock, close_descriptor, in_use
 from swap.paths import check_directory, is_same, sync_directory, unlink_if_same
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
@@ -41,7 +42,7 @@ class SwapFile:
         self.path = path
         self.identity = block.identity
         self.nbytes = block.nbytes
-        self.device = os.fstat(fd).st_dev
+        self.device = file_system_of(fd)
         self.direct = False
         self.created = False
         self.reserved = False

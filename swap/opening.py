@@ -15,6 +15,7 @@ from typing import Literal
 
 from swap.blocks import ALIGNMENT, align_down, align_up
 from swap.errors import FormatError, SwapError
+from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.patience import PatientSystemCalls
 from swap.probe import measure_weights
@@ -74,7 +75,7 @@ def give_back(files: Sequence[SwapFile]) -> None:
 def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:
     """The device of a directory and the bytes a swap file may have there, that of an earlier run included."""
     try:
-        device = os.stat(directory).st_dev
+        device = file_system_of(directory)
         free = system.free_bytes(os.fspath(directory))
     except OSError:  # opening will say what is wrong
         return -1, 0

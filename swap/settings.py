@@ -46,7 +46,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatistics:
-    """One device (`st_dev`) since the engine was made. `seconds_busy`: at least one block in flight."""
+    """One device (`file_system_of`) since the engine was made. `seconds_busy`: at least one block in flight."""
 
     device: int
     bytes_read: int

@@ -17,6 +17,7 @@ from typing import Self
 
 from swap.buffers import AlignedBuffer
 from swap.errors import SwapFullError, SwapIOError
+from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.requests import BlockFile
 from swap.syscalls import SystemCalls
@@ -132,14 +133,14 @@ def check_room(directories: Sequence[Path], nbytes: int, system: SystemCalls | N
     for directory in directories:
         path = os.fspath(directory)
         try:
-            found = os.stat(os.path.join(path, ""))  # with the slash a file in its place is an error
+            device = file_system_of(os.path.join(path, ""))  # with the slash a file in its place is an error
             free = system.free_bytes(path)
         except OSError as error:
             raise SwapIOError("open", path, errno=error.errno or 0) from error
-        wanted[found.st_dev] = wanted.get(found.st_dev, 0) + nbytes + DATA_OFFSET
-        if wanted[found.st_dev] > free - free // _LEFT_FREE:
+        wanted[device] = wanted.get(device, 0) + nbytes + DATA_OFFSET
+        if wanted[device] > free - free // _LEFT_FREE:
             raise SwapFullError(
-                f"measuring in {path!r} needs {wanted[found.st_dev]} bytes, {free} are free there and a twentieth of "
+                f"measuring in {path!r} needs {wanted[device]} bytes, {free} are free there and a twentieth of "
                 "that is left alone; choose a smaller size or another directory"
             )
 

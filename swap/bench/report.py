@@ -45,7 +45,7 @@ class FirstWrite:
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """One directory by itself; `device` is its st_dev."""
+    """One directory by itself; `device` is its `file_system_of`."""
 
     directory: str
     device: int

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -507,6 +506,6 @@ def test_drives_without_room_for_a_look_are_taken_for_equal(tmp_path: Path, monk
 
     devices = iter(range(100))
     monkeypatch.setattr(storage, "measure_weights", no_room)
-    monkeypatch.setattr(storage.os, "stat", lambda path: SimpleNamespace(st_dev=next(devices)))
+    monkeypatch.setattr(storage, "file_system_of", lambda path: next(devices))
     config = make_config(tmp_path, swap_dirs=[tmp_path / "a", tmp_path / "b"])
     assert storage._weigh(config, swap.EngineSettings()) is None

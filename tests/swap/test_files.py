@@ -15,6 +15,7 @@ from doubles import FaultySystemCalls, Short
 import swap
 from swap import AlignedBuffer, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
 from swap.syscalls import SystemCalls
+from tiermem.cli.disk import capacity_bytes, free_together
 
 MIB = 1 << 20
 
@@ -611,3 +612,17 @@ def test_closing_leaves_what_has_the_name_of_the_lock_alone(tmp_path: Path, ther
         lock.write_bytes(there)
     file.close(remove=True)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if there is None else [there])
+
+
+def test_subvolumes_of_one_btrfs_have_its_room_once(copying_disk: Path) -> None:
+    directories = [copying_disk / name for name in ("one", "two")]
+    for directory in directories:
+        subprocess.run(["btrfs", "subvolume", "create", str(directory)], check=True, capture_output=True)
+    assert len({directory.stat().st_dev for directory in directories}) == 2
+    free = SystemCalls().free_bytes(str(copying_disk))
+    assert free_together(directories) == free
+    assert capacity_bytes(directories) == 128 * MIB
+    with pytest.raises(SwapFullError, match="r0"):
+        SwapSpace.open(directories, name="r0", nbytes=free * 3 // 2)
+    with SwapSpace.open(directories, name="r0", nbytes=2 * MIB) as space:
+        assert len({drive.device for drive in space.statistics().directories}) == 1

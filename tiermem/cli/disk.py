@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from swap import SystemCalls
+from swap import SystemCalls, file_system_of
 from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
@@ -93,7 +93,11 @@ def check_space(directories: Sequence[Path], nbytes: int) -> None:
 
 def free_together(directories: Sequence[Path]) -> int:
     """Return the free bytes of the file systems of `directories`, each counted once."""
-    return sum({directory.stat().st_dev: free_bytes(directory) for directory in directories}.values())
+    free: dict[int, int] = {}
+    for directory in directories:
+        device = file_system_of(directory)
+        free[device] = max(free.get(device, 0), free_bytes(directory))  # of those with quotas some have less
+    return sum(free.values())
 
 
 def free_bytes(directory: Path) -> int:
@@ -103,5 +107,5 @@ def free_bytes(directory: Path) -> int:
 
 def capacity_bytes(directories: Sequence[Path]) -> int:
     """Return the size of the file systems of `directories`, each counted once."""
-    found = {directory.stat().st_dev: os.statvfs(directory) for directory in directories}
+    found = {file_system_of(directory): os.statvfs(directory) for directory in directories}
     return sum(status.f_blocks * status.f_frsize for status in found.values())

@@ -21,6 +21,7 @@ from swap import (
     SwapFullError,
     SwapInUseError,
     SystemCalls,
+    file_system_of,
     find_leftovers,
     find_prepared,
 )
@@ -152,7 +153,8 @@ def check_room(config: Config, nbytes: int) -> None:
     free: dict[int, int] = {}
     old = 0
     for path in config.swap_paths:
-        free[os.stat(path).st_dev] = SystemCalls().free_bytes(os.fspath(path))
+        device = file_system_of(path)
+        free[device] = max(free.get(device, 0), SystemCalls().free_bytes(os.fspath(path)))
         file = path / f"{SPACE_NAME}.swapfile"
         if file.exists():
             old += file.stat().st_blocks * 512

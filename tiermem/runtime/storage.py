@@ -6,14 +6,13 @@ that what was opened is closed again if a later part fails, and that closing goe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from swap import CommitStore, EngineSettings, Recovered, SwapError, SwapFullError, SwapSpace, recover
+from swap import CommitStore, EngineSettings, Recovered, SwapError, SwapFullError, SwapSpace, file_system_of, recover
 from swap.extents import Extent
 from swap.probe import measure_weights
 from tiermem.config import Config
@@ -230,7 +229,7 @@ def _weigh(config: Config, settings: EngineSettings) -> tuple[float, ...] | None
 
     One drive has nothing to be compared with, and a look takes room, which an earlier run's file may have.
     """
-    if len({os.stat(path).st_dev for path in config.swap_paths}) == 1:
+    if len({file_system_of(path) for path in config.swap_paths}) == 1:
         return None
     try:
         return measure_weights(config.swap_paths, name=SPACE_NAME, settings=settings)
