@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from tiermem.runtime.blueprint import Blueprint, draw
 from tiermem.zero3.coalesce import small_nbytes
 from tiermem.zero3.hooks import may_checkpoint_itself
 from tiermem.zero3.keep import Keep, Keeping
+from tiermem.zero3.order import Phase
 from tiermem.zero3.units import ModelUnits
 
 # 70B, 1.5T, 125000000; and as programs and people write the last: 1.25e8, 125_000_000, 125,000,000.
@@ -96,8 +97,8 @@ def workload_of(
     calls = list(_passes(_calls(blueprint.divided)))
     tokens = batch * seq
     used: dict[int, int] = {}
-    for called, product in calls:
-        used[called] = used.get(called, 0) + product
+    for called in calls:
+        used[called.unit] = used.get(called.unit, 0) + called.product
     units = []
     # Backward comes to what forward used last first, and that is mostly what was made last.
     runs = blueprint.runs(slot.parameter for layout in blueprint.layouts for slot in reversed(layout.trainable))
@@ -111,7 +112,9 @@ def workload_of(
         exact = _exact(blueprint, unit.number) if moments == "int8" else ()
         units.append(replace(work, runs=tuple(runs.get(unit.number, ())), exact=exact))
     counted = sum(parameter.numel() for parameter in model.parameters())
-    return Workload(name, tuple(units), order_of(calls), tokens, batches, dtype, moments, counted)
+    order = order_of([(called.unit, called.product and called.reached) for called in calls])
+    arriving = [access for access in order if access.phase is not Phase.GRADIENT or units[access.unit].trainable]
+    return Workload(name, tuple(units), tuple(arriving), tokens, batches, dtype, moments, counted)
 
 
 def _exact(blueprint: Blueprint, unit: int) -> tuple[tuple[int, int], ...]:
@@ -120,14 +123,27 @@ def _exact(blueprint: Blueprint, unit: int) -> tuple[tuple[int, int], ...]:
     return tuple((part.start, part.numel) for part in state.segments if not part.quantized) if state else ()
 
 
-def _passes(calls: Iterator[tuple[int, bool]]) -> Iterator[tuple[int, bool]]:
+class _Call(NamedTuple):
+    """`product`: more than a look-up, which needs no values in backward. `reached`: by backward, if there are any."""
+
+    unit: int
+    product: bool
+    reached: bool
+
+
+def _passes(calls: Iterator[_Call]) -> Iterator[_Call]:
     """Calls of one coalesced unit that follow one another as the one use of it that they are."""
-    for number, uses in itertools.groupby(calls, key=operator.itemgetter(0)):
-        yield number, any(product for _, product in uses)
+    for number, each in itertools.groupby(calls, key=operator.attrgetter("unit")):
+        uses = list(each)
+        yield _Call(number, any(use.product for use in uses), any(use.reached for use in uses))
 
 
-def _calls(divided: ModelUnits) -> Iterator[tuple[int, bool]]:
-    """The units in the order their modules are called, and whether backward needs their values there."""
+def _calls(divided: ModelUnits) -> Iterator[_Call]:
+    """The units in the order their modules are called.
+
+    Backward ends where nothing before is trained: it does not come to the frozen layers that a model begins with.
+    """
+    reached = False
     roots: dict[int, list[int]] = {}
     for unit in divided.units:  # a root may have several: see "Frozen apart" and "Kept apart" in zero3/units.py
         for root, _ in unit.parts:
@@ -140,5 +156,6 @@ def _calls(divided: ModelUnits) -> Iterator[tuple[int, bool]]:
             continue
         # A look-up needs no values in backward. But they are brought for a module that might compute its forward again.
         needed = not isinstance(point.module, nn.Embedding) or may_checkpoint_itself(point.module)
+        reached = reached or any(parameter.requires_grad for parameter in point.module.parameters())
         for number in roots.get(id(point.module), point.units):
-            yield number, needed
+            yield _Call(number, needed, reached)
