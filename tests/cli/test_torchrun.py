@@ -96,6 +96,26 @@ def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(warm_python:
     assert [step["tokens"] for step in found["steps"]] == [step["tokens"] for step in expected]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_without_a_swap_directory_all_ranks_keep_their_commits_in_one(warm_python: WarmPython, tmp_path: Path) -> None:
+    """Else none could be continued: each rank of the next run would look into one of them."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    ranks = [warm_python.path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    ranks += ["--rdzv-endpoint", "localhost:0", "-m", "tiermem", "train", "--model", "config.json", "--steps", "1"]
+    ranks += ["--batch", "2", "--seq", "16", "--host-memory", "2MiB"]
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+    for keep in ([], ["--keep"]):
+        done = subprocess.run(
+            [*ranks, *keep], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=140
+        )
+        assert done.returncode == 0, done.stderr
+        made = list(tmp_path.glob("tiermem-swap-*"))
+        assert len(made) == len(keep)
+    assert sorted(path.name for path in made[0].glob("*/*.manifest")) == ["tiermem.00000000000000000001.manifest"] * 2
+
+
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(tiermem.ConfigError, match=r"--batch 5 cannot be divided over 2 ranks"):
         Launch(1, 2).check_rows(5)

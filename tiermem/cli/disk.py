@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,32 +23,41 @@ from tiermem.settings_file import form_of
 
 
 @contextmanager
-def swap_directories(given: Sequence[Path], *, keep: bool) -> Iterator[list[Path]]:
+def swap_directories(
+    given: Sequence[Path], *, keep: bool, once: Callable[[Callable[[], str]], str] | None = None
+) -> Iterator[list[Path]]:
     """Yield the directories to swap to: the given ones, or without any a new one here, removed on leaving.
 
     Here and not in the system's temporary directory: that is often kept in memory. A given directory must exist: making
     a missing one would fill the disk below a drive that is not mounted. Raises `ConfigError` naming it, or if none can
     be made here. What runs that were killed left here is removed, see `abandoned.py`.
+
+    `once`: has one of several processes make the new one for all (`Launch.once`), each of which removes what is its
+    own, and the last one the directory: what they commit belongs together.
     """
     if given:
         for directory in given:
             check_directory(directory)
         yield list(given)
         return
-    try:
-        remove_abandoned(Path.cwd())
-        made = Path(tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd()))
-    except OSError as error:
-        raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
+    made = Path(_make_directory() if once is None else once(_make_directory))
     try:
         yield [made]
     finally:
-        if keep:
+        if keep or once is not None:
             remove_uncommitted(made)
             with contextlib.suppress(OSError):  # not empty: something was committed
                 made.rmdir()
         else:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _make_directory() -> str:
+    try:
+        remove_abandoned(Path.cwd())
+        return tempfile.mkdtemp(prefix="tiermem-swap-", dir=Path.cwd())
+    except OSError as error:
+        raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
 
 
 def check_directory(directory: Path) -> None:

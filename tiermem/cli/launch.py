@@ -7,7 +7,7 @@ that without torchrun nothing of it happens, and that only rank 0 has something 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,16 +17,20 @@ from rich.console import Console
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TiermemError
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of `size` processes, number `rank`; `neighbours` of them, itself among them, are on this machine."""
+    """One of `size` processes, number `rank`.
+
+    `neighbours` of them, itself among them, are on this machine, of which it is number `local`.
+    """
 
     rank: int = 0
     size: int = 1
     neighbours: int = 1
+    local: int = 0
 
     def check_rows(self, rows: int) -> None:
         """Raise `ConfigError` unless a batch of `rows` rows can be divided evenly."""
@@ -51,6 +55,28 @@ class Launch:
         dist.all_reduce(total)
         return float(total) / self.size
 
+    def once(self, make: Callable[[], str]) -> str:
+        """What the first process of this machine has made by `make`, on all of them; they all call this.
+
+        Raises ConfigError on all if `make` does so on one, TiermemError if one of them is gone.
+        """
+        own = ("", "")
+        if self.local == 0:
+            try:
+                own = (make(), "")
+            except ConfigError as error:
+                own = ("", str(error))
+        told = [own] * self.size
+        if self.size > 1:
+            try:
+                dist.all_gather_object(told, own)
+            except RuntimeError as error:
+                raise TiermemError(f"rank {self.rank} cannot begin without the others: {error}") from error
+        for _, refusal in told:
+            if refusal:
+                raise ConfigError(refusal)
+        return told[self.rank - self.local][0]
+
 
 @contextmanager
 def launched() -> Iterator[Launch]:
@@ -64,7 +90,7 @@ def launched() -> Iterator[Launch]:
     attempt = PrefixStore(f"tiermem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
     try:
-        size = dist.get_world_size()
-        yield Launch(dist.get_rank(), size, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        yield Launch(rank, size, neighbours, local=int(os.environ.get("LOCAL_RANK", rank % neighbours)))
     finally:
         dist.destroy_process_group()

@@ -170,9 +170,11 @@ def train_in(
     asked = named_directories(file, directories)
     if options.resume and not asked:
         raise ConfigError(f"--resume needs the --swap-dir of the run to continue: {file} names no swap_dirs")
-    with launched() as launch, swap_directories(asked, keep=options.commits) as chosen:
-        settings = make_config(load_config(file, chosen), chosen, overrides)
-        report = train(options, settings, launch.progress(), launch)
+    with launched() as launch:
+        once = launch.once if launch.size > 1 else None
+        with swap_directories(asked, keep=options.commits, once=once) as chosen:
+            settings = make_config(load_config(file, chosen), chosen, overrides)
+            report = train(options, settings, launch.progress(), launch)
     return report if launch.rank == 0 else None
 
 
