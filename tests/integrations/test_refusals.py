@@ -72,6 +72,18 @@ def test_arguments(name: str, runtime: tiermem.Runtime, tmp_path: Path) -> None:
     assert runtime.statistics().steps == 0
 
 
+def test_processes_that_the_environment_does_not_tell_of(
+    runtime: tiermem.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of torch.multiprocessing.spawn: each would take itself for the only one, and train on the same rows."""
+    args = arguments(tmp_path / "out")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert args.world_size == 1
+    with pytest.raises(ConfigError, match=r"found 2 processes.*DistributedDataParallel"):
+        Trainer(args=args, train_dataset=data(), runtime=runtime)
+
+
 def test_an_optimizer_that_finds_no_gradients(runtime: tiermem.Runtime, tmp_path: Path) -> None:
     parameters = runtime.model.parameters()
     sgd = torch.optim.SGD(parameters, lr=1e-3)

@@ -132,9 +132,9 @@ def _engines(args: Any) -> Iterator[str]:
     for name in ("deepspeed", "fsdp", "parallelism_config"):
         if getattr(args, name, None):
             yield f"{name}={getattr(args, name)!r}: tiermem pages the model, nobody else can divide it; leave it out"
-    if args.world_size > 1:
+    if (size := max(args.world_size, _ranks())) > 1:
         yield (
-            f"{args.world_size} processes: Trainer would wrap the model in DistributedDataParallel, which reads and "
+            f"{size} processes: Trainer would wrap the model in DistributedDataParallel, which reads and "
             "writes parameters that are paged out; start one process, or write a loop of your own under torchrun"
         )
     if args.n_gpu > 1:
@@ -142,6 +142,12 @@ def _engines(args: Any) -> Iterator[str]:
             f"{args.n_gpu} GPUs in one process: Trainer would copy the model to each (DataParallel); set "
             "CUDA_VISIBLE_DEVICES to one"
         )
+
+
+def _ranks() -> int:
+    """How many processes have joined; accelerate learns it from the environment only, which torchrun sets."""
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if joined else 1
 
 
 def _place(device: torch.device) -> tuple[str, int]:
