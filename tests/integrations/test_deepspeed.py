@@ -161,6 +161,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (at("zero_optimization.no_such_thing", 1), "'zero_optimization.no_such_thing' is not known"),
     (at("optimizer.params.freeze_step", 1), "'optimizer.params.freeze_step' is not known"),
+    (changed(no_such_section={}), "'no_such_section' is not known here, found {}"),
+    (at("zero_optimization.no_such_section", {}), "'zero_optimization.no_such_section' is not known here, found {}"),
+    (at("zero_optimization.stage", {}), "expected 1, 2 or 3, found {}"),
     (changed(zero_optimization=True), "'zero_optimization': expected a section, found True"),
     (at("zero_optimization.stage", 0), "expected 1, 2 or 3, found 0"),
     (at("zero_optimization.offload_param.device", "disk"), "expected none, cpu or nvme, found 'disk'"),
@@ -173,6 +176,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (at("bf16.enabled", "auto"), "pass param_dtype="),
     (at("fp16.enabled", True), "take bf16"),
     (at("data_types.grad_accum_dtype", "fp32"), "expected bfloat16 or nothing, found 'fp32'"),
+    (at("data_types.grad_accum_dtype", ["bf16"]), "expected bfloat16 or nothing, found ['bf16']"),
     (at("train_batch_size", 12), "expected a multiple of 2 x 4"),
     (at("gradient_accumulation_steps", 0.5), "expected a whole number above 0, found 0.5"),
     (at("aio.queue_depth", 100000), "queue_depth"),
@@ -184,6 +188,13 @@ def test_what_is_refused(configuration: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         translate(configuration)
     assert message in str(caught.value)
+
+
+def test_a_path_that_is_not_used_and_sections_that_are_empty() -> None:
+    found = translate(changed(scheduler={}, fp16={}) | at("zero_optimization.offload_param.device", "cpu"))
+    assert found.config.swap_dirs == ("/nvme1",)
+    assert "not nvme" in found.without_effect["zero_optimization.offload_param.nvme_path"]
+    assert translate(changed(scheduler={}, fp16={})).without_effect["scheduler"] == "it is not given"
 
 
 def test_what_the_trainer_fills_in() -> None:

@@ -20,6 +20,8 @@ from tiermem.integrations.deepspeed_keys import ACCUMULATION, LOGGING, OFF, ONLY
 
 AUTO = "auto"  # what transformers' Trainer fills in from its own arguments
 _AUTO = "'auto' is filled in by transformers' Trainer: its arguments hold"
+_KNOWN = (ACCUMULATION, *TRANSLATED, *WITHOUT_EFFECT, *ONLY, *OFF, *LOGGING)
+_OFFLOADED = (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
 _LOOP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 
 
@@ -49,6 +51,9 @@ def translate(configuration: Mapping[str, Any] | str | os.PathLike[str], **setti
     leaves = dict(_leaves(_read(configuration)))
     without = {key: reason for key, value in leaves.items() if (reason := _judge(key, value)) is not None}
     known = {key: value for key, value in leaves.items() if key not in without}
+    for what in _OFFLOADED:
+        if f"{what}.nvme_path" in known and known.get(f"{what}.device") != "nvme":
+            without[f"{what}.nvme_path"] = "the device beside it is not nvme"
     return Translation(
         Config(**(_config(known, leaves, settings) | settings)), _adamw(known, leaves), _loop(known), without
     )
@@ -82,10 +87,14 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     """Keys joined by dots and their values; sections that are judged as a whole stay whole."""
     for name, value in section.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in OFF and key not in LOGGING:
+        if isinstance(value, Mapping) and (value or _is_section(key)) and key not in OFF and key not in LOGGING:
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value
+
+
+def _is_section(key: str) -> bool:
+    return any(name.startswith(f"{key}.") for name in _KNOWN)
 
 
 def _judge(key: str, value: Any) -> str | None:
@@ -110,7 +119,7 @@ def _judge(key: str, value: Any) -> str | None:
         return "gradients are added up in the dtype of the parameters"
     if key not in TRANSLATED:
         _refuse_unknown(key, value)
-    if value is None:
+    if value is None or key == "scheduler":
         return "it is not given"
     if value == AUTO:
         return _AUTO
@@ -118,17 +127,18 @@ def _judge(key: str, value: Any) -> str | None:
 
 
 def _refuse_unknown(key: str, value: Any) -> None:
-    known = [ACCUMULATION, *TRANSLATED, *WITHOUT_EFFECT, *ONLY, *OFF, *LOGGING]
+    if key == "scheduler" and not value:
+        return
     if key == "scheduler" or key.startswith("scheduler."):
         raise ConfigError(
             "DeepSpeed's 'scheduler': tiermem.AdamW takes the schedulers of torch.optim.lr_scheduler and of "
             "transformers; make one, and leave the section out"
         )
-    if any(name.startswith(f"{key}.") for name in known):
+    if _is_section(key):
         if value is None:
             return
         raise ConfigError(f"DeepSpeed's {key!r}: expected a section, found {value!r}")
-    close = difflib.get_close_matches(key, known, 1)
+    close = difflib.get_close_matches(key, _KNOWN, 1)
     advice = f"did you mean {close[0]!r}?" if close else "leave it out if nothing depends on it"
     raise ConfigError(f"DeepSpeed's {key!r} is not known here, found {value!r}; {advice}")
 
@@ -146,14 +156,14 @@ def _config(known: Mapping[str, Any], leaves: Mapping[str, Any], settings: Mappi
         raise ConfigError(f"DeepSpeed's '{ZERO}.stage': expected 1, 2 or 3, found {stage!r}; {advice}")
     config["stage"] = stage
     directories: dict[str, str] = {}  # by what they are, however they are spelled
-    for what in ("offload_param", "offload_optimizer"):
-        device = known.get(f"{ZERO}.{what}.device", "none")
-        path = known.get(f"{ZERO}.{what}.nvme_path")
+    for what in _OFFLOADED:
+        device = known.get(f"{what}.device", "none")
+        path = known.get(f"{what}.nvme_path")
         if device not in ("none", "cpu", "nvme"):
-            raise ConfigError(f"DeepSpeed's '{ZERO}.{what}.device': expected none, cpu or nvme, found {device!r}")
+            raise ConfigError(f"DeepSpeed's '{what}.device': expected none, cpu or nvme, found {device!r}")
         if device == "nvme":
             if not path:
-                raise ConfigError(f"DeepSpeed's '{ZERO}.{what}.device' is nvme: expected an nvme_path, found none")
+                raise ConfigError(f"DeepSpeed's '{what}.device' is nvme: expected an nvme_path, found none")
             directories.setdefault(os.path.realpath(os.path.expanduser(str(path))), str(path))
     config["swap_dirs"] = list(directories.values())
     if not directories and not settings.get("swap_dirs"):
@@ -168,7 +178,7 @@ def _check_accumulation(leaves: Mapping[str, Any], param_dtype: Any) -> None:
     """Gradients of micro-batches are added up in the dtype of the parameters, as plain PyTorch does."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     found = leaves.get(ACCUMULATION)
-    if found is not None and names.get(found, found) != str(param_dtype).removeprefix("torch."):
+    if found is not None and names.get(str(found), found) != str(param_dtype).removeprefix("torch."):
         raise ConfigError(
             f"DeepSpeed's {ACCUMULATION!r}: expected {param_dtype} or nothing, found {found!r}; gradients are "
             "added up in the dtype of the parameters"
