@@ -17,8 +17,10 @@ from doubles_python import WarmPython
 from rich.console import Console
 
 import tiermem
+from tiermem.cli import disk
 from tiermem.cli.launch import Launch
-from tiermem.cli.subject import TrainOptions
+from tiermem.cli.subject import Subject, TrainOptions
+from tiermem.cli.text import ByteTokens, Corpus
 from tiermem.cli.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,3 +121,16 @@ def test_without_a_swap_directory_all_ranks_keep_their_commits_in_one(warm_pytho
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(tiermem.ConfigError, match=r"--batch 5 cannot be divided over 2 ranks"):
         Launch(1, 2).check_rows(5)
+
+
+def test_ranks_of_several_machines_need_room_for_their_own_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks, two of them here: half of the state of 1,000 parameters, 6,000 bytes."""
+    subject = Subject(None, 1000, source=ByteTokens(Corpus([Path(__file__)])))
+    config = tiermem.Config(swap_dirs=[tmp_path])
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: 6000)
+    subject.check_space(config, "step", commits=False, launch=Launch(0, 4, neighbours=2))
+    for launch in (None, Launch(0, 2, neighbours=2), Launch(0, 4, neighbours=3)):
+        with pytest.raises(tiermem.ConfigError, match=r"swapping needs .*6000 bytes\) free"):
+            subject.check_space(config, "step", commits=False, launch=launch)

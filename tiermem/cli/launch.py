@@ -39,6 +39,10 @@ class Launch:
                 f"--batch {rows} cannot be divided over {self.size} ranks; give a multiple of {self.size}"
             )
 
+    def on_machine(self, nbytes: int) -> int:
+        """The part of `nbytes`, divided over all processes, that those on this machine have together."""
+        return -(-nbytes * self.neighbours // self.size)
+
     def progress(self) -> Console:
         """Where progress is shown: stderr of rank 0."""
         return Console(stderr=True, quiet=self.rank > 0)

@@ -15,6 +15,7 @@ import torch
 
 import tiermem
 from tiermem.cli.disk import check_space
+from tiermem.cli.launch import Launch
 from tiermem.cli.presets import check_length, count_parameters, find_model
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, find_texts
 from tiermem.errors import ConfigError
@@ -67,10 +68,14 @@ class Subject:
     parameters: int
     source: TokenSource
 
-    def check_space(self, config: tiermem.Config, update: str, *, commits: bool) -> None:
-        """Raise ConfigError unless the swap directories have room for the model's state as often as a run wants it."""
-        copies = wanted_copies(update, commits=commits)
-        check_space(config.swap_paths, self.parameters * SWAP_BYTES_PER_PARAMETER * copies)
+    def check_space(self, config: tiermem.Config, update: str, *, commits: bool, launch: Launch | None = None) -> None:
+        """Raise ConfigError unless the swap directories have room for the model's state as often as a run wants it.
+
+        `launch`: the ranks, of which those on this machine share the directories. What of the state each has whole, at
+        stages 1 and 2, is left to the runtime to ask for.
+        """
+        nbytes = self.parameters * SWAP_BYTES_PER_PARAMETER * wanted_copies(update, commits=commits)
+        check_space(config.swap_paths, (launch or Launch()).on_machine(nbytes))
 
 
 def find_subject(options: TrainOptions) -> Subject:

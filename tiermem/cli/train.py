@@ -192,7 +192,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     subject = find_subject(options)
     if not options.resume and not config.overwrite:  # the room of what is replaced is known to the runtime only
         late = launch.size > 1 and config.stage == 1  # then gradients are added up, and units updated, behind backward
-        subject.check_space(config, "forward" if late else config.update, commits=options.commits)
+        subject.check_space(config, "forward" if late else config.update, commits=options.commits, launch=launch)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()
