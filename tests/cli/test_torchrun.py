@@ -18,6 +18,7 @@ from rich.console import Console
 
 import tiermem
 from tiermem.cli import disk
+from tiermem.cli import launch as launching
 from tiermem.cli.launch import Launch
 from tiermem.cli.subject import Subject, TrainOptions
 from tiermem.cli.text import ByteTokens, Corpus
@@ -134,3 +135,15 @@ def test_ranks_of_several_machines_need_room_for_their_own_part(
     for launch in (None, Launch(0, 2, neighbours=2), Launch(0, 4, neighbours=3)):
         with pytest.raises(tiermem.ConfigError, match=r"swapping needs .*6000 bytes\) free"):
             subject.check_space(config, "step", commits=False, launch=launch)
+
+
+def test_a_rank_that_ends_while_the_others_join_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object, **named: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(launching, "rendezvous", lambda where: iter([(launching.dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(launching.dist, "init_process_group", refused)
+    with pytest.raises(tiermem.TiermemError, match="rank 0 cannot join the others"), launching.launched():
+        pass
