@@ -173,6 +173,23 @@ def changed_buffers() -> set[str]:
     return {"running_mean", "running_var", "num_batches_tracked"}
 
 
+def test_what_an_exported_commit_does_not_hold_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = Net()
+    model.register_buffer("table", torch.arange(4.0))
+    model.register_buffer("scratch", torch.zeros(4), persistent=False)
+    (tmp_path / "run").mkdir()
+    with tiermem.offload(model, make_config(tmp_path / "run")) as runtime:
+        model.norm(torch.randn(8, 96))
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "copy").wait()
+    assert call(capsys, "export", tmp_path / "run", "--to", tmp_path / "one")["lacking"] == ["table"]
+    assert call(capsys, "export", tmp_path / "copy", "--to", tmp_path / "other")["lacking"] == []
+    held = [set(load_file(tmp_path / name / "model.safetensors")) for name in ("one", "other")]
+    assert held[1] - held[0] == {"table"}
+    assert run(["snapshot", "export", str(tmp_path / "run"), "--to", str(tmp_path / "third")]) == 0
+    assert "without table" in " ".join(capsys.readouterr().out.split())
+
+
 def test_training_goes_on_from_weights_that_were_exported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,10 @@ class _Committed:
 
 
 class CommitSource:
-    """The parameters of a commit, and the persistent buffers that training had changed (`pretrained.TensorSource`)."""
+    """The parameters of a commit, and the persistent buffers that training had changed (`pretrained.TensorSource`).
+
+    `lacking`: the names of the other persistent buffers, which are in no commit: the model is built with them.
+    """
 
     def __init__(self, record: Mapping[str, Any], pages: MarkedPages) -> None:
         """Raises ConfigError for a commit of several ranks, FormatError for a record that is not one."""
@@ -112,6 +115,7 @@ class CommitSource:
             if not all(is_dense(each.shape, each.stride) for each in self._committed):
                 raise ValueError("expected dense strides")
             self._buffers = {name: _buffer(*row) for name, row in record["buffers"].items() if name in saved.buffers}
+            self.lacking = tuple(sorted(saved.buffers - self._buffers.keys()))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error
         if ranks != 1:

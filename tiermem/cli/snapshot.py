@@ -6,6 +6,7 @@ and compared, that a run which is going on is left alone, and that what it write
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from tiermem.memory.sizes import format_bytes
 from tiermem.pager.extents import page_key
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.runtime.company import RANK_PREFIX
+
+_NAMED = 5  # of a list of names as many are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +83,28 @@ class SnapshotReport:
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """What has been written: `what`, where, out of what, how many files and bytes."""
+    """What has been written: `what`, where, out of what, how many files and bytes.
+
+    `lacking`: buffers of the model that are not among it, as training had not changed them and a commit has no others.
+    """
 
     what: str
     source: tuple[str, ...]
     path: str
     files: int
     nbytes: int
+    lacking: tuple[str, ...] = ()
 
     def to_table(self) -> Table:
         """Return the report for people."""
         table = Table(show_header=False, box=None)
         table.add_row("written", f"{self.what}, {counted(self.files, 'file')}, {format_bytes(self.nbytes)}")
         table.add_row("to", self.path)
+        if self.lacking:
+            more = f" and {len(self.lacking) - _NAMED} more" if len(self.lacking) > _NAMED else ""
+            table.add_row("without", ", ".join(self.lacking[:_NAMED]) + more)
+            table.add_row("", "training had not changed these buffers, and a commit has no others: a model is built")
+            table.add_row("", "with them (load_state_dict: strict=False); a snapshot (runtime.snapshot) has them")
         return table
 
 
@@ -116,6 +128,7 @@ def verify(paths: Sequence[Path]) -> SnapshotReport:
 
 def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> WrittenReport:
     """Write the weights as `from_pretrained` reads them; waits. Raises what `verify` raises, and for a full disk."""
+    lacking: tuple[str, ...] = ()
     if _is_snapshot(paths):
         snapshot = open_snapshot(paths[0])
         files = recorded(snapshot.record).files
@@ -124,7 +137,8 @@ def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> Written
         with _opened(paths) as (manifest, space, mark):
             source = CommitSource(manifest.user, MarkedPages(space, mark))
             save_pretrained(to, source, recorded(manifest.user).files, max_shard_nbytes=max_shard_nbytes)
-    return _written("weights", paths, to)
+            lacking = source.lacking
+    return dataclasses.replace(_written("weights", paths, to), lacking=lacking)
 
 
 def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
