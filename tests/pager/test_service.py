@@ -459,6 +459,17 @@ def test_without_anybody_waiting_there_is_no_capacity_error() -> None:
     assert early.granted
 
 
+def test_to_wait_for_a_lease_is_no_lack_of_room() -> None:
+    bench = Bench(20)
+    bench.bring(0)
+    reader = bench.ask(0)
+    writer = bench.ask(0, intent=WRITE)
+    assert not bench.service.resolve_standstill()
+    assert not writer.refused
+    reader.give_back()
+    assert writer.granted
+
+
 def test_flush_writes_what_is_dirty_leased_for_reading_or_not() -> None:
     bench = Bench(40)
     bench.bring(0, 1, intent=WRITE)

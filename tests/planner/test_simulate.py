@@ -10,6 +10,7 @@ from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
@@ -294,6 +295,14 @@ def test_what_is_sent_down_may_drive_out_the_copy_below_a_victim() -> None:
     settings = PlanSettings(host_memory=28_073_984, tile_nbytes=256 << 10)
     result = simulate(make_design(workload([300_000] * 16), replace(MACHINE, device=device), settings))
     assert result.bytes_read > 0
+
+
+def test_what_never_gets_its_room_ends_the_simulated_run() -> None:
+    design = make_design(workload([1_000_000] * 3), MACHINE, PlanSettings(host_memory=64 * MIB, tile_nbytes=256 << 10))
+    assert simulate(design).seconds > 0
+    tight = replace(design, settings=replace(design.settings, host_memory=3 * MIB))  # parameters, but no gradients
+    with pytest.raises(CapacityError, match="the simulated run ends here: HOST has no room for"):
+        simulate(tight)
 
 
 def test_the_plan_says_what_is_done_and_why() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tiermem.config import Config
 from tiermem.errors import ConfigError
-from tiermem.runtime.devices import own_device
+from tiermem.runtime.devices import device_budget, own_device
 
 
 @pytest.fixture
@@ -38,3 +38,21 @@ def test_whoever_is_named_is_taken() -> None:
     assert own_device(Config(swap_dirs=["run"], device="cuda:1")) == torch.device("cuda:1")
     assert own_device(Config(swap_dirs=["run"], device="cpu")) == torch.device("cpu")
     assert own_device(Config(swap_dirs=["run"], device="simulated", device_memory=4096)) == torch.device("cpu")
+
+
+def test_how_much_of_a_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def budget(device: str, size: int | str = "auto") -> int | None:
+        return device_budget(Config(swap_dirs=["run"], device=device, device_memory=size), lambda: 9 << 20)
+
+    assert budget("cpu") is None
+    assert budget("simulated", (1 << 20) + 4097) == (1 << 20) + 4096, "whole frames"
+    with pytest.raises(ConfigError, match="device_memory: expected a size with device='simulated'"):
+        budget("simulated")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    free = (1 << 20) + 2
+    assert budget("cuda") == 1 << 19, "half of what is free"
+    free = 1 << 30
+    assert budget("cuda") == 9 << 20, "no more than there is use for"
+    assert budget("cuda", "64MiB") == 64 << 20
