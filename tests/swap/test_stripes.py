@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import swap
-from swap import ALIGNMENT, AlignedBuffer, EngineSettings, FormatError, SwapFullError, SwapSpace
+from swap import ALIGNMENT, AlignedBuffer, EngineSettings, FormatError, SwapFullError, SwapSpace, probe
 from swap.probe import measure, measure_weights
 from swap.stripes import MINIMUM_STRIPE, divide, fill, proportional
+from swap.syscalls import SystemCalls
 
 MIB = 1 << 20
 units = st.integers(0, 1 << 20).map(lambda count: count * ALIGNMENT)
@@ -164,6 +165,47 @@ def test_weights_can_be_measured_and_the_probe_leaves_nothing(tmp_path: Path) ->
         round_trip(space, 4 * MIB)
         space.close(remove=True)
     assert list(drives[0].iterdir()) == []
+
+
+class TimedDrives(SystemCalls):
+    """Drives of known speed, on a clock that only they move; a first write takes four times as long."""
+
+    def __init__(self, **speeds: tuple[float, float]) -> None:
+        self.now = 0.0
+        self.speeds = speeds  # of reading and writing, bytes a second
+        self.written: set[tuple[str, int]] = set()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def free_bytes(self, path: str) -> int:
+        return 4 * MIB
+
+    def _speeds_of(self, fd: int) -> tuple[str, float, float]:
+        drive = Path(os.readlink(f"/proc/self/fd/{fd}")).parent.name
+        return (drive, *self.speeds[drive])
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        self.now += len(view) / self._speeds_of(fd)[1]
+        return super().preadv(fd, view, offset)
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        drive, _, speed = self._speeds_of(fd)
+        self.now += len(view) / speed * (1 if (drive, offset) in self.written else 4)
+        self.written.add((drive, offset))
+        return super().pwritev(fd, view, offset)
+
+
+def test_what_is_measured_is_what_the_drives_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drives, settings = make(tmp_path, 2), EngineSettings(backend="inline")
+    system = TimedDrives(drive0=(400.0, 100.0), drive1=(100.0, 100.0))
+    monkeypatch.setattr(probe, "time", system)
+    found = measure(drives[0], name="r0", settings=settings, system=system, nbytes=MIB)
+    assert (found.read, found.write, found.both) == pytest.approx((400.0, 100.0, 160.0))
+    weights = measure_weights(drives, name="r0", settings=settings, system=system)
+    assert weights == pytest.approx((80.0, 50.0)), "they are on one device, and share what it gives"
+    with SwapSpace.open(drives, name="r0", nbytes=MIB, weights="measure", settings=settings, system=system) as space:
+        assert space.weights == pytest.approx((8 / 13, 5 / 13))
 
 
 def test_a_drive_with_less_room_than_a_probe_takes_is_measured_with_less(tmp_path: Path) -> None:
