@@ -29,6 +29,8 @@ def test_text_means_a_link(text: str, link: Link | None) -> None:
     [
         "simulated:",
         "simulated:fast",
+        "simulated:sideways=1GB/s",
+        "simulated:up=1GB/s,Down=1GB/s",
         "simulated:bandwidth=12GB",
         "simulated:bandwidth=0GB/s",
         "simulated:up=x/s",

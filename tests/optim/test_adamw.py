@@ -187,6 +187,26 @@ def test_clipping_has_the_bits_of_torch(schedule: str, by_call: bool) -> None:
 
 
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_a_step_that_fails_before_it_updates_clips_once_when_it_is_tried_again(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = AdamW(harness.faces, lr=0.01, max_grad_norm=0.5)
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
+    harness.backward(0)
+
+    def fail(_: object) -> None:
+        raise OSError(5, "injected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(harness.book, "read_norms", fail)  # asked behind the clipping
+        with pytest.raises(OSError, match="injected"):
+            ours.step()
+    ours.step()
+    torch.nn.utils.clip_grad_norm_(harness.plain, 0.5)
+    torchs.step()
+    harness.check_same()
+
+
 def test_backward_keeps_what_is_not_clipped_and_redoes_the_rest(harness: Harness) -> None:
     ours = AdamW(harness.faces, lr=0.01, max_grad_norm=110.0)
     torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)

@@ -58,6 +58,10 @@ BROKEN: dict[str, tuple[str, Callable[[Bench], object]]] = {
     "a move to where the bytes are": ("I2", lambda bench: bench.pages[3].valid.add(HOST)),
     "a move nobody counted": ("I2", lambda bench: setattr(bench.residency, "moves", 0)),
     "leased without a frame": ("I3", lambda bench: bench.pages[4].leases.update({HOST: 1})),
+    "written without a frame": (
+        "I3",
+        lambda bench: (bench.pages[4].leases.update({HOST: 1}), setattr(bench.pages[4], "exclusive", True)),
+    ),
     "leased where the bytes are not": ("I3", lambda bench: bench.pages[3].leases.update({HOST: 1})),
     "written by two": (
         "I4",
@@ -146,10 +150,12 @@ def test_a_page_that_is_held_or_moves_is_not_removed(number: int) -> None:
     bench.residency.check_invariants()
 
 
-def test_of_a_page_that_is_removed_nothing_is_left() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_of_a_page_that_is_removed_nothing_is_left(failed: bool) -> None:
     bench = Bench()
     page, reserved, total = bench.pages[1], bench.chain.arenas[HOST].reserved, bench.residency.total
-    bench.residency.fail(page, OSError(5, "injected"))
+    if failed:
+        bench.residency.fail(page, OSError(5, "injected"))
     assert bench.residency.remove(page)
     assert bench.chain.arenas[HOST].reserved == reserved - 10
     assert bench.residency.total == total - 10

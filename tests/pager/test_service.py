@@ -166,6 +166,28 @@ def test_of_memory_in_one_piece_only_what_lies_in_the_place_that_is_cleared_is_w
     assert bench.on(HOST) == {0, 1, 2, 3, 4, 5} - written
 
 
+def test_what_lies_between_two_holes_goes_although_it_is_on_its_way_up_when_nothing_else_would_help() -> None:
+    bench = Bench(30, device=20, arena=SteppedSlab, reserve=0)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20, saved=True)
+    bench.store[large.key] = 9
+    written = Asked(bench, [large], WRITE, Lane.COMPUTE, DEVICE)
+    bench.settle()
+    written.give_back()
+    for asked in [bench.ask(number, lane=Lane.UPDATE) for number in (0, 1, 2)]:  # side by side
+        bench.settle()
+        asked.give_back()
+    for number in (0, 2):
+        bench.residency.drop(bench.pages[number], HOST)
+    assert bench.on(HOST) == {1}
+    wanted = bench.ask(1)  # the other one has to come down, and finds room to both sides of this one
+    bench.settle()
+    assert wanted.granted
+    assert wanted.frame().contents == 1
+    wanted.give_back()
+    bench.settle()
+    assert large.valid != {DEVICE}
+
+
 def test_a_leased_page_is_never_evicted() -> None:
     bench = Bench(20)
     held = bench.ask(0)

@@ -10,7 +10,7 @@ from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.errors import CapacityError
+from tiermem.errors import CapacityError, ConfigError
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
@@ -303,6 +303,12 @@ def test_what_never_gets_its_room_ends_the_simulated_run() -> None:
     tight = replace(design, settings=replace(design.settings, host_memory=3 * MIB))  # parameters, but no gradients
     with pytest.raises(CapacityError, match="the simulated run ends here: HOST has no room for"):
         simulate(tight)
+
+
+def test_a_workload_uses_only_the_units_it_has() -> None:
+    work = workload([1_000_000] * 2)
+    with pytest.raises(ConfigError, match="the order of test uses a unit that is not among its 1"):
+        replace(work, units=work.units[:1])
 
 
 def test_the_plan_says_what_is_done_and_why() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
+import tiermem
 from tiermem.config import Config
-from tiermem.errors import ConfigError
+from tiermem.errors import CapacityError, ConfigError
+from tiermem.memory.devices import SimulatedDevice
+from tiermem.memory.slab import SlabArena
 from tiermem.runtime.devices import device_budget, own_device
 
 
@@ -56,3 +62,25 @@ def test_how_much_of_a_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 1 << 30
     assert budget("cuda") == 9 << 20, "no more than there is use for"
     assert budget("cuda", "64MiB") == 64 << 20
+
+
+def test_a_device_without_the_memory_is_said_and_host_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas: list[SlabArena] = []
+    make_host_arena = SimulatedDevice.make_host_arena
+
+    def noted(device: SimulatedDevice, nbytes: int, *, poison: bool, passing: int = 0) -> SlabArena:
+        arenas.append(make_host_arena(device, nbytes, poison=poison, passing=passing))
+        return arenas[-1]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CapacityError("the device has no memory left")
+
+    monkeypatch.setattr(SimulatedDevice, "make_host_arena", noted)
+    monkeypatch.setattr(SimulatedDevice, "make_arena", refuse)
+    config = Config(swap_dirs=[tmp_path], host_memory="8MiB", device="simulated", device_memory="4MiB")
+    with pytest.raises(CapacityError, match="the device has no memory left"):
+        tiermem.offload(nn.Linear(8, 8), config)
+    with pytest.raises(tiermem.TiermemError, match="of a closed arena"):
+        arenas[0].allocate(4096)

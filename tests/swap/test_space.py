@@ -250,8 +250,13 @@ def test_files_are_given_back_whatever_closing_one_of_them_raises(tmp_path: Path
     SwapSpace.open(directories[:2], name="r0", nbytes=MIB).close()
 
 
-def test_an_interrupt_while_closing_gives_the_directories_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB)
+@pytest.mark.parametrize("path", ["none", "r0.lock"])
+def test_an_interrupt_while_closing_gives_the_directories_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    system = _BadClose()
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system)
+    system.path = path
     backend = space.engine.backend
 
     def interrupted(timeout: float) -> None:

@@ -1,0 +1,47 @@
+"""What a commit says about the layout of pages: the first difference is named, an older record is no other one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles_training import MIB, config_for
+from torch import nn
+
+from tiermem.errors import ResumeError
+from tiermem.runtime.blueprint import draw
+from tiermem.runtime.record import check_layout, layout_record
+
+
+def record_of(*layers: nn.Module, directory: Path, **settings: Any) -> dict[str, Any]:
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    config = config_for(directory, 32 * MIB, "step", **settings)
+    return layout_record(draw(model, config, None).layouts, config, 4096)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)], r"the number of parameters in unit '\S+' was 2, is 1"),
+        ([nn.Linear(4, 4)], "the number of units was 2, is 1"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)], "the number of units was 2, is 3"),
+        ([nn.Linear(4, 4), nn.Linear(4, 8)], r"shape of parameter layers\.1\.weight .* was \[4, 4\], is \[8, 4\]"),
+    ],
+)
+def test_a_model_with_less_or_more_of_the_same_is_another(
+    layers: list[nn.Module], message: str, tmp_path: Path
+) -> None:
+    committed = record_of(nn.Linear(4, 4), nn.Linear(4, 4), directory=tmp_path)
+    check_layout(committed, record_of(nn.Linear(4, 4), nn.Linear(4, 4), directory=tmp_path))
+    with pytest.raises(ResumeError, match=f"this is not the run that was committed: {message}"):
+        check_layout(committed, record_of(*layers, directory=tmp_path))
+
+
+def test_what_records_did_not_say_at_first_is_as_it_was_then(tmp_path: Path) -> None:
+    here = record_of(nn.Linear(4, 4), directory=tmp_path)
+    later = ("copies", "stage", "kept", "coalesce")
+    check_layout({name: value for name, value in here.items() if name not in later}, here)
+    for name in later:
+        with pytest.raises(ResumeError, match=f"{name} was None, is 2"):
+            check_layout(here, here | {name: 2})
