@@ -168,24 +168,25 @@ def test_of_memory_in_one_piece_only_what_lies_in_the_place_that_is_cleared_is_w
 
 def test_what_lies_between_two_holes_goes_although_it_is_on_its_way_up_when_nothing_else_would_help() -> None:
     bench = Bench(30, device=20, arena=SteppedSlab, reserve=0)
-    large = bench.residency.add(PageKey(9, Kind.PARAM), 20, saved=True)
-    bench.store[large.key] = 9
-    written = Asked(bench, [large], WRITE, Lane.COMPUTE, DEVICE)
-    bench.settle()
-    written.give_back()
-    for asked in [bench.ask(number, lane=Lane.UPDATE) for number in (0, 1, 2)]:  # side by side
+    for asked in [bench.ask(number, lane=Lane.UPDATE) for number in (0, 1, 2)]:
         bench.settle()
         asked.give_back()
-    for number in (0, 2):
-        bench.residency.drop(bench.pages[number], HOST)
-    assert bench.on(HOST) == {1}
-    wanted = bench.ask(1)  # the other one has to come down, and finds room to both sides of this one
+    places = bench.chain.arenas[HOST].places  # type: ignore[attr-defined]
+    (between,) = (page for page in bench.pages if HOST in page.frames and places[page.frames[HOST]] == 10)
+    for page in bench.pages[:3]:
+        if page is not between:
+            bench.residency.drop(page, HOST)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20)
+    written = Asked(bench, [large], FRESH, Lane.COMPUTE, DEVICE)
+    wanted = bench.ask(between.key.unit)
+    assert not wanted.granted
+    written.frame().contents = 9
+    written.give_back()  # it has to come down, and finds room to both sides of the one that is wanted
+    assert bench.moving() == [(9, HOST)]
     bench.settle()
     assert wanted.granted
-    assert wanted.frame().contents == 1
-    wanted.give_back()
-    bench.settle()
-    assert large.valid != {DEVICE}
+    assert wanted.frame().contents == between.key.unit
+    assert large.frames[HOST].contents == 9  # type: ignore[attr-defined]
 
 
 def test_a_leased_page_is_never_evicted() -> None:
@@ -481,15 +482,16 @@ def test_without_anybody_waiting_there_is_no_capacity_error() -> None:
     assert early.granted
 
 
-def test_to_wait_for_a_lease_is_no_lack_of_room() -> None:
+@pytest.mark.parametrize(("first", "then"), [(READ, WRITE), (WRITE, READ)])
+def test_to_wait_for_a_lease_is_no_lack_of_room(first: Intent, then: Intent) -> None:
     bench = Bench(20)
-    bench.bring(0)
-    reader = bench.ask(0)
-    writer = bench.ask(0, intent=WRITE)
+    bench.bring(0, 1)
+    holder = bench.ask(0, intent=first)
+    waiting = bench.ask(0, 1, intent=then)
     assert not bench.service.resolve_standstill()
-    assert not writer.refused
-    reader.give_back()
-    assert writer.granted
+    assert not waiting.refused
+    holder.give_back()
+    assert waiting.granted
 
 
 def test_flush_writes_what_is_dirty_leased_for_reading_or_not() -> None:
