@@ -46,6 +46,14 @@ def test_a_frame_has_its_own_aligned_storage_and_writable_buffer() -> None:
     assert frame.buffer[8] == 43
 
 
+def test_huge_pages_are_asked_for_inside_each_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Mapping, "use_whole", lambda mapping, *part: asked.append((mapping.address + part[0], part[1])))
+    arena = HostArena(64 * UNIT)
+    frames = [_frame(arena, nbytes) for nbytes in (3 * UNIT, UNIT, 5 * UNIT - 1)]
+    assert asked == [(frame.tensor.data_ptr(), frame.nbytes) for frame in frames]
+
+
 def test_memory_that_the_system_does_not_take_back_costs_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Mapping, offset: int, nbytes: int) -> None:
         raise CapacityError("all memory is locked")

@@ -197,3 +197,9 @@ def test_more_than_there_are_addresses_is_denied_like_too_much() -> None:
         device.make_arena(1 << 70, poison=False)
     device.close()
     assert "\n" not in str(refused.value)
+
+
+def test_a_range_that_the_system_does_not_take_back_is_an_error() -> None:
+    mapping = Mapping(MIB)
+    with pytest.raises(CapacityError, match=f"the system refused to take back {PAGE} bytes"):
+        mapping.give_back(1, PAGE)  # no page begins there
