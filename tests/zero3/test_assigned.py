@@ -347,6 +347,14 @@ def test_random_values_are_those_that_were_drawn():
     assert torch.equal(Sharded(model).value("made"), drawn())
 
 
+def test_values_are_not_written_where_they_would_lie_otherwise():
+    with deferred_init():
+        model = Made(lambda: torch.arange(16.0).reshape(4, 4))
+    model.made.data = model.made.data.t()
+    with pytest.raises(ConfigError, match=r"parameter made was built without storage"):
+        Sharded(model)
+
+
 def test_a_scalar_can_take_the_place_of_another():
     def replace(self):
         self.made = nn.Parameter(torch.tensor(3.0))
