@@ -207,6 +207,7 @@ def test_a_step_that_fails_before_it_updates_clips_once_when_it_is_tried_again(
     harness.check_same()
 
 
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
 def test_backward_keeps_what_is_not_clipped_and_redoes_the_rest(harness: Harness) -> None:
     ours = AdamW(harness.faces, lr=0.01, max_grad_norm=110.0)
     torchs = torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
