@@ -1,8 +1,7 @@
 """A backend without threads: whoever starts a request moves its bytes.
 
 Owns nothing but the rule of who works. Does not know order or completion. Deterministic: with one caller, blocks are
-moved in queue order before `start_read` or `start_write` returns. With `by_hand=True` nothing moves until `step` is
-called, one block at a time, so that a test can look at every state in between.
+moved in queue order before `start_read` or `start_write` returns.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from swap.transfer import transfer
 class InlineBackend(Backend):
     """Moves bytes on the caller's thread."""
 
-    def __init__(self, system: SystemCalls | None = None, *, by_hand: bool = False) -> None:
+    def __init__(self, system: SystemCalls | None = None) -> None:
         self._system = system or SystemCalls()
-        self._by_hand = by_hand
         self._queues: list[tuple[BlockSource, DeviceQueue]] = []
         self._pumping = threading.local()
 
@@ -33,18 +31,18 @@ class InlineBackend(Backend):
         self._queues.append((source, queue))
 
     def wake(self, queue: DeviceQueue) -> None:  # noqa: ARG002 - whichever device has something
-        """Move everything queued, unless by hand. A request started inside an `on_done` is left to the outer call."""
-        if self._by_hand or getattr(self._pumping, "now", False):
+        """Move everything queued. A request started inside an `on_done` is left to the outer call."""
+        if getattr(self._pumping, "now", False):
             return
         self._pumping.now = True
         try:
-            while self.step() is not None:
+            while self._move_one():
                 pass
         finally:
             self._pumping.now = False
 
-    def step(self) -> Block | None:
-        """Move one block, of the first device that has one; return it, or None if nothing is queued."""
+    def _move_one(self) -> bool:
+        """Move one block, of the first device that has one; False: nothing is queued."""
         for source, queue in self._queues:
             block = source.try_take(queue)
             if block is not None:
@@ -54,8 +52,8 @@ class InlineBackend(Backend):
                     source.finish(queue, block, _interrupted(block, raised))
                     raise
                 source.finish(queue, block, error)
-                return block
-        return None
+                return True
+        return False
 
     def close(self, timeout: float) -> None:
         """Wait for blocks that other threads are moving; those of this thread are finished before it can get here."""

@@ -13,38 +13,34 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.plan import Plan
-from tiermem.pager.policy import Candidate, FarthestFirst, choose_read_ahead
+from tiermem.pager.policy import FarthestFirst, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import schedule_of
 from tiermem.pager.service import Appetite, LeaseRequest, Service
 from tiermem.stats import Counters
 
+Coming = list[tuple[PageKey, int, bool]]
 COMING = st.lists(
-    st.builds(
-        Candidate,
-        key=st.builds(PageKey, unit=st.integers(0, 12), kind=st.just(Kind.PARAM)),
-        nbytes=st.integers(1, 20),
-        present=st.booleans(),
-    ),
+    st.tuples(st.builds(PageKey, unit=st.integers(0, 12), kind=st.just(Kind.PARAM)), st.integers(1, 20), st.booleans()),
     max_size=20,
-    unique_by=lambda candidate: candidate.key,
+    unique_by=lambda access: access[0],
 )
 
 
 @given(coming=COMING, capacity=st.integers(0, 100), held=st.integers(0, 50), reserve=st.integers(0, 30))
 @settings(max_examples=200)
-def test_read_ahead_is_a_prefix_that_fits(coming: list[Candidate], capacity: int, held: int, reserve: int) -> None:
+def test_read_ahead_is_a_prefix_that_fits(coming: Coming, capacity: int, held: int, reserve: int) -> None:
     chosen = choose_read_ahead(coming, capacity=capacity, held=held, reserve=reserve, look_ahead=60)
-    absent = [candidate.key for candidate in coming if not candidate.present]
+    absent = [key for key, _, present in coming if not present]
     assert chosen == absent[: len(chosen)], "in order of need, none left out"
     if chosen:
-        last = next(index for index, candidate in enumerate(coming) if candidate.key == chosen[-1])
-        kept = sum(candidate.nbytes for candidate in coming[: last + 1])
+        last = next(index for index, access in enumerate(coming) if access[0] == chosen[-1])
+        kept = sum(nbytes for _, nbytes, _ in coming[: last + 1])
         assert kept + held + reserve <= capacity
         assert kept <= 60
     if len(chosen) < len(absent):
-        end = next(index for index, candidate in enumerate(coming) if candidate.key == absent[len(chosen)])
-        kept = sum(candidate.nbytes for candidate in coming[: end + 1])
+        end = next(index for index, access in enumerate(coming) if access[0] == absent[len(chosen)])
+        kept = sum(nbytes for _, nbytes, _ in coming[: end + 1])
         assert kept + held + reserve > capacity or kept > 60, "stopped although the next one fits"
 
 

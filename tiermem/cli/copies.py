@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-COPY_BYTES = 256 << 20
+_COPY_BYTES = 256 << 20
 _REPEATS = 7
 
 
-def measure_copies(nbytes: int = COPY_BYTES) -> dict[str, Any]:
-    """Median bandwidth of copies of `nbytes`, GB/s: each way from pinned and from pageable memory, and both ways.
+def measure_copies() -> dict[str, Any]:
+    """Median bandwidth of copies, GB/s: each way from pinned and from pageable memory, and both ways.
 
     `both ways, pinned` counts the bytes of both directions. {"skipped": reason} where nothing can be measured.
     """
@@ -27,9 +27,9 @@ def measure_copies(nbytes: int = COPY_BYTES) -> dict[str, Any]:
         return {"skipped": "torch finds no CUDA device"}
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        near, other = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        pinned, second = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-        pageable = torch.ones(nbytes, dtype=torch.uint8)
+        near, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        pinned, second = (torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        pageable = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     except RuntimeError as error:  # out of memory, here or there
         return {"skipped": f"no memory for the copies: {error}"}
     there, back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -41,24 +41,24 @@ def measure_copies(nbytes: int = COPY_BYTES) -> dict[str, Any]:
             second.copy_(other, non_blocking=True)
 
     found = {
-        "to device, pinned": _rate(lambda: near.copy_(pinned, non_blocking=True), nbytes),
-        "from device, pinned": _rate(lambda: pinned.copy_(near, non_blocking=True), nbytes),
-        "to device, pageable": _rate(lambda: near.copy_(pageable), nbytes),
-        "from device, pageable": _rate(lambda: pageable.copy_(near), nbytes),
-        "both ways, pinned": _rate(both_ways, 2 * nbytes),
+        "to device, pinned": _rate(lambda: near.copy_(pinned, non_blocking=True), _COPY_BYTES),
+        "from device, pinned": _rate(lambda: pinned.copy_(near, non_blocking=True), _COPY_BYTES),
+        "to device, pageable": _rate(lambda: near.copy_(pageable), _COPY_BYTES),
+        "from device, pageable": _rate(lambda: pageable.copy_(near), _COPY_BYTES),
+        "both ways, pinned": _rate(both_ways, 2 * _COPY_BYTES),
     }
-    return {"device": torch.cuda.get_device_name(device), "bytes": nbytes, "gigabytes_per_second": found}
+    return {"device": torch.cuda.get_device_name(device), "bytes": _COPY_BYTES, "gigabytes_per_second": found}
 
 
-def pinned_rates(device: torch.device, nbytes: int = COPY_BYTES) -> tuple[float, float]:
+def pinned_rates(device: torch.device) -> tuple[float, float]:
     """Bytes a second to `device` and from it, one way after the other, with the host memory that training would have.
 
     That is page-locked, and pageable where the system allows no locking. Raises torch.OutOfMemoryError.
     """
-    near = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    host = _locked_if_allowed(nbytes)
-    to_device = _rate(lambda: near.copy_(host, non_blocking=True), nbytes, device)
-    return 1e9 * to_device, 1e9 * _rate(lambda: host.copy_(near, non_blocking=True), nbytes, device)
+    near = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    host = _locked_if_allowed(_COPY_BYTES)
+    to_device = _rate(lambda: near.copy_(host, non_blocking=True), _COPY_BYTES, device)
+    return 1e9 * to_device, 1e9 * _rate(lambda: host.copy_(near, non_blocking=True), _COPY_BYTES, device)
 
 
 def _locked_if_allowed(nbytes: int) -> torch.Tensor:

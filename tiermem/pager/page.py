@@ -106,11 +106,6 @@ class Move:
     def __post_init__(self) -> None:
         self.edge = _EDGES[self.source, self.target]
 
-    @property
-    def is_write_back(self) -> bool:
-        """Whether the bytes go away from the computation."""
-        return self.target < self.source
-
     def promote(self) -> None:
         """Somebody waits for this move now."""
         if not self.promoted and self.transfer is not None:

@@ -172,10 +172,11 @@ class Pager:
 
     # Doors for coroutines on the loop
 
-    async def acquire(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.UPDATE) -> Lease:
-        """A lease, awaited on the loop; errors as `PendingLease.wait`. Cancelling the wait leaves nothing held.
+    async def acquire(self, keys: Sequence[PageKey], intent: Intent) -> Lease:
+        """The update's lease, awaited on the loop; errors as `PendingLease.wait`.
 
-        The pages are those of one unit; the update leases them where the chain says (`Chain.worked_on`).
+        Cancelling the wait leaves nothing held. The pages are those of one unit, leased where the chain says
+        (`Chain.worked_on`).
         """
         answer: list[Lease | BaseException] = []
         waiter: asyncio.Future[None] | None = None
@@ -195,8 +196,8 @@ class Pager:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
-        tier = self.chain.worked_on(lane, keys[0].unit)
-        self._core.submit(keys, intent, lane, settled, None, tier=tier)
+        tier = self.chain.worked_on(Lane.UPDATE, keys[0].unit)
+        self._core.submit(keys, intent, Lane.UPDATE, settled, None, tier=tier)
         self._core.serve_at_once()
         if not answer:
             waiter = asyncio.get_running_loop().create_future()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from tiermem.pager.page import Page, PageKey
 
@@ -18,26 +17,13 @@ from tiermem.pager.page import Page, PageKey
 _TIDY_AT = 512
 
 
-class Candidate(NamedTuple):
-    """A coming access as the read-ahead sees it.
-
-    Attributes:
-        key: the page.
-        nbytes: bytes it takes on the tier.
-        present: whether the tier holds it already, or a move to it is under way.
-    """
-
-    key: PageKey
-    nbytes: int
-    present: bool
-
-
 def choose_read_ahead(
     coming: Iterable[tuple[PageKey, int, bool]], *, capacity: int, held: int, reserve: int, look_ahead: int
 ) -> list[PageKey]:
     """The pages to start fetching now, nearest use first.
 
-    Walks the coming accesses (each page once, and none that is leased) in order and adds up what has to stay: the
+    An access is a page, the bytes it takes on the tier, and whether the tier holds it already or a move to it is under
+    way. Walks the coming ones in order (each page once, and none that is leased) and adds up what has to stay: the
     leased bytes (`held`), every page met on the way, and `reserve` for the largest single demand. Stops at the first
     page that does not fit into `capacity` (bytes) or lies further ahead than `look_ahead` bytes. What lies behind that
     point may be evicted for it.

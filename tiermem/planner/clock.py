@@ -77,12 +77,8 @@ class Clock:
             self._ready.extend(signal.waiting)
             signal.waiting.clear()
 
-    def run_until(self, signal: Signal) -> bool:
-        """Let time pass until the signal has fired; False: it cannot come."""
-        return carried_out(self.running_until(signal))
-
     def running_until(self, signal: Signal) -> Generator[None, None, bool]:
-        """As `run_until`, with a pause before each stretch of time that passes: for whoever has little time at once."""
+        """Let time pass until the signal has fired, pausing before each stretch that passes; False: it cannot come."""
         while not signal.fired:
             self._run_ready()
             self._settle()

@@ -102,7 +102,7 @@ class Asked:
 class World:
     """Simulated tiers under a clock, with the pager's decisions."""
 
-    def __init__(self, design: Design, *, listener: Callable[[Action], None] | None = None) -> None:
+    def __init__(self, design: Design) -> None:
         self.design = design
         self.drive = DriveModel(design.drive)
         self.wires = [Wire(rate) for rate in design.wires or ()]  # to the device, to the host
@@ -131,8 +131,6 @@ class World:
         ahead.follow(schedule, plan)
         if plan.reaches is None:  # otherwise a device above decides from use to use what is in host memory
             self._begin_as_planned(schedule, plan)
-        if listener is not None:
-            self.listen(listener)
 
     def listen(self, listener: Callable[[Action], None]) -> None:
         """Tell `listener` everything that is done from now on."""
