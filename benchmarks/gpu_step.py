@@ -36,7 +36,7 @@ _LEAST_SECONDS, _MIDDLE_SECONDS, _LARGE_SECONDS = 45.0, 600.0, 1200.0
 _MORE = 1.3  # times an equal part of what is left
 _PREDICTION_SECONDS = 40.0  # to measure the machine, and to simulate
 _LATE = 5.0  # by which the last contender may end after its time
-# What training in bf16 with fp32 masters and moments holds, bytes for each parameter: see DESIGN, "State layout".
+# What training in bf16 with fp32 masters and moments holds, bytes for each parameter (`tiermem/optim/README.md`).
 _PARAMETER, _GRADIENT, _STATE = 2, 2, 10
 # FSDP2 holds fp32 parameters, gradients and two moments in host memory.
 _PEER_BYTES = 16
