@@ -238,7 +238,7 @@ class Forecast:
             for key in head:
                 yield now, update, key
         first = cycle * period
-        rest = range(self._skip_done(now) - first, len(accesses))
+        rest = range(self._skip_done(now, schedule) - first, len(accesses))
         for start, part in ((first, rest), (first + period, range(inside))):
             for index in part:
                 lane, key = accesses[index]
@@ -271,7 +271,7 @@ class Forecast:
                 yield now, update, late
         yield from put_off
 
-    def _skip_done(self, position: int) -> int:
+    def _skip_done(self, position: int, schedule: Schedule) -> int:
         """The first access of the step from `position` on that is not an update that is done.
 
         What is done stays done, and where the last look came to is remembered: where all updates come behind the last
@@ -279,14 +279,13 @@ class Forecast:
         """
         order = self._lanes[Lane.UPDATE]
         position = max(position, order.cursor)
-        if self._schedule is not None:
-            accesses, period, update = self._schedule.accesses, self._schedule.period, Lane.UPDATE
-            end = position - position % period + len(accesses)
-            while position < end:
-                lane, key = accesses[position % period]
-                if lane is not update or position >= self._done.get(key, 0):
-                    break
-                position += 1
+        accesses, period, update = schedule.accesses, schedule.period, Lane.UPDATE
+        end = position - position % period + len(accesses)
+        while position < end:
+            lane, key = accesses[position % period]
+            if lane is not update or position >= self._done.get(key, 0):
+                break
+            position += 1
         order.cursor = position
         return position
 
