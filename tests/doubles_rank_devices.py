@@ -19,6 +19,7 @@ from tiermem.pager.lease import Lease
 from tiermem.planner.device import plan_tiers
 from tiermem.runtime import house
 from tiermem.runtime.blueprint import draw
+from tiermem.runtime.company import find_company
 from tiermem.zero3 import buckets
 
 SLOW = "simulated:bandwidth=20MB/s,latency=200us"
@@ -34,7 +35,8 @@ def least(make: Callable[[], nn.Module], directory: Path, **settings: Any) -> in
 
 def room_for_some(make: Callable[[], nn.Module], directory: Path, **settings: Any) -> int:
     """Device memory with which some units, not all of them, are updated on the device."""
-    blueprint = draw(make(), scenarios.config_for(directory, device_memory="64MiB", **settings), None)
+    config = scenarios.config_for(directory, device_memory="64MiB", **settings)
+    blueprint = draw(make(), config, None, company=find_company(config))
     trained = sum(size.trainable_numel > 0 for size in blueprint.sizes)
     for nbytes in range(64 << 10, 8 << 20, 16 << 10):
         with contextlib.suppress(tiermem.BudgetError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doubles_combinations import some_of
 from doubles_planner import INSTANT, MACHINE, MIB, run_steps, steps_gone, tiny_llama, workload
 from doubles_rank_scenarios import Experts, Odd
@@ -63,6 +64,13 @@ def configured(
     where: dict[str, Any] = {"device": "simulated", "device_memory": device} if device else {"device": "cpu"}
     types: dict[str, Any] = {"param_dtype": dtype, "moments": moments}
     return tiermem.Config(host_memory=host, swap_dirs=[Path()], update_on="auto", **types, **where, **rest)
+
+
+def test_the_work_of_a_model_is_all_of_it_whoever_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = workload_of(tiny_llama(), "test", batch=2, seq=16, batches=1, dtype="bfloat16")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert workload_of(tiny_llama(), "test", batch=2, seq=16, batches=1, dtype="bfloat16") == expected
 
 
 @pytest.mark.parametrize("types", [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8")], ids=str)

@@ -35,7 +35,7 @@ from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.runtime.beginning import Beginning
-from tiermem.runtime.company import Company, find_company
+from tiermem.runtime.company import Company, alone
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state
 from tiermem.runtime.record import check_layout, layout_record
 from tiermem.runtime.shares import share_out
@@ -187,7 +187,8 @@ def draw(
 ) -> Blueprint:
     """Divide the model and share the budget out; opens nothing. With a `company` of several all ranks draw the same.
 
-    `keeping`: what stays in host memory by choice. `coalesce`: as `tiermem.offload` takes it.
+    `company`: default: this process alone, whatever torch.distributed says. `keeping`: what stays in host memory by
+    choice. `coalesce`: as `tiermem.offload` takes it.
 
     Raises:
         ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
@@ -196,7 +197,7 @@ def draw(
     """
     keeping = keeping or Keeping()
     beginning = beginning or Beginning()
-    company = company or find_company(config)
+    company = company or alone()
     available = available_host_memory() // company.neighbours
     host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     small = small_nbytes(coalesce, min(host_nbytes, config.device_nbytes or host_nbytes), beginning.small_nbytes)

@@ -121,21 +121,26 @@ def refuse(ranks: Collectives, what: str, refusal: BaseException) -> BaseExcepti
     return refusal
 
 
+def alone() -> Company:
+    """This process by itself, whatever others there are."""
+    one = SingleProcess()
+    return Company(one_copy(one), one)
+
+
 def find_company(config: Config, mesh: Any = None) -> Company:
     """The ranks to train with: those of `mesh` (see `rows_of`), else all.
 
     Waits for all of them. Without torch.distributed, or alone in the group: one process. Raises ConfigError for a mesh
     that is none, or that nobody is there for.
     """
-    alone = SingleProcess()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         if mesh is not None:
             raise ConfigError("mesh= names ranks, but torch.distributed is not initialised here; leave it out for one")
-        return Company(one_copy(alone), alone)
+        return alone()
     copies = None if mesh is None else rows_of(mesh)
     members = None if copies is None else sorted(itertools.chain(*copies))
     if (torch.distributed.get_world_size() if members is None else len(members)) == 1:
-        return Company(one_copy(alone), alone)
+        return alone()
     device = resolve_device(config)
     name = next_name()
     computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
