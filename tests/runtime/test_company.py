@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import tiermem
 from tiermem.runtime.company import together
+from tiermem.zero3.ranks import Ranks
 
 
 class Told:
@@ -60,3 +62,20 @@ def test_what_failed_here_is_told_and_not_undone() -> None:
     with pytest.raises(OSError, match="full"):
         together(ranks, "open", fail, found.append)
     assert (ranks.mine, found) == ("OSError: full", [])
+
+
+def test_who_leaves_before_the_first_word_leaves_no_word_of_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be that of many groups, one after the other."""
+    names: list[str] = []
+
+    class Lonely(Ranks):
+        def tell_text(self, text: str) -> list[str]:
+            names.append(self._words.name)
+            return [text]
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: None)
+    for name in ("0.1", "0.2"):
+        Lonely(None, timeout=1.0, device=torch.device("cpu"), name=name)
+    assert names == ["tiermem/0.1", "tiermem/0.2"]

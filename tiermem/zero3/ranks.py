@@ -63,7 +63,7 @@ class Ranks:
         if device.type == "cuda":
             self._tensors = _group("nccl", self._members, timeout, common=self._common)
         self._device = device
-        self._words = Words("", self.rank, self.size)
+        self._words = Words(f"tiermem/{name}", self.rank, self.size)  # until the first one's name is known
         self._closed = False
         self._whole: Callable[[RuntimeError], TiermemError] | None = None
         self._parts: list[Ranks] = []

@@ -28,7 +28,7 @@ class Words:
     """The words of one group of ranks, of which this is number `rank`."""
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        """`name`: the same on every rank, and of no other group that uses the same store; may be given later."""
+        """`name`: the same on every rank, and of no other group that uses the same store; may be changed."""
         self.name = name
         self._rank = rank
         self._size = size
