@@ -179,6 +179,8 @@ def gradient_hook(
 
 def _explain_dtypes(error: Exception, module: nn.Module) -> None:
     """Tell why torch refuses float32, if that is it: bfloat16 is the default, and nobody may have asked for it."""
+    if isinstance(error, TiermemError):  # a ConfigError is a ValueError, and says what there is to say
+        return
     dtype = next((parameter.dtype for parameter in module.parameters() if parameter.dtype in _SHORT), None)
     if dtype is None or _OF_DTYPES.search(str(error)) is None or getattr(error, "__notes__", None):
         return
