@@ -160,6 +160,7 @@ try:
 except swap.SwapError as error:
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
     print(type(error).__name__, getattr(error, "errno", None), error)
+    print(*getattr(error, "__notes__", ()))
 """
 
 
@@ -171,11 +172,14 @@ def test_a_full_swap_directory(warm_python, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_swap_directory_that_another_process_uses(warm_python, tmp_path):
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_swap_directory_that_another_process_uses(size, monkeypatch, warm_python, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", size)  # as torchrun says it; then the other process may well be one of its ranks
     with offload(mlp(), tmp_path):
         found = warm_python.run("-c", TRY_TO_OFFLOAD, str(tmp_path))
         expected = f"SwapInUseError None another run (process {os.getpid()}) is using {tmp_path}"
         assert found.stdout.startswith(expected), found.stdout + found.stderr
+        assert ("call torch.distributed.init_process_group() before" in found.stdout) == (size == "2")
 
 
 @contextlib.contextmanager
@@ -890,6 +894,10 @@ def test_inputs_of_another_dtype_than_the_parameters(tmp_path, make, inputs):
         with pytest.raises((RuntimeError, ValueError, IndexError)) as raised:
             model(torch.randn(3).bfloat16())
         assert not hasattr(raised.value, "__notes__"), "it is not the dtype"
+        model.register_forward_pre_hook(lambda *_: tiermem.Config(swap_dirs=["."], param_dtype="int3"))
+        with pytest.raises(tiermem.ConfigError, match="param_dtype") as raised:
+            model(torch.randn(inputs).bfloat16())
+        assert not hasattr(raised.value, "__notes__"), "it is not that of inputs"
 
 
 def test_threads_that_take_turns(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swap import SwapInUseError
 from tiermem.checkpoint.restoring import SnapshotSource
 from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config, parse_dtype
@@ -89,9 +90,21 @@ def offload(
         require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
         return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
     except BaseException as error:
-        company.close(f"could not begin: {type(error).__name__}: {error}")
-        leave_directories(own_directories(config, company), company)
+        _give_up(error, config, company)
         raise
+
+
+def _give_up(error: BaseException, config: Config, company: Company) -> None:
+    """Nothing came of it: tell the other ranks, or that there are some."""
+    company.close(f"could not begin: {type(error).__name__}: {error}")
+    leave_directories(own_directories(config, company), company)
+    size = os.environ.get("WORLD_SIZE", "1")  # torchrun's
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if isinstance(error, SwapInUseError) and size != "1" and not joined:
+        error.add_note(
+            f"this is one of WORLD_SIZE={size} processes, but torch.distributed is not initialised, so that each of "
+            "them takes itself for alone: call torch.distributed.init_process_group() before tiermem.offload"
+        )
 
 
 def _check_config(config: object) -> None:
