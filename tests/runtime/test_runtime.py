@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -279,6 +280,22 @@ def test_statistics_and_their_table(update, tmp_path):
         assert found.tiers[1].budget == budget
         table = found.table()
         assert all(word in table for word in ("last step", "total of 3 steps", "stall", "HOST", "SWAP", "high-water"))
+
+
+def test_a_runtime_is_shown_in_a_line(tmp_path):
+    model = Stack()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    with tiermem.offload(model, config_for(tmp_path, MIB, "forward"), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        tokens_batch(model).backward()
+        assert f"<tiermem.Runtime: Stack, parameters {numel:,}, units 6, steps 0; SWAP " in repr(runtime)
+        optimizer.step()
+        assert re.search(r", steps 1; SWAP .* of .*, HOST .* of 1\.00 MiB>$", repr(runtime))
+        child = os.fork()
+        if child == 0:
+            os._exit(repr(runtime) != "<tiermem.Runtime, closed>")
+        assert os.waitpid(child, 0)[1] == 0, "in a forked child nothing of it can be asked"
+    assert repr(runtime) == "<tiermem.Runtime, closed>"
 
 
 def test_an_optimizer_of_some_parameters_still_ends_steps(tmp_path):

@@ -59,6 +59,10 @@ class Runtime(Closing):
         self._writing: list[list[int]] = []  # the units of each open `gathered(write=True)`
         self._places = Places(house)
 
+    def __repr__(self) -> str:
+        there = self._home.is_here and not self._closed
+        return f"<tiermem.Runtime: {self._house.in_words}>" if there else "<tiermem.Runtime, closed>"
+
     @property
     def config(self) -> Config:
         """The configuration as given."""
@@ -155,11 +159,8 @@ class Runtime(Closing):
             TiermemError: it was called between backward and step, or another rank could not save.
             swap.SwapError: the disk is full, or failed; training may go on.
         """
-        house, folder, max_shard_nbytes = (
-            self._open(),
-            require_path("save_pretrained", path),
-            parse_bytes(max_shard_size, "max_shard_size: "),
-        )
+        house, folder = self._open(), require_path("save_pretrained", path)
+        max_shard_nbytes = parse_bytes(max_shard_size, "max_shard_size: ")
         house.require_between_steps(Act.SAVE_PRETRAINED)
         source = ModelSource(self.model, house.gatherer, house.layouts, house.parameters, house.coordinator.unit_needed)
         try:

@@ -21,6 +21,7 @@ from tiermem.checkpoint.pretrained import other_names
 from tiermem.config import Config
 from tiermem.errors import TiermemError
 from tiermem.memory.devices import Device
+from tiermem.memory.sizes import format_bytes
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.kernels import Workspace, device_slice_numel
 from tiermem.optim.masters import StateStore
@@ -105,6 +106,16 @@ class House:
     def other_names(self) -> dict[str, str | None]:
         """What every commit says about the names that parameters are exported under."""
         return other_names(self.divided.model, [slot for layout in self.layouts for slot in layout.slots])
+
+    @property
+    def in_words(self) -> str:
+        """The run in a line: what is trained, how far it is, and the bytes that tiers hold."""
+        numel = sum(slot.numel for layout in self.layouts for slot in layout.slots)
+        ranks = f", rank {self.company.rank} of {self.company.size}" if self.company.size > 1 else ""
+        tiers = [(tier.name, format_bytes(tier.reserved), format_bytes(tier.budget)) for tier in self.storage.tiers()]
+        held = ", ".join(f"{name} {reserved} of {budget}" for name, reserved, budget in tiers)
+        model = type(self.divided.model).__name__
+        return f"{model}, parameters {numel:,}, units {len(self.layouts)}, steps {self.steps.number}{ranks}; {held}"
 
     def require_between_steps(self, verb: Act) -> None:
         """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep.
