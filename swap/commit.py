@@ -238,9 +238,6 @@ class CommitStore:
         if not self._look():
             self.withdraw()
             return None
-        found = self._files.found()
-        if self._latest is not None and self._latest.generation not in found:
-            self._latest = None
         self.retire()
         self._failed = None
         return manifest

@@ -75,9 +75,13 @@ class ManifestFiles:
         return self._is_ours(self.path(generation))
 
     def remove(self, generation: int) -> None:
-        """Remove a manifest. Raises FormatError if it is not ours."""
+        """Remove a manifest, if it is there. Raises FormatError if it is not ours."""
         with self._reporting("unlink", self.path(generation)):
-            self._remove(self.path(generation))
+            try:
+                self._remove(self.path(generation))
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    raise
 
     def put_aside(self, generation: int) -> None:
         """Give a damaged manifest another name."""

@@ -389,6 +389,15 @@ def test_a_look_at_the_directory_ends_the_doubt(tmp_path: Path, call: str, happe
     run.space.close()
 
 
+def test_a_manifest_that_somebody_has_removed_does_not_hinder_the_next_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    manifest_path(tmp_path, 1).unlink()
+    run.commit(2)
+    assert names(tmp_path) == {"r0.lock", "r0.swapfile", manifest_path(tmp_path, 2).name}
+    run.space.close()
+
+
 def test_a_doubt_after_a_failed_sync_cannot_be_ended(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(ValueError, match="no doubt"):
