@@ -145,6 +145,12 @@ class SwapFile:
         except OSError as error:
             self._note_failed_sync(error)
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
+        if self.reserved and not _has_all_blocks(os.fstat(fd), DATA_OFFSET + self.nbytes):
+            detail = (
+                "somebody has cut this file short, or punched holes into it; what was there is lost: go on from a "
+                "snapshot, or start anew"
+            )
+            raise SwapIOError("sync", self.path, errno=errno.ENODATA, detail=detail)
         if self._lock.is_held and not self._is_in_place(fd):
             detail = (
                 "somebody has removed this file, or put another in its place; its bytes end with this process: "
@@ -211,7 +217,7 @@ class SwapFile:
     def _reserve_room(self, *, keep: bool) -> None:
         found = os.fstat(self._fd)
         if keep:
-            self.reserved = found.st_blocks * 512 >= found.st_size
+            self.reserved = _has_all_blocks(found, found.st_size)
             return
         self._before = found.st_size
         if self._before == 0:  # the only time it can be said
@@ -248,7 +254,7 @@ class SwapFile:
         needed = DATA_OFFSET + self.nbytes
         try:
             self._system.fallocate(self._fd, 0, needed)
-            self.reserved = True
+            self.reserved = _has_all_blocks(os.fstat(self._fd), needed)  # some file systems promise without doing it
         except OSError as error:
             if error.errno in NO_SPACE:
                 with contextlib.suppress(OSError):  # what it had reserved by then would not be counted as free
@@ -325,6 +331,10 @@ def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
     finally:
         system.close(fd)
     return True, superblock.parse(first, path) if first else None
+
+
+def _has_all_blocks(found: os.stat_result, nbytes: int) -> bool:
+    return found.st_blocks * 512 >= nbytes
 
 
 def _whole(path: str, block: Superblock | None, nbytes: int) -> Superblock:

@@ -125,6 +125,21 @@ def test_what_is_in_a_file_that_somebody_has_removed_is_not_called_durable(tmp_p
     assert Path(file.path).exists() == replaced
 
 
+def test_what_is_in_a_file_that_somebody_has_cut_short_is_not_called_durable(tmp_path: Path) -> None:
+    """Also where a write has made it as long as it was: what was between reads as zeros."""
+    file = open_file(tmp_path)
+    if not file.reserved:
+        file.close()
+        pytest.skip("this file system reserves nothing")
+    file.sync()
+    os.truncate(file.path, 4096)
+    os.truncate(file.path, 4096 + file.nbytes)
+    for _ in range(2):
+        with pytest.raises(SwapIOError, match=r"somebody has cut this file short.*go on from a snapshot"):
+            file.sync()
+    file.close()
+
+
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     code = (
         "import sys, os, pathlib, swap\n"
