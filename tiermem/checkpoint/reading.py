@@ -143,8 +143,8 @@ def blocks_of(reader: PlaneReader, numel: int) -> Iterator[torch.Tensor]:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether a folder looks like a snapshot, whole or not: swap directories have no file of this name."""
-    return (path / NAME).exists()
+    """Whether a folder looks like a snapshot, whole or not: swap directories have no files of these names."""
+    return (path / NAME).exists() or any(path.glob("rank-*.safetensors"))
 
 
 def open_snapshot(path: str | os.PathLike[str]) -> Snapshot:
