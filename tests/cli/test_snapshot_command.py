@@ -220,3 +220,30 @@ def test_a_commit_of_several_ranks_is_said_to_be_one(capsys: pytest.CaptureFixtu
     assert f"{tmp_path} holds the commit of 2 ranks: give the folder of one of them, such as {folders[0]}" in error
     assert "expected the folders of one rank" in call(capsys, "export", *folders, "--to", tmp_path / "out", code=1)
     assert call(capsys, "list", folders[1])["kind"] == "commit"
+
+
+def test_sparse_buffers_are_not_exported_and_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """No file of weights can hold them."""
+    model = Net()
+    model.register_buffer("links", torch.eye(4).to_sparse())
+    (tmp_path / "run").mkdir()
+    with tiermem.offload(model, make_config(tmp_path / "run")) as runtime:
+        model.norm(torch.randn(8, 96))
+        model.links = (2 * model.links).coalesce()
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "copy").wait()
+        with pytest.raises(tiermem.ConfigError, match=r"buffer links has the layout torch.sparse_coo.*make it dense"):
+            runtime.save_pretrained(tmp_path / "saved")
+    for source in ("run", "copy"):
+        assert call(capsys, "export", tmp_path / source, "--to", tmp_path / f"of {source}")["lacking"] == ["links"]
+
+
+@pytest.mark.parametrize("command", [["list"], ["verify"], ["export", "--to", "out"]])
+def test_a_snapshot_without_its_manifest_is_named_as_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "rank-00000-00001.safetensors").write_bytes(b"")
+    said = call(capsys, *command, tmp_path / "copy", code=1)
+    assert "expected a snapshot in" in said
+    assert "found no manifest.json there" in said

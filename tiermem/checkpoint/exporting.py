@@ -54,11 +54,15 @@ def recorded(record: Mapping[str, Any]) -> Recorded:
 
 
 class SnapshotSource:
-    """The parameters and persistent buffers of a snapshot (`pretrained.TensorSource`)."""
+    """The parameters and persistent buffers of a snapshot (`pretrained.TensorSource`).
+
+    `lacking`: the names of those that are sparse, which no file of weights can hold.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._recorded = recorded(snapshot.record)
+        self.lacking = tuple(sorted(self._recorded.buffers - {name for name, _ in self._saved()}))
 
     def specs(self) -> Sequence[TensorSpec]:
         """Parameters in their dtype, buffers in theirs."""
@@ -97,7 +101,7 @@ class _Committed:
 class CommitSource:
     """The parameters of a commit, and the persistent buffers that training had changed (`pretrained.TensorSource`).
 
-    `lacking`: the names of the other persistent buffers, which are in no commit: the model is built with them.
+    `lacking`: the names of the other persistent buffers, which are in no commit, and of those that are sparse.
     """
 
     def __init__(self, record: Mapping[str, Any], pages: MarkedPages) -> None:
@@ -114,7 +118,8 @@ class CommitSource:
             ]
             if not all(is_dense(each.shape, each.stride) for each in self._committed):
                 raise ValueError("expected dense strides")
-            self._buffers = {name: _buffer(*row) for name, row in record["buffers"].items() if name in saved.buffers}
+            rows = {name: row for name, row in record["buffers"].items() if name in saved.buffers}
+            self._buffers = {name: _buffer(*row) for name, row in rows.items() if not row[3:] or "saved" not in row[3]}
             self.lacking = tuple(sorted(saved.buffers - self._buffers.keys()))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error

@@ -70,11 +70,17 @@ class ModelSource:
         self._needed = needed
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Parameters in their dtype, then buffers in theirs."""
+        """Parameters in their dtype, then buffers in theirs. Raises ConfigError for a buffer that is sparse."""
         slots = [slot for layout in self._layouts for slot in layout.slots]
         names = saved_names(self._model, slots)
         found = [TensorSpec(names[slot.parameter], slot.dtype, slot.shape) for slot in slots if slot.parameter in names]
         buffers = self._buffers().items()
+        for name, buffer in buffers:
+            if buffer.layout is not torch.strided:
+                raise ConfigError(
+                    f"buffer {name} has the layout {buffer.layout}, expected torch.strided: safetensors files hold "
+                    "nothing else; make it dense, or no part of the state (register_buffer(..., persistent=False))"
+                )
         return [*found, *(TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers)]
 
     def blocks(self) -> Iterator[tuple[str, memoryview]]:

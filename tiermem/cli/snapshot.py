@@ -85,7 +85,8 @@ class SnapshotReport:
 class WrittenReport:
     """What has been written: `what`, where, out of what, how many files and bytes.
 
-    `lacking`: buffers of the model that are not among it, as training had not changed them and a commit has no others.
+    `lacking`: buffers of the model that are not among it: of a commit those that training had not changed, and sparse
+    ones.
     """
 
     what: str
@@ -103,8 +104,9 @@ class WrittenReport:
         if self.lacking:
             more = f" and {len(self.lacking) - _NAMED} more" if len(self.lacking) > _NAMED else ""
             table.add_row("without", ", ".join(self.lacking[:_NAMED]) + more)
-            table.add_row("", "training had not changed these buffers, and a commit has no others: a model is built")
-            table.add_row("", "with them (load_state_dict: strict=False); a snapshot (runtime.snapshot) has them")
+            table.add_row("", "training had not changed these buffers, and a commit has no others (a snapshot has:")
+            table.add_row("", "runtime.snapshot), or they are sparse: a model is built with them (load_state_dict:")
+            table.add_row("", "strict=False)")
         return table
 
 
@@ -128,17 +130,16 @@ def verify(paths: Sequence[Path]) -> SnapshotReport:
 
 def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> WrittenReport:
     """Write the weights as `from_pretrained` reads them; waits. Raises what `verify` raises, and for a full disk."""
-    lacking: tuple[str, ...] = ()
+    source: SnapshotSource | CommitSource
     if _is_snapshot(paths):
         snapshot = open_snapshot(paths[0])
-        files = recorded(snapshot.record).files
-        save_pretrained(to, SnapshotSource(snapshot), files, max_shard_nbytes=max_shard_nbytes)
+        source = SnapshotSource(snapshot)
+        save_pretrained(to, source, recorded(snapshot.record).files, max_shard_nbytes=max_shard_nbytes)
     else:
         with _opened(paths) as (manifest, space, mark):
             source = CommitSource(manifest.user, MarkedPages(space, mark))
             save_pretrained(to, source, recorded(manifest.user).files, max_shard_nbytes=max_shard_nbytes)
-            lacking = source.lacking
-    return dataclasses.replace(_written("weights", paths, to), lacking=lacking)
+    return dataclasses.replace(_written("weights", paths, to), lacking=source.lacking)
 
 
 def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
