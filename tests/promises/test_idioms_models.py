@@ -436,6 +436,26 @@ def test_the_models_own_zero_grad_finds_nothing_to_forget_and_says_so(update, tm
         model.zero_grad()
 
 
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+def test_clearing_gradients_by_hand_is_refused_where_some_would_stay(update, tmp_path):
+    """Of a layer, say, that is not to be trained in this step. Behind a step and before a backward nothing would."""
+    model = mlp()
+    with tiermem.offload(model, config_for(tmp_path, MIB, update)):
+        optimizers = [tiermem.AdamW(part.parameters()) for part in (model[:1], model[1:])]
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(torch.randn(3, 6)).sum().backward()
+            with pytest.raises(
+                tiermem.TiermemError, match=r"p.grad = None finds no gradients.* Use optimizer.zero_grad"
+            ):
+                model[0].weight.grad = None
+            for part, optimizer in zip((model[:1], model[1:]), optimizers, strict=True):
+                optimizer.step()
+                for parameter in part.parameters():
+                    parameter.grad = None
+
+
 def test_forward_called_past_the_hooks_gives_nan(tmp_path):
     """Of a module that owns parameters; one that calls others as modules may be called so."""
     model = mlp()

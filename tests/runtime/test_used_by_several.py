@@ -148,6 +148,29 @@ def test_also_where_units_are_updated_in_backward(make, tmp_path):
         beside.compare()
 
 
+def test_what_is_kept_back_while_it_is_absent_is_added_to_what_came_before(tmp_path):
+    """Of a parameter whose gradient needs no values, in the second call of a step."""
+
+    class Numbered(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(2, 16)
+
+        def forward(self, x):
+            numbers, (first, second, third) = (x > 0).long()[:, 0], self.layers
+            return third(second(first(self.words(numbers)) + self.words(1 - numbers)))
+
+    beside = Beside(Numbered, tmp_path, update="step")
+    with beside.runtime:
+        for _ in range(3):
+            batches = rows()
+            beside.bring(batches)
+            for part in batches:
+                beside.loss(beside.plain, part).backward()
+            step_and_compare_gradients(beside, rows())
+        assert beside.why_not is None
+
+
 def encoders_and_decoders() -> dict[str, Callable[[], nn.Module]]:
     transformers = pytest.importorskip("transformers")
     common = {"vocab_size": 64, "d_model": 32, "use_cache": False}

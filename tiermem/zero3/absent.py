@@ -101,6 +101,9 @@ class _Absent:
             _refuse_search(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
         elif function == _DEVICE.__get__:
             _refuse_division(sys._getframe(1))  # noqa: SLF001 - documented
+        elif function == _GRAD.__set__ and args[1] is None and cls.absence.has_gradient(args[0]):
+            instead = "optimizer.zero_grad(), or for some parameters requires_grad_(False) before forward"
+            raise _nothing_found("p.grad = None", instead)
         return unseen(_operate)(function, args, kwargs or {})
 
     def __repr__(self: Any) -> str:

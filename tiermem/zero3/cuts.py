@@ -183,7 +183,8 @@ class Cuts:
         if min(self._uses.get(id(parameter), ()), default=number) >= number or parameter.grad is None:
             return False
         self._kept[id(parameter)] = parameter, [parameter.grad]
-        parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - what is in the pages stays there
+            parameter.grad = None
         return True
 
     def _give(self, value: Any, *, joined: bool) -> Any:
