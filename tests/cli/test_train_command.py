@@ -319,6 +319,17 @@ def test_a_rate_that_a_resumed_training_does_not_take_is_said(
     assert " ".join(capsys.readouterr().err.split()).count(said) == times
 
 
+@pytest.mark.parametrize("extra", [{}, {"step": 1}])
+def test_a_commit_of_another_program_is_refused_and_closed(
+    plain_core: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    plain_core.committed = extra
+    assert main.run([*SHORT, "--swap-dir", str(tmp_path), "--resume"]) == 1
+    assert "holds a commit that `tiermem train` has not made: continue it with the program" in error_line(capsys)
+    (runtime,) = plain_core.runtimes
+    assert runtime.calls == ["close remove=None"]
+
+
 BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1}
 
 

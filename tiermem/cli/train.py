@@ -37,7 +37,7 @@ from tiermem.cli.scalars import add_step, check_scalars, open_scalars
 from tiermem.cli.subject import Subject, TrainOptions, find_subject
 from tiermem.cli.text import batch
 from tiermem.config import resolve_host_memory
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.tiers import Tier
@@ -81,15 +81,28 @@ class Training:
         )
         self.done = 0
         self.computes = False  # whether the model has been seen to
-        committed = self.runtime.committed
-        if committed is not None:
-            self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
-            self.scheduler.load_state_dict(committed["scheduler"])
-            self.done = int(committed["step"])
-            # With another --steps the schedule has another rate for this step than the one that was committed.
-            factor = learning_rate_factor(self.done, options.steps)
-            for group, peak in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-                group["lr"] = peak * factor
+        try:
+            if self.runtime.committed is not None:
+                self._go_on(self.runtime.committed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _go_on(self, committed: Any) -> None:
+        """Go on from what `commit` has kept. Raises ResumeError for a commit that another program has made."""
+        if not isinstance(committed, dict) or not {"step", "scheduler"} <= committed.keys():
+            where = ", ".join(map(str, self.runtime.config.swap_paths))
+            raise ResumeError(
+                f"{where} holds a commit that `tiermem train` has not made: continue it with the program that has, or "
+                "begin anew with --overwrite"
+            )
+        self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
+        self.scheduler.load_state_dict(committed["scheduler"])
+        self.done = int(committed["step"])
+        # With another --steps the schedule has another rate for this step than the one that was committed.
+        factor = learning_rate_factor(self.done, self.options.steps)
+        for group, peak in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = peak * factor
 
     def step(self, number: int) -> StepReport:
         """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""
@@ -202,9 +215,9 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     # The pager's thread may keep the interpreter lock this long while the model's code waits for it.
     sys.setswitchinterval(SWITCH_SECONDS)
     training = Training(options, config, subject, launch=launch)
-    say_beginning(training, config, console)
     steps: list[StepReport] = []
     try:
+        say_beginning(training, config, console)
         host_memory = host_budget(config, training.runtime)
         state_bytes = subject.parameters * STATE_BYTES_PER_PARAMETER
         progress = TrainProgress(
