@@ -13,8 +13,9 @@ from doubles_python import WarmPython
 from rich.console import Console
 
 from tiermem.cli import bench_plot, main
-from tiermem.cli.bench import BenchProgress, copies
+from tiermem.cli.bench import BenchProgress
 from tiermem.cli.bench_plot import check_plot, draw, lines
+from tiermem.cli.copies import measure_copies
 from tiermem.errors import ConfigError
 
 QUICK = ["--size", "8MiB", "--seconds", "0.05", "--block-size", "1MiB", "--queue-depth", "2"]
@@ -110,7 +111,7 @@ def test_the_bar_advances_by_what_was_announced() -> None:
 
 def test_copies_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert copies() == {"skipped": "torch finds no CUDA device"}
+    assert measure_copies() == {"skipped": "torch finds no CUDA device"}
 
 
 def _measurement(depth: int, *, direct: bool = True) -> dict[str, object]:
@@ -140,6 +141,9 @@ def test_a_place_for_the_picture_that_cannot_be_is_refused(tmp_path: Path, monke
         check_plot(tmp_path / "a.txt")
     with pytest.raises(ConfigError, match="not a directory"):
         check_plot(tmp_path / "none" / "a.png")
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(ConfigError, match="found the directory"):
+        check_plot(tmp_path / "a.png")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

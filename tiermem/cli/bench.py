@@ -18,6 +18,7 @@ from rich.table import Table
 
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, remove_leftovers, run_bench
 from swap.blocks import ALIGNMENT, align_down
+from tiermem.cli.copies import measure_copies
 from tiermem.cli.disk import check_output
 from tiermem.cli.options import path_option, size_of
 from tiermem.output_file import write_whole
@@ -45,7 +46,7 @@ SmallPages = Annotated[
     bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, unlike training.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Plot = Annotated[Path | None, path_option("--plot", help="Draw the sweep into this .png or .svg (needs matplotlib).")]
+Plot = Annotated[Path | None, path_option("--plot", help="Draw the sweep into this .png, .svg or .pdf (matplotlib).")]
 Out = Annotated[Path | None, path_option("--out", help="Write the JSON to this file, too.")]
 
 
@@ -88,7 +89,7 @@ def bench(
 
         check_plot(plot)
     report = measure(plan, Console(stderr=True))
-    found = {**report.to_dict(), "copy": copies()}
+    found = {**report.to_dict(), "copy": measure_copies()}
     if json:
         typer.echo(json_module.dumps(found))
     else:
@@ -155,15 +156,6 @@ class BenchProgress:
         if not self.console.is_terminal and first != self.said:
             self.said = first
             self.console.print(first, highlight=False, soft_wrap=True)
-
-
-def copies() -> dict[str, Any]:
-    """Bandwidth to and from the accelerator, or why it was not measured."""
-    try:
-        from tiermem.cli.copies import measure_copies
-    except ImportError as error:
-        return {"skipped": f"torch cannot be imported: {error}"}
-    return measure_copies()
 
 
 def show(report: BenchReport, copy: dict[str, Any]) -> None:

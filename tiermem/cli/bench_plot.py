@@ -1,7 +1,7 @@
 """The sweep of `tiermem bench` as a picture.
 
 Owns the drawing, from the JSON of a report, so that a committed result can be drawn again. Does not measure. Needs
-matplotlib, which is an extra; guarantees one clear line where it is missing or the file's type is unknown.
+matplotlib, which is an extra; guarantees one clear line where it is missing or no picture can be drawn there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiermem.cli.disk import check_output
 from tiermem.errors import ConfigError
 from tiermem.output_file import write_whole
 
@@ -25,8 +26,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot: expected a file ending in {', '.join(_SUFFIXES)}, found {str(path)!r}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot: {path.absolute().parent} is not a directory")
+    check_output("--plot", path)
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
