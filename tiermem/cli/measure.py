@@ -59,11 +59,10 @@ def measure_machine(
     drive_seconds: float = _DRIVE_SECONDS,
     nbytes: int = _PROBE_BYTES,
 ) -> Machine:
-    """Measure drives, processors and the device of `config`: about `seconds` for each rate, `drive_seconds` for each
-    pattern on the drives.
+    """Measure drives, processors and the device of `config`.
 
-    Raises ConfigError for a directory that is missing or full and for a device that is not there, SwapError for a
-    directory that cannot be used.
+    About `seconds` for each rate, and `drive_seconds` for each pattern on the drives. Raises ConfigError for a
+    directory that is missing or full and for a device that is not there, SwapError for a directory that cannot be used.
     """
     config = config or Config(device="cpu", swap_dirs=[str(directory) for directory in directories])
     beside_device = is_real(config)
@@ -255,10 +254,8 @@ def _update(dtype: torch.dtype, *, beside_device: bool = False) -> Callable[[], 
     gradient = torch.randn(numel).to(dtype)
     state = UnitState(0, dtype, (Segment(0, 0, numel),), numel, numel)
     planes = [tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0) for _ in range(count)]
-    workspace, turn = (
-        Workspace(shares=Shares(update_threads(beside_device=beside_device))),
-        itertools.cycle(range(count)),
-    )
+    workspace = Workspace(shares=Shares(update_threads(beside_device=beside_device)))
+    turn = itertools.cycle(range(count))
     runs = [Run(0, numel, Settings(lr=1e-6, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=10))]
 
     def update() -> None:

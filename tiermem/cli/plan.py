@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -101,7 +100,7 @@ def find_machine(options: PlanOptions, config: Config) -> Machine:
     """The machine that the options name, or this one."""
     if options.machine is not None:
         return load_profile(options.machine)
-    return this_machine(config.swap_paths or (Path.cwd(),), config, again=options.measure)
+    return this_machine(config.swap_paths, config, again=options.measure)
 
 
 def plan_settings(

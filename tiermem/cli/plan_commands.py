@@ -1,6 +1,6 @@
 """The commands `tiermem plan` and `tiermem tune`.
 
-Owns their names and options. Does not do their work (`plan.py`, `tune.py`), and imports torch only when a command runs.
+Owns their names and options. Does not do their work (`plan.py`, `tune.py`), and imports it only when a command runs.
 Guarantees one JSON object on stdout with `--json`, and exit code 1 for a plan that does not fit.
 """
 

@@ -127,9 +127,8 @@ def split(
     remainder.copy_(bits)  # keeps the low 16 bits
     ties = _ties(remainder, scratch)
     values = master.numpy()[ties]
-    remainder.numpy()[ties[np.isnan(values)]] = (
-        0  # so that a mark never meets a NaN, which one more step could turn into a number
-    )
+    # So that a mark never meets a NaN, which one more step could turn into a number.
+    remainder.numpy()[ties[np.isnan(values)]] = 0
     marks.set(ties[(values.view(np.int32) & _STEP == 0) & ~np.isnan(values)])
 
 

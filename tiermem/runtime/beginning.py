@@ -77,12 +77,10 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
     """Look at the swap directories, or at a snapshot, and decide; changes nothing.
 
     Raises:
-        ConfigError: no swap directory, or an unknown word for `resume`.
+        ConfigError: an unknown word for `resume`.
         ResumeError: there is a commit and `resume` is False or a snapshot, or there is none that could be continued.
         swap.SwapError: a directory is missing, in use, or holds foreign or damaged files; so does the snapshot.
     """
-    if not config.swap_paths:
-        raise ConfigError("swap_dirs: expected one or more directories for the swap files, found none")
     known = isinstance(resume, bool) or resume == "auto"
     path = None if known else _folder(resume)
     if path is None and not known:

@@ -87,7 +87,7 @@ class Blueprint:
 
     @property
     def apart(self) -> frozenset[int]:
-        """Of those the units whose gradients are taken beside those of the rest of their root, tile by tile.
+        """Of the kept units those whose gradients are taken beside those of the rest of their root, tile by tile.
 
         On a device frames have fixed places, among which one more tile is not reckoned with; with ranks each bucket is
         exchanged by itself.
