@@ -16,7 +16,16 @@ from typing import Any
 
 from tiermem.config import Config
 from tiermem.errors import ConfigError
-from tiermem.integrations.deepspeed_keys import ACCUMULATION, LOGGING, OFF, ONLY, TRANSLATED, WITHOUT_EFFECT, ZERO
+from tiermem.integrations.deepspeed_keys import (
+    ACCUMULATION,
+    LOGGED,
+    LOGGING,
+    OFF,
+    ONLY,
+    TRANSLATED,
+    WITHOUT_EFFECT,
+    ZERO,
+)
 
 AUTO = "auto"  # what transformers' Trainer fills in from its own arguments
 _AUTO = "'auto' is filled in by transformers' Trainer: its arguments hold"
@@ -105,7 +114,7 @@ def _judge(key: str, value: Any) -> str | None:
             raise ConfigError(f"DeepSpeed's {key!r} is switched on: {OFF[key]}")
         return "it is off"
     if key in LOGGING:
-        return "Runtime.statistics() and Runtime.timeline() say what happened"
+        return LOGGED
     if key in ONLY:
         wanted, advice = ONLY[key]
         if key == "fp16.enabled" and value == AUTO:

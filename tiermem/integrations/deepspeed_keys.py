@@ -11,7 +11,7 @@ from __future__ import annotations
 _PLANNED = "what is fetched when, and how much stays, is a plan made from the budgets (host_memory, device_memory)"
 _GRADIENTS = "gradients are reduced unit by unit; there are no buckets to size or copies to avoid"
 _BUFFERS = "pages need no buffers of their own besides host_memory"
-_LOGS = "Runtime.statistics() and Runtime.timeline() say what happened"
+LOGGED = "Runtime.statistics() and Runtime.timeline() say what happened"
 _SAVING = "Runtime.commit, snapshot and save_pretrained save; they need no setting"
 _ACTIVATIONS = "acts in DeepSpeed's own checkpointing only; Runtime.offload_activations() pages activations"
 _THREADS = "how requests are queued is measured and chosen by the swap engine"
@@ -140,7 +140,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         ),
         _ACTIVATIONS,
     ),
-    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"), _LOGS),
+    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"), LOGGED),
     "vocabulary_size": "nothing is padded to it",
     "seq_parallel_comm_data_type": "there is no sequence parallelism",
     "disable_allgather": "of no effect on what is computed; collectives are tiermem's own",

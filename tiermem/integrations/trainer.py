@@ -44,7 +44,7 @@ try:
     from transformers.trainer_utils import rotate_checkpoints
 except ImportError as error:
     raise ImportError(
-        "tiermem.integrations.trainer needs transformers 5.4 or newer and accelerate: pip install tiermem[hf]"
+        "tiermem.integrations.trainer needs transformers 5.4 or newer and accelerate: pip install 'tiermem[hf]'"
     ) from error
 
 
