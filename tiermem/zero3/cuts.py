@@ -35,6 +35,7 @@ import torch
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.engine import has_hooks, node_number, sequence_number, version
+from tiermem.zero3.reduce import take_gradient
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -182,10 +183,10 @@ class Cuts:
         number = len(self._segments)  # of the segment that backward is going through
         if min(self._uses.get(id(parameter), ()), default=number) >= number or parameter.grad is None:
             return False
-        self._kept[id(parameter)] = parameter, [parameter.grad]
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - what is in the pages stays there
-            parameter.grad = None
-        return True
+        gradient = take_gradient(parameter)
+        if gradient is not None:
+            self._kept[id(parameter)] = parameter, [gradient]
+        return gradient is not None
 
     def _give(self, value: Any, *, joined: bool) -> Any:
         if type(value) is tuple:

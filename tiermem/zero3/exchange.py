@@ -27,7 +27,7 @@ from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.norms import gradient_norm, norm_dtype
-from tiermem.zero3.reduce import StepGradients, plain
+from tiermem.zero3.reduce import StepGradients, plain, take_gradient
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Pager
 from tiermem.zero3.sums import mean_over_ranks
@@ -72,8 +72,7 @@ class RankGradients(StepGradients):
 
     def accumulate(self, parameter: int, *, more: bool = False, together: bool = False) -> None:  # noqa: ARG002
         """Move `p.grad` of this parameter into its unit's bucket, whatever comes. Waits for the bucket's page."""
-        owner = self._parameters[parameter]
-        gradient, owner.grad = owner.grad, None
+        gradient = take_gradient(self._parameters[parameter])
         if gradient is None:
             return
         shard, slot = self._places[parameter]

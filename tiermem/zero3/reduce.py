@@ -153,9 +153,7 @@ class GradientStore(StepGradients):
         come soon, so that this one may wait for the next. Sparse gradients are made dense. Raises what the pager
         raises.
         """
-        owner = self._parameters[parameter]
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
-            gradient, owner.grad = owner.grad, None
+        gradient = take_gradient(self._parameters[parameter])
         if gradient is None:
             return
         flat = memory_order(plain(gradient), self._places[parameter][1])
@@ -334,6 +332,13 @@ class GradientStore(StepGradients):
                 lease.fail(error)
                 raise
         return None if measuring is None else measuring.squares
+
+
+def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd has left in `parameter.grad`, which is None from then on."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
+        gradient, parameter.grad = parameter.grad, None
+    return gradient
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
