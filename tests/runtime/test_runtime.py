@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import json
 import os
@@ -20,8 +21,10 @@ from doubles_scenarios import Wide, loop, tokens_batch, wide_batch
 from doubles_training import MIB, PlainAdamW, check, config_for, least_budget, offloaded, plain, same, within_budgets
 from torch import nn
 
+import swap
 import tiermem
 import tiermem.registry
+from tiermem.runtime.storage import close_all
 from tiermem.zero3.placeholder import is_placeholder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -590,3 +593,23 @@ def gc_off():
         yield
     finally:
         gc.enable()
+
+
+@pytest.mark.timeout(30)
+def test_rooms_that_raise_the_same_error_are_all_closed_and_closing_ends() -> None:
+    """As a page that failed does for all who use it, while its error is on the way out of the `with` already."""
+    error, closed = swap.SwapIOError("read", "tiermem.swapfile", errno=errno.EIO), []
+
+    def fail() -> None:
+        raise error
+
+    def leave() -> None:
+        try:
+            raise ValueError
+        finally:
+            close_all([lambda: close_all([fail, fail, lambda: closed.append("inner")]), lambda: closed.append("outer")])
+
+    with pytest.raises(swap.SwapIOError) as found:
+        leave()
+    assert closed == ["inner", "outer"]
+    assert isinstance(found.value.__context__, ValueError)

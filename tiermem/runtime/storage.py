@@ -7,7 +7,6 @@ that what was opened is closed again if a later part fails, and that closing goe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -134,10 +133,19 @@ class Storage:
 
 
 def close_all(actions: list[Callable[[], None]]) -> None:
-    """Run every action, whatever the ones before it raise; raise the first error at the end."""
-    with ExitStack() as stack:
-        for action in reversed(actions):
-            stack.callback(action)
+    """Run every action, whatever the ones before it raise; raise the first error at the end.
+
+    Without `contextlib.ExitStack`: where two actions raise one and the same error, as a failed page does for all who
+    use it, that makes the error its own context, and the stack around it never finds the end of the chain.
+    """
+    first: BaseException | None = None
+    for action in actions:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised when all have had their turn
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def open_storage(
