@@ -15,6 +15,7 @@ import torch
 from doubles_training import Script, Trainee, check, config_for, offloaded, plain
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tiermem
@@ -345,6 +346,59 @@ def test_weights_clipped_through_data_in_forward_are_an_error(make, budget, tmp_
     script = loop(lambda model, _: model(torch.randn(3, WIDTH)).square().mean())
     with pytest.raises(tiermem.TiermemError, match=r"weight was written through its \.data"):
         offloaded(make, script, tmp_path, update="auto", budget=budget)
+
+
+class Plus(nn.Module):
+    def __init__(self, delta: torch.Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight):
+        return weight + self.delta
+
+
+class Adapted(nn.Linear):
+    """A parametrization for each call, which sets the weight to itself: peft's adapters of experts do so."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, x):
+        parametrize.register_parametrization(self, "weight", Plus(self.up @ self.down))
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+
+
+def test_a_weight_that_is_set_to_itself_in_forward_is_not_written(tmp_path):
+    def loss(model: nn.Module, _: int) -> torch.Tensor:
+        with torch.no_grad():
+            goal = model(torch.ones(3, WIDTH)) + 1
+        return (model(torch.randn(3, WIDTH)) - goal).square().mean()
+
+    compare(lambda: nn.Sequential(*(Adapted() for _ in range(3))), loop(loss), tmp_path)
+
+
+class ClippedOnceLarge(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+def test_a_clipping_that_changes_nothing_until_later_is_an_error_then(tmp_path):
+    model = nn.Sequential(ClippedOnceLarge(WIDTH, WIDTH), nn.Linear(WIDTH, 1))  # 16 inputs: within 0.25
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "auto"), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=0.05)
+        for _ in range(2):
+            model(torch.randn(3, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert runtime.parameter(model[0].weight).abs().max() > 0.3
+        with pytest.raises(tiermem.TiermemError, match=r"0\.weight was written in place while it was gathered"):
+            model(torch.randn(3, WIDTH))
 
 
 def test_clipping_weights_between_steps_is_refused_with_the_way_to_do_it(tmp_path):

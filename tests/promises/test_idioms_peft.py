@@ -13,7 +13,7 @@ from doubles_models import small_llama
 from doubles_training import PlainAdamW, Trainee, check, config_for, least_budget, offloaded, plain
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import tiermem
 from tiermem.pager.page import Kind
@@ -60,6 +60,28 @@ def test_the_numbers_of_plain_pytorch(kind: str, update: str, tmp_path: Path) ->
         return adapted(kind)
 
     check(offloaded(make, train, tmp_path, update=update, budget="tight"), plain(make, train))
+
+
+def adapted_experts() -> nn.Module:
+    """Experts are parameters, not modules: peft parametrizes them anew in every call."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(
+        MixtralForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"], target_parameters=experts, r=2)
+    )
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_adapters_of_experts(update: str, tmp_path: Path) -> None:
+    check(offloaded(adapted_experts, train, tmp_path, update=update, budget="tight"), plain(adapted_experts, train))
 
 
 def test_beside_a_device(tmp_path: Path) -> None:

@@ -92,12 +92,12 @@ class _UnitState:
                 return slot.names[0]
         return None
 
-    def written(self) -> str | None:
+    def written(self, looks: FirstLooks) -> str | None:
         """The name of a parameter that was written without permission while gathered; None: there is none."""
-        if self.writable:
+        if self.writable or self.base is None:
             return None
         for parameter, slot, version in zip(self.parameters, self.layout.slots, self.versions, strict=True):
-            if version_of(parameter) != version:
+            if version_of(parameter) != version and not looks.unchanged(self.layout.unit, self.base, slot):
                 return slot.names[0]
         return self.replaced()
 
@@ -229,7 +229,7 @@ class Gatherer:
             raise InvariantError(f"unit {unit} is resharded while {state.holds} module call(s) rely on it")
         written = None
         if state.presence is Presence.GATHERED or (state.between and state.base is not None):
-            written = None if state.between else state.written()
+            written = None if state.between else state.written(self._looks)
             state.between = True
             self.put_placeholders(unit)
             state.presence = Presence.LINGERING

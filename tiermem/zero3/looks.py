@@ -7,6 +7,9 @@ Why. Torch counts writes into a parameter, but not those through its `.data`, as
 weights in forward; and what is written into a frame lent for reading is lost when the frame goes, or not, as it comes.
 Whoever does so does it from the beginning. So the bits are compared at the first gather of a unit with gradients, and
 at the first one without: two passes over its memory each, for which a device is waited for.
+
+What torch counts need not be a write: a parametrization registered in forward sets its parameter to itself, as peft's
+adapters of experts do. A unit where anything was counted is compared at every gather from then on.
 """
 
 from __future__ import annotations
@@ -29,26 +32,33 @@ class FirstLooks:
     def __init__(self, layouts: Sequence[UnitLayout]) -> None:
         self._layouts = {layout.unit: layout for layout in layouts}
         self._done: set[tuple[int, bool]] = set()  # units, and whether with gradients
-        self._sums: dict[int, list[int]] = {}
+        self._counted: set[int] = set()  # units of which torch has counted a write
+        self._sums: dict[int, dict[int, int]] = {}  # by unit and parameter
 
     def begin(self, unit: int, base: torch.Tensor) -> None:
         """The unit was gathered for reading; `base` are its bytes."""
         mode = unit, torch.is_grad_enabled()
-        if mode not in self._done:
+        if mode not in self._done or unit in self._counted:
             self._done.add(mode)
-            self._sums[unit] = [sum_of_bits(base, slot) for slot in self._layouts[unit].slots]
+            self._sums[unit] = {slot.parameter: sum_of_bits(base, slot) for slot in self._layouts[unit].slots}
 
     def forget(self, unit: int) -> None:
         """It is known that the unit was written."""
         self._sums.pop(unit, None)
+
+    def unchanged(self, unit: int, base: torch.Tensor, slot: Slot) -> bool:
+        """Whether a parameter of which torch has counted a write is known to have the same bits nevertheless."""
+        self._counted.add(unit)
+        sums = self._sums.get(unit)
+        return sums is not None and sum_of_bits(base, slot) == sums[slot.parameter]
 
     def changed(self, unit: int, base: torch.Tensor) -> str | None:
         """The name of a parameter that was written since; None: there is none, or this was not a first look."""
         sums = self._sums.pop(unit, None)
         if sums is None:
             return None
-        for slot, before in zip(self._layouts[unit].slots, sums, strict=True):
-            if sum_of_bits(base, slot) != before:
+        for slot in self._layouts[unit].slots:
+            if sum_of_bits(base, slot) != sums[slot.parameter]:
                 return slot.names[0]
         return None
 
