@@ -46,7 +46,7 @@ def test_an_update_that_could_not_begin_is_done_the_next_time_somebody_waits(err
             raise errors.pop()
 
     carried = Queue()
-    lazy = LazyQueue(GatedQueue(carried, wait_open, lambda _: None))  # type: ignore[arg-type]
+    lazy = LazyQueue(GatedQueue(carried, wait_open, lambda _: None), lambda: None)  # type: ignore[arg-type]
     updates = [Update(3), Update(3), Update(5)]
     for update in updates:
         lazy.start(update)  # type: ignore[arg-type]

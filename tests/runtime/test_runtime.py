@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,11 @@ class Both:
             assert same(self.runtime.master(left), right.detach()), name
 
 
+def deep(width: int) -> nn.Sequential:
+    """Units of one size, each with its own."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+
+
 UPDATES = pytest.mark.parametrize("update", ["step", "forward", "backward"])
 
 
@@ -75,6 +81,25 @@ def test_looking_at_parameters_masters_and_gradients(update, tmp_path):
         both.check()
         assert tuple(weight.shape) == (24, 12)
         assert is_placeholder(weight)
+
+
+@pytest.mark.parametrize("verb", ["settle", "master", "gathered"])
+def test_a_view_of_a_parameter_that_is_gone_leaves_its_room_to_the_updates_that_wait(verb, tmp_path):
+    (tmp_path / "swap").mkdir()
+    both = Both(partial(deep, 64), tmp_path / "swap", budget=least_budget(deep(64), tmp_path))
+    with both.runtime as runtime:
+        both.step(lambda model: model(torch.ones(3, 64)).square().mean())
+        with runtime.gathered(both.model[0]):
+            state = both.model[0].state_dict()  # views of what is lent
+        del state
+        if verb == "settle":
+            runtime.settle()
+        elif verb == "master":
+            runtime.master(both.model[3].weight)
+        else:
+            with runtime.gathered(both.model[3]):
+                pass
+        both.check()
 
 
 def test_frames_that_somebody_still_looks_at_are_counted(tmp_path):

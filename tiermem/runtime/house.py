@@ -226,7 +226,7 @@ def _furnish(
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=beginning.past)
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
-    queue = _queue(blueprint, updater, snapshots.wait_open, source.changed)
+    queue = _queue(blueprint, updater, gatherer, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
     states_in_order, patient = list(blueprint.states.values()), blueprint.patient
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
@@ -290,9 +290,13 @@ def _plans(
 
 
 def _queue(
-    blueprint: Blueprint, updater: Updater, wait_open: Callable[[], None], changed: Callable[[int], None]
+    blueprint: Blueprint,
+    updater: Updater,
+    gatherer: Gatherer,
+    wait_open: Callable[[], None],
+    changed: Callable[[int], None],
 ) -> GatedQueue:
-    queue = LazyQueue(updater) if blueprint.footprint.serial else updater
+    queue = LazyQueue(updater, gatherer.recheck) if blueprint.footprint.serial else updater
     narrow = any(state.dtype == torch.bfloat16 for state in blueprint.states.values())
     # In the first backward a compiler would come on top of the activations.
     prepare = compiled_loops if narrow and blueprint.device is None else None

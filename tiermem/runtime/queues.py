@@ -78,8 +78,10 @@ class BackwardThrottle:
 class LazyQueue:
     """Carries an update out only while somebody waits for its unit: nothing runs beside the computation."""
 
-    def __init__(self, queue: UpdateQueue) -> None:
+    def __init__(self, queue: UpdateQueue, let_go: Callable[[], None]) -> None:
+        """`let_go()` gives back what the computation leases without need: an update finds no room beside it."""
         self._queue = queue
+        self._let_go = let_go
         self._kept: dict[int, list[UnitUpdate]] = {}
         self.prepare = queue.prepare
 
@@ -92,6 +94,7 @@ class LazyQueue:
         kept = self._kept.pop(unit, [])
         while kept:
             try:
+                self._let_go()
                 self._queue.start(kept[0])
             except BaseException:  # the commit that it waits for has failed, or somebody interrupts the waiting
                 self._kept = {unit: kept, **self._kept}
