@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,41 +41,47 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Words, layers, and words again by the same weight; `way`: how layers are called."""
 
-    def __init__(self, way: str = "plain", *, inner: int = 0, dropout: float = 0.0, frozen: bool = False) -> None:
+    def __init__(
+        self, way: str = "plain", *, inner: int = 0, dropout: float = 0.0, frozen: bool = False, normed: bool = False
+    ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, 12), nn.Linear(12, WORDS)
         self.head.weight = self.embed.weight
         self.layers = nn.ModuleList(Layer(12, inner, dropout) for _ in range(4)).requires_grad_(not frozen)
         self.layers[-1].requires_grad_(True)
+        self.norm = nn.BatchNorm1d(7) if normed else nn.Identity()  # over the words of a row
+        if way == "shared":
+            self.layers[2] = self.layers[0]
+        for layer in self.layers if way == "compiled" else ():
+            layer.compile(backend="aot_eager")
         self.way = way
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss."""
         self.seen += 1
-        x = self.embed(input_ids)
-        for number, layer in enumerate(self.layers):
+        x = self.norm(self.embed(input_ids))
+        for number, layer in enumerate([*self.layers, *self.layers] if self.way == "looped" else self.layers):
             if self.way == "routed" and (int(input_ids[0, 0]) + number) % 3 == 0:
                 continue
-            x = (
-                layer(x)
-                if self.way in ("plain", "routed")
-                else checkpoint(layer, x, use_reentrant=self.way == "reentrant")
-            )
+            if self.way in ("reentrant", "checkpointed"):
+                x = checkpoint(layer, x, use_reentrant=self.way == "reentrant")
+            else:
+                x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def _of_transformers(kind: str, **more: Any) -> Callable[[], nn.Module]:
+def _of_transformers(kind: str, head: str = "ForCausalLM", **more: Any) -> Callable[[], nn.Module]:
     names = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
 
     def make() -> nn.Module:
         config = getattr(transformers, f"{kind}Config")(**(names | more))
-        return getattr(transformers, f"{kind}ForCausalLM")(config).train()  # type: ignore[no-any-return]
+        return getattr(transformers, kind + head)(config).train()  # type: ignore[no-any-return]
 
     return make
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+FIRST_MODELS: dict[str, Callable[[], nn.Module]] = {
     **{way: lambda way=way: Net(way) for way in ("plain", "reentrant", "checkpointed", "routed")},  # type: ignore[misc]
     "nested": lambda: Net(inner=2),
     "frozen": lambda: Net(frozen=True),
@@ -84,16 +90,31 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied llama": _of_transformers("Llama", intermediate_size=24, num_key_value_heads=1, tie_word_embeddings=True),
     "mixtral": _of_transformers("Mixtral", intermediate_size=24, num_key_value_heads=1, num_local_experts=4),
 }
-# What has other random numbers, or other units, in each micro-batch.
-_APART = ("dropout", "routed")
+WIDER_MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{way: lambda way=way: Net(way) for way in ("shared", "looped", "compiled")},  # type: ignore[misc]
+    "normed": lambda: Net(normed=True),
+    "gpt2": _of_transformers("GPT2", "LMHeadModel", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2 dropout": _of_transformers("GPT2", "LMHeadModel"),
+}
+MODELS = FIRST_MODELS | WIDER_MODELS
+# What has other random numbers, other units or other statistics in each micro-batch.
+_APART = ("dropout", "routed", "normed", "gpt2 dropout")
 _BEFORE = ("gradients", "look", "evaluate", "drop", "change_rate", "fail", "overflow")
 _BEHIND = ("look", "write", "change_rate", "evaluate", "reload_settings", "commit", "snapshot", "resume", "move")
 _SELDOM = ("save", "anew", "another_optimizer")
+_WIDER_BEFORE = ("fail_backward", "ask", "gradients", "look")
+_WIDER_BEHIND = ("moments", "masters", "reload")
+# Draws before this one are of the first kind and stay what they were: some have found something.
+WIDER = 1000
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: how many micro-batches, how they are brought, what is done before and behind `optimizer.step()`."""
+    """One step: how many micro-batches, how they are brought, what is done before and behind `optimizer.step()`.
+
+    order: "": each batch forward and backward; "sum": all forward, then backward from their sum; "row": from each.
+    frozen: 0, or from which parameter on every third takes no part in the step.
+    """
 
     batches: int
     together: bool
@@ -101,11 +122,17 @@ class Step:
     again: bool
     before: tuple[str, ...]
     behind: tuple[str, ...]
+    order: str = ""
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What is done. `room`: how much of what lies between the least budget and all; `scaled`: by a GradScaler."""
+    """What is done. `room`: how much of what lies between the least budget and all; `scaled`: by a GradScaler.
+
+    adamw: its settings. apart: each group has an optimizer. from_file: deferred, with the values in a file.
+    places: directories to swap to.
+    """
 
     number: int
     model: str
@@ -117,6 +144,10 @@ class Draw:
     room: tuple[float, float]
     steps: tuple[Step, ...] = ()
     scaled: bool = False
+    adamw: dict[str, Any] = field(default_factory=dict)
+    apart: bool = False
+    from_file: bool = False
+    places: int = 1
 
 
 def draw(number: int) -> Draw:
@@ -144,7 +175,7 @@ def draw(number: int) -> Draw:
     for_good = update == "backward" and not clip
     drawn = Draw(
         number,
-        pick.choice(sorted(set(MODELS) - ({"routed"} if for_good else set()))),
+        pick.choice(sorted(set(FIRST_MODELS) - ({"routed"} if for_good else set()))),
         clip,
         pick.choice([0.01, 0.5, 1e9]),
         pick.choice([1, 1, 2]),
@@ -168,7 +199,46 @@ def _with_more(drawn: Draw) -> Draw:
     for number in range(len(steps)) if pick.random() < 0.5 else ():
         if pick.random() < 0.3:
             steps[number] = replace(steps[number], behind=(*steps[number].behind, pick.choice(_SELDOM)))
-    return replace(drawn, steps=tuple(steps), scaled=scaled)
+    drawn = replace(drawn, steps=tuple(steps), scaled=scaled)
+    return drawn if drawn.number < WIDER else _wider(drawn)
+
+
+def _wider(drawn: Draw) -> Draw:
+    """The same, with what came still later."""
+    pick = random.Random(f"{drawn.number} wider")  # noqa: S311 - as above
+    model = pick.choice([*sorted(WIDER_MODELS), *[drawn.model] * 6])
+    for_good = drawn.config["update"] == "backward" and not drawn.clip
+    order = pick.choice(["", "", "", "sum", "row"])
+    steps = []
+    for step in drawn.steps:
+        together = step.together and model not in _APART
+        if not for_good:
+            order = pick.choice(["", "", "", "sum", "row"])
+        before = [pick.choice(_WIDER_BEFORE)] if not for_good and pick.random() < 0.2 else []
+        if model == "reentrant":  # torch refuses there what is asked for
+            before = [verb for verb in before if verb != "ask"]
+        behind = [pick.choice(_WIDER_BEHIND)] if pick.random() < 0.2 else []
+        steps.append(
+            replace(
+                step,
+                together=together,
+                again=step.again and not order and model not in ("reentrant", "compiled"),  # torch refuses the latter
+                before=(*step.before, *before),
+                behind=(*step.behind, *behind),
+                order="" if together else order,
+                frozen=pick.choice([0, 0, 0, 0, 1, 2]) if model != "reentrant" else 0,
+            )
+        )
+    return replace(
+        drawn,
+        model=model,
+        steps=tuple(steps),
+        config=drawn.config | {"queue_depth": pick.choice([1, 2, 8]), "direct": pick.choice(["auto", False])},
+        adamw=pick.choice([{}, {"betas": (0.8, 0.9)}, {"eps": 1e-3, "weight_decay": 0.0}, {"betas": (0.0, 0.99)}]),
+        apart=drawn.groups == 2 and not drawn.scaled and pick.random() < 0.5,
+        from_file=pick.random() < 0.25,
+        places=pick.choice([1, 1, 2, 3]),
+    )
 
 
 def _step(pick: random.Random, drawn: Draw) -> Step:

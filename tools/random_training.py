@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import tiermem
 from tools.draws import MODELS, Draw, draw
@@ -79,9 +80,11 @@ def _budgets(drawn: Draw, directory: Path) -> dict[str, int]:
 
 def difference(found: Notes, expected: Notes, near: float = 0.0) -> str:
     """What is not the same, "" if all is; the sign of zero and the kind of NaN do not count."""
-    if [what for what, _ in found] != [what for what, _ in expected]:
+    if len(found) != len(expected):
         return f"{len(found)} things were seen where {len(expected)} were expected"
-    for number, ((what, here), (_, there)) in enumerate(zip(found, expected, strict=True)):
+    for number, ((what, here), (other_thing, there)) in enumerate(zip(found, expected, strict=True)):
+        if what != other_thing:
+            return f"{number}: {what} was seen where {other_thing} was expected"
         if here is None or there is None:
             if here is not there:
                 return f"{number}, {what}: {'nothing' if here is None else 'something'} is there"
@@ -106,7 +109,7 @@ def alone(number: int, directory: Path, param_dtype: str = "float32") -> str:
 
 def _beside_simple(drawn: Draw, directory: Path, rank: int = 0, near: float = 0.0) -> str:
     simple = drawn.config | {"update": "step", "device": "cpu", "io_backend": "threads", "update_on": "host"}
-    roomy = replace(drawn, config=simple, offload={"coalesce": 0}, room=(1.2, 1.2))
+    roomy = replace(drawn, config=simple, offload=drawn.offload | {"coalesce": 0, "keep": None}, room=(1.2, 1.2))
     sides = []
     for side, what in (("roomy", roomy), ("drawn", drawn)):
         directory.joinpath(side).mkdir(exist_ok=True)
@@ -120,6 +123,9 @@ def _rank(number: int, rank: int, ranks: int, directory: Path) -> str:
     drawn = draw(number)
     if drawn.model == "routed":  # ranks that use other units are told so
         drawn = replace(drawn, model="nested")
+    if ranks % 2 == 0 and ranks > 2 and number % 2:
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        drawn = replace(drawn, offload=drawn.offload | {"mesh": mesh})
     try:
         return _beside_simple(drawn, directory, rank, NEAR)
     except Exception:  # noqa: BLE001 - as above
@@ -165,6 +171,7 @@ def main() -> int:
     torch.set_num_threads(1)
     wrong = 0
     for number in range(asked.first, asked.first + asked.count):
+        torch._dynamo.reset()  # noqa: SLF001 - or it refuses, after a few draws, to compile their models
         with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
             place = Path(directory)
             lone = asked.ranks == 1

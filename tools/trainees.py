@@ -1,22 +1,22 @@
 """Carries out what `draws.py` draws: in plain PyTorch, and offloaded.
 
-Owns the verbs of a training loop, each in both forms, and the notes of what was seen. Knows the public face only.
+Owns what differs between the two, and the notes of what was seen. Knows the public face only, and the verbs by name.
 Guarantees that both forms see the same batches in the same order, and that a runtime is closed whatever happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 import tiermem
 from tools.draws import MODELS, WORDS, Draw
+from tools.verbs import VERBS, bring, look, one_by_one, update
 
 Notes = list[tuple[str, torch.Tensor | None]]
 
@@ -42,20 +42,28 @@ class Plain:
         parameters = list(model.parameters())
         cut = len(parameters) // 3 if self.draw.groups == 2 else 0
         groups: list[dict[str, Any]] = [{"params": parameters[:cut], "lr": 3e-3, "weight_decay": 0.1}] if cut else []
-        self.model, self.optimizer = model, self.adamw([*groups, {"params": parameters[cut:]}])
+        groups.append({"params": parameters[cut:]})
+        several = [[group] for group in groups] if self.draw.apart else [groups]
+        self.model, self.optimizers = model, [self.adamw(each) for each in several]
 
     def adamw(self, groups: list[dict[str, Any]]) -> Any:
         """The optimizer that is compared."""
-        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True, **self.draw.adamw)
 
     def run(self) -> Notes:
         """Carry out everything; what was to be seen."""
+        torch.manual_seed(self.draw.number)
         for step in self.draw.steps:
             self.step, self.skips = step, False
-            self.backward(step.batches)
+            frozen = [each for each in self.model.parameters() if each.requires_grad][step.frozen :: 3]
+            for parameter in frozen if step.frozen else ():
+                parameter.requires_grad_(False)
+            bring(self, step.batches)
             for verb in step.before:
                 VERBS[verb](self)
-            self.update()
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            update(self)
             for verb in step.behind:
                 VERBS[verb](self)
         look(self)
@@ -76,41 +84,22 @@ class Plain:
         result = self.model(**batch)
         return self.scaler.scale(result if isinstance(result, torch.Tensor) else result.loss)
 
-    def backward(self, count: int) -> None:
-        """Bring so many micro-batches."""
-        batches = [self.batch() for _ in range(count)]
-        for loss in self.together(batches) if self.step.together else map(self.alone, batches):
-            self.note("loss", loss)
-
     def together(self, batches: list[Any]) -> list[torch.Tensor]:
         """Bring them through each unit in turn, where that can be done."""
-        return [self.alone(batch) for batch in batches]
-
-    def alone(self, batch: Any) -> torch.Tensor:
-        """Forward and backward, perhaps twice."""
-        with self.paging() if self.step.paging else nullcontext():
-            loss = self.loss(batch)
-        loss.backward(retain_graph=self.step.again)
-        if self.step.again:
-            (loss * 0.5).backward()
-        return loss
+        return one_by_one(self, batches)
 
     def paging(self) -> Any:
         """Where activations are paged."""
         return nullcontext()
 
-    def update(self) -> None:
-        """The optimizer's step, which gradients that are not finite skip."""
-        clip, parameters = self.draw.clip, list(self.model.parameters())
-        if clip and not self.skips:
-            self.scaler.unscale_(self.optimizer)
+    def update_by(self, optimizer: Any) -> None:
+        """Clip and step."""
+        if self.draw.clip and not self.skips:
+            self.scaler.unscale_(optimizer)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.note("norm", nn.utils.clip_grad_norm_(parameters, self.draw.max_norm))
-        if self.draw.scaled:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        elif not self.skips:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.draw.scaled or not self.skips:
+            self.scaler.step(optimizer)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Accumulated so far."""
@@ -120,8 +109,16 @@ class Plain:
         """As it is now."""
         return parameter
 
-    def lent(self, _: nn.Parameter) -> Any:
-        """Where a parameter has storage that may be written."""
+    def master_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """As it is updated."""
+        return parameter
+
+    def moments_of(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer, moments included."""
+        return optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def lent(self, _: nn.Parameter | nn.Module) -> Any:
+        """Where a parameter, or a module's, have storage that may be written."""
         return nullcontext()
 
     def keep(self, how: str) -> None:
@@ -137,9 +134,10 @@ class Plain:
 
     def another_optimizer(self) -> None:
         """Go on with another optimizer, which takes over the moments."""
-        before = self.optimizer
+        before = self.optimizers
         self.begin(self.model)
-        self.optimizer.state.update(before.state)
+        for optimizer, other in zip(self.optimizers, before, strict=True):
+            optimizer.state.update(other.state)
 
 
 class Offloaded(Plain):
@@ -148,27 +146,40 @@ class Offloaded(Plain):
     def __init__(self, drawn: Draw, directory: Path, budgets: dict[str, int], rank: int = 0) -> None:
         self.directory, self.budgets = directory, budgets
         self.lives, self.kept = 0, 0
+        self.weights: Path | None = None
         super().__init__(drawn, rank)
+
+    def make(self) -> nn.Module:
+        """The same, or deferred, with its values in a file."""
+        if not self.draw.from_file:
+            return super().make()
+        self.weights = self.directory / "weights.safetensors"
+        save_model(super().make(), str(self.weights))
+        with tiermem.deferred_init():
+            return super().make()
 
     def begin(self, model: nn.Module, resume: Any = False) -> None:
         """Offload it, continuing from there."""
-        rates = [group["lr"] for group in self.optimizer.param_groups] if resume else []
-        swap = self.directory / f"swap {self.lives}"
-        swap.mkdir(exist_ok=True)
+        rates = [[group["lr"] for group in each.param_groups] for each in self.optimizers] if resume else []
+        swaps = [self.directory / f"swap {self.lives} {number}" for number in range(self.draw.places)]
+        for swap in swaps:
+            swap.mkdir(exist_ok=True)
         config = tiermem.Config(
-            swap_dirs=[swap],
+            swap_dirs=swaps,
             poison=True,
             stall_timeout=30.0,
             **(self.draw.config | self.budgets),
         )
-        self.runtime = tiermem.offload(model, config, resume=resume, **self.draw.offload)
+        self.runtime = tiermem.offload(model, config, resume=resume, weights=self.weights, **self.draw.offload)
         super().begin(model)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
+        for optimizer, its in zip(self.optimizers, rates, strict=False):
+            for group, rate in zip(optimizer.param_groups, its, strict=True):
+                group["lr"] = rate
 
     def adamw(self, groups: list[dict[str, Any]]) -> Any:
         """Ours."""
-        return tiermem.AdamW(groups, lr=1e-2, max_grad_norm=self.draw.max_norm if self.draw.clip == "in step" else None)
+        max_norm = self.draw.max_norm if self.draw.clip == "in step" else None
+        return tiermem.AdamW(groups, lr=1e-2, max_grad_norm=max_norm, **self.draw.adamw)
 
     def run(self) -> Notes:
         """As in plain PyTorch; closed at the end, whatever happens."""
@@ -192,17 +203,12 @@ class Offloaded(Plain):
         """Nearly all activations."""
         return self.runtime.offload_activations(threshold=64)
 
-    def update(self) -> None:
+    def update_by(self, optimizer: Any) -> None:
         """Skipping is the optimizer's business."""
-        norm = self.optimizer.clip_grad_norm_(self.draw.max_norm) if self.draw.clip == "by call" else None
-        if self.draw.scaled:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        norm = optimizer.clip_grad_norm_(self.draw.max_norm) if self.draw.clip == "by call" else None
+        self.scaler.step(optimizer)
         if self.draw.clip and not self.skips:
-            self.note("norm", self.optimizer.grad_norm if norm is None else norm)
-        self.optimizer.zero_grad()
+            self.note("norm", optimizer.grad_norm if norm is None else norm)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """From its pages."""
@@ -212,9 +218,17 @@ class Offloaded(Plain):
         """From its page."""
         return self.runtime.parameter(parameter)
 
-    def lent(self, parameter: nn.Parameter) -> Any:
+    def master_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """From its page and what completes it."""
+        return self.runtime.master(parameter)
+
+    def moments_of(self, optimizer: Any) -> dict[str, Any]:
+        """From their pages."""
+        return optimizer.full_state_dict()  # type: ignore[no-any-return]
+
+    def lent(self, part: nn.Parameter | nn.Module) -> Any:
         """Gathered."""
-        return self.runtime.gathered(parameter, write=True)
+        return self.runtime.gathered(part, write=True)
 
     def keep(self, how: str) -> None:
         """By the runtime's verbs; a commit beside what comes next, every other time."""
@@ -238,94 +252,9 @@ class Offloaded(Plain):
     def anew(self) -> None:
         """Give the model back, and offload it again."""
         self.runtime.close(restore_model=True, remove=True)
-        self.lives += 1
+        self.lives, self.weights = self.lives + 1, None
         self.begin(self.model)
 
     def another_optimizer(self) -> None:
         """Made for the same parameters."""
         super().begin(self.model)
-
-
-def gradients(trainee: Plain) -> None:
-    """Look at all gradients."""
-    for name, parameter in trainee.model.named_parameters():
-        trainee.note(f"gradient of {name}", trainee.gradient_of(parameter))
-
-
-def look(trainee: Plain) -> None:
-    """Look at all values."""
-    for name, parameter in trainee.model.named_parameters():
-        trainee.note(name, trainee.value_of(parameter))
-
-
-def evaluate(trainee: Plain) -> None:
-    """Bring a batch forward without gradients."""
-    trainee.model.eval()
-    with torch.no_grad():
-        trainee.note("evaluation", trainee.loss(trainee.batch()))
-    trainee.model.train()
-
-
-def drop(trainee: Plain) -> None:
-    """Forget the gradients, and bring others."""
-    trainee.optimizer.zero_grad()
-    trainee.skips = False
-    trainee.backward(1 + trainee.draw.number % 2)
-
-
-def change_rate(trainee: Plain) -> None:
-    """Set another learning rate."""
-    for group in trainee.optimizer.param_groups:
-        group["lr"] *= 0.7
-
-
-def fail(trainee: Plain) -> None:
-    """Bring a batch to an error in a module."""
-    modules = [module for module in trainee.model.modules() if list(module.parameters(recurse=False))]
-
-    def refuse(*_: Any) -> None:
-        raise KeyError("on purpose")
-
-    hook = modules[trainee.draw.number % len(modules)].register_forward_pre_hook(refuse)
-    try:
-        trainee.loss(trainee.batch())
-    except KeyError:
-        trainee.note("failed", None)
-    finally:
-        hook.remove()
-
-
-def overflow(trainee: Plain) -> None:
-    """Go backward once more, with gradients that are not finite."""
-    (trainee.loss(trainee.batch()) * float("inf")).backward()  # type: ignore[no-untyped-call]
-    trainee.skips = True
-
-
-def write(trainee: Plain) -> None:
-    """Change a parameter by hand."""
-    parameters = list(trainee.model.parameters())
-    parameter = parameters[trainee.draw.number % len(parameters)]
-    with trainee.lent(parameter), torch.no_grad():
-        parameter.mul_(0.9)
-
-
-def reload_settings(trainee: Plain) -> None:
-    """Take the optimizer's state out, and put it in again."""
-    trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
-
-
-def save(trainee: Plain) -> None:
-    """Save the model, and look at what is in the files."""
-    found = trainee.saved()
-    for name, _ in (*trainee.model.named_parameters(), *trainee.model.named_buffers()):
-        trainee.note(f"saved {name}", found.get(name))
-
-
-VERBS: dict[str, Callable[[Plain], None]] = {
-    **{each.__name__: each for each in (gradients, look, evaluate, drop, change_rate, fail, overflow, write)},
-    "reload_settings": reload_settings,
-    "save": save,
-    "anew": lambda trainee: trainee.anew(),
-    "another_optimizer": lambda trainee: trainee.another_optimizer(),
-    **{how: lambda trainee, how=how: trainee.keep(how) for how in ("commit", "snapshot", "resume", "move")},
-}

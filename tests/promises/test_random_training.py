@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tools.draws import MODELS, draw
+from tools.draws import FIRST_MODELS, MODELS, WIDER, draw
 from tools.random_training import alone, difference
+from tools.verbs import VERBS
 
 # Some have found something: 4, 113 (gradients of micro-batches together, with parts that are kept in memory), 278 (a
-# new optimizer, whose first clipping came too late).
-NUMBERS = (*range(8), 113, 278)
+# new optimizer, whose first clipping came too late), 500407 (an update without room, where a view had been kept).
+NUMBERS = (*range(8), 113, 278, 500407)
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite:UserWarning")  # a step is skipped, as was drawn
@@ -24,7 +25,7 @@ def test_a_training_drawn_at_random_has_the_bits_of_plain_pytorch(number, tmp_pa
 def test_a_draw_is_the_same_every_time_and_all_is_drawn():
     assert draw(3) == draw(3)
     drawn = [draw(number) for number in range(300)]
-    assert {each.model for each in drawn} == set(MODELS)
+    assert {each.model for each in drawn} == set(FIRST_MODELS)
     verbs = {verb for each in drawn for step in each.steps for verb in (*step.before, *step.behind)}
     assert verbs >= {"write", "drop", "overflow", "fail", "resume", "move", "commit", "snapshot"}
     assert verbs >= {"save", "anew", "another_optimizer"}
@@ -32,6 +33,19 @@ def test_a_draw_is_the_same_every_time_and_all_is_drawn():
     for_good = [each for each in drawn if each.config["update"] == "backward" and not each.clip]
     assert for_good
     assert all(not step.before for each in for_good for step in each.steps)
+
+
+def test_later_draws_are_wider():
+    drawn = [draw(number) for number in range(WIDER, WIDER + 300)]
+    assert {each.model for each in drawn} == set(MODELS)
+    steps = [step for each in drawn for step in each.steps]
+    assert {verb for step in steps for verb in (*step.before, *step.behind)} == set(VERBS)
+    assert {step.order for step in steps} == {"", "sum", "row"}
+    assert {step.frozen for step in steps} == {0, 1, 2}
+    assert {(each.apart, each.from_file) for each in drawn} == {(one, other) for one in (0, 1) for other in (0, 1)}
+    assert {each.places for each in drawn} == {1, 2, 3}
+    for_good = [each for each in drawn if each.config["update"] == "backward" and not each.clip]
+    assert all(not step.before and step.order == each.steps[0].order for each in for_good for step in each.steps)
 
 
 def test_a_difference_is_found():
