@@ -21,7 +21,7 @@ from tiermem.optim.masters import StateStore
 from tiermem.zero3.layout import Slot
 
 
-class SnapshotSource:
+class SnapshotWeights:
     """The values of a snapshot, for one model that it fits (`zero3.materialize.WeightSource`)."""
 
     def __init__(self, snapshot: Snapshot, model: nn.Module, *, compare: bool) -> None:

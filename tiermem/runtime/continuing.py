@@ -14,7 +14,7 @@ from torch import nn
 
 from swap import align_up
 from tiermem.checkpoint.generation import generation_in, take_generation
-from tiermem.checkpoint.restoring import SnapshotSource
+from tiermem.checkpoint.restoring import SnapshotWeights
 from tiermem.checkpoint.shard import holdings_of
 from tiermem.errors import ResumeError
 from tiermem.optim.masters import StateStore
@@ -60,7 +60,7 @@ def fill_pages(
         for key, nbytes in blueprint.state_pages():
             storage.pager.add_page(key, nbytes)
         parameters = materializer.run(divided, layouts)
-        if isinstance(materializer.weights, SnapshotSource):
+        if isinstance(materializer.weights, SnapshotWeights):
             materializer.weights.fill_moments(states, holdings_of(blueprint.shards))
     move_buffers(divided.model, storage.torch_device)
     return parameters

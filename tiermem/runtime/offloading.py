@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from swap import SwapInUseError
-from tiermem.checkpoint.restoring import SnapshotSource
+from tiermem.checkpoint.restoring import SnapshotWeights
 from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config, parse_dtype
 from tiermem.errors import ConfigError
@@ -165,7 +165,7 @@ def _find_source(
     if beginning.manifest is not None:
         return None
     if beginning.snapshot is not None:
-        return SnapshotSource(beginning.snapshot, model, compare=compare)
+        return SnapshotWeights(beginning.snapshot, model, compare=compare)
     if weights is not None:
         return open_weights(weights, model, partial=partial)
     refuse_placeholders(model)
