@@ -181,7 +181,7 @@ class Cuts:
     def keeps_back(self, parameter: torch.Tensor) -> bool:
         """A gradient of `parameter` has arrived in `parameter.grad`; whether it is kept here, for more will come."""
         number = len(self._segments)  # of the segment that backward is going through
-        if min(self._uses.get(id(parameter), ()), default=number) >= number or parameter.grad is None:
+        if min(self._uses.get(id(parameter), ()), default=number) >= number:
             return False
         gradient = take_gradient(parameter)
         if gradient is not None:
