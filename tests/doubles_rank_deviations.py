@@ -217,6 +217,34 @@ def _skips(optimizer: tiermem.AdamW, other: bool) -> None:
         optimizer.step()
 
 
+def steps_differently(directory: Path, rank: int, size: int) -> Any:
+    """What each rank is told where one of them has other parameters, clips otherwise, or learns faster."""
+    found = {}
+
+    def tried(name: str, change: Callable[[tiermem.AdamW], Any], parts: slice = slice(None)) -> None:
+        path = directory.parent / name
+        torch.manual_seed(1)
+        model = Odd()
+        parameters = list(model.parameters())
+        with tiermem.offload(model, config_for(path), coalesce=0):
+            optimizer = tiermem.AdamW(parameters[parts] if rank else parameters, lr=1e-3)
+            try:
+                for step in range(2):
+                    loss_of(model, part(tokens(step), rank, size)).backward()
+                    if step and rank:
+                        change(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except tiermem.TiermemError as error:
+                found[name] = str(error)
+
+    tried("rate", lambda optimizer: optimizer.param_groups[0].update(lr=2e-3))
+    tried("clipping", lambda optimizer: setattr(optimizer, "max_grad_norm", 1.0))
+    tried("parameters", lambda _: None, slice(1, None))
+    tried("another order", lambda _: None, slice(None, None, -1))
+    return found
+
+
 VERBS = {"skips_clipped": _skips_clipped, "clips_alone": _clips_alone, "skips": _skips}
 DIFFERENT_VERBS = {
     f"{name}_{stage}_{update}": _other_verbs(stage, update, verbs)
@@ -236,5 +264,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "ends_earlier": ends_earlier,
     "other_models": other_models,
     "other_snapshots": other_snapshots,
+    "steps_differently": steps_differently,
     **DIFFERENT_VERBS,
 }

@@ -124,6 +124,20 @@ def test_all_step_clip_or_skip(reports, name):
         assert f"the ranks do different things: rank 0 {first}, rank 1 {second}" in report.error[1]
 
 
+def test_optimizers_that_differ_are_refused_before_anything_is_updated(reports):
+    """Parts of a model would learn at other rates, and nobody would hear of it."""
+    first, second = values(reports[2, "steps_differently"])
+    assert first == second, "both are told the same"
+    assert set(first) == {"rate", "clipping", "parameters"}, "their order does not matter"
+    for said in first.values():
+        assert said.startswith(
+            "each rank steps (optimizer.step) in another way: rank 0 with max_grad_norm=None, lr=0.0"
+        )
+        assert "All ranks make the same optimizers" in said
+    assert "; rank 1 with max_grad_norm=None, lr=0.002, " in first["rate"]
+    assert "; rank 1 with max_grad_norm=1.0, lr=0.001, " in first["clipping"]
+
+
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist

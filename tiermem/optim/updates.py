@@ -6,7 +6,8 @@ request is frozen: what the learning rate was when the update was queued is what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +44,15 @@ class Settings:
     eps: float
     weight_decay: float
     step: int
+
+
+def in_words(settings: Mapping[int, Settings]) -> str:
+    """Settings by parameter, less their steps: the same words where they are the same, whatever their order."""
+    numbers: dict[str, list[int]] = {}
+    for number, each in sorted(settings.items()):
+        words = f"lr={each.lr}, betas={each.beta1, each.beta2}, eps={each.eps}, weight_decay={each.weight_decay}"
+        numbers.setdefault(words, []).append(number)
+    return ", ".join(f"{words} for {len(of)}:{zlib.crc32(repr(of).encode()):08x}" for words, of in numbers.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import Moments, MomentStore, SettingsSource, StepResult, UpdateQueue
+from tiermem.optim.updates import in_words
 from tiermem.process import HomeProcess
 from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.conductor import Act
@@ -51,10 +52,13 @@ class GradientLedger:
             raise RuntimeError("the ledger was used before its scheduler was connected")
         return self._scheduler
 
-    def line_up(self, act: Act = Act.SETTLE) -> None:
-        """Let go of what backward holds, and wait until all ranks have come here, for the same, with all gradients."""
+    def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
+        """Let go of what backward holds, and wait until all ranks have come here, for the same, with all gradients.
+
+        `alike`: in words, what else has to be the same on all of them; asked for if there are others.
+        """
         self.scheduler.settle()
-        self.scheduler.gradients.line_up(act)
+        self.scheduler.gradients.line_up(act, alike)
 
     def present(self, unit: int) -> Sequence[int]:
         """The parameters of a unit with a gradient that no update uses."""
@@ -231,11 +235,15 @@ class Steps:
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
-        self._ledger.line_up(Act.STEP)
+        self._ledger.line_up(Act.STEP, lambda: self._in_words(source))
         self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source, unscale=unscale)
         self._close_step(updated=not result.skipped)
         return result
+
+    def _in_words(self, source: SettingsSource) -> str:
+        settings = source.settings(self._coordinator.parameters_of(source))
+        return f"max_grad_norm={source.max_grad_norm}, {in_words(settings)}"
 
     def _close_step(self, *, updated: bool) -> None:
         """End the step, unless another optimizer's share is still to come."""

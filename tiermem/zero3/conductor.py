@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ _UNEQUAL_LENGTHS = (
     "All ranks must do the same number of steps before they close: give each as many batches as the others "
     "(DistributedSampler does), or stop all of them with the one that runs out first"
 )
+_UNEQUAL_WORDS = (
+    "All ranks make the same optimizers, and change their settings alike: a learning rate that follows a loss needs "
+    "that of all ranks (torch.distributed.all_reduce)"
+)
 _FAILED = 1
 
 
@@ -83,6 +88,7 @@ class Operation(Generic[T]):
         action: given what `prepare` returned; the ranks take part in the same collectives.
         undo: gives back what `prepare` returned (None, if it was not called) where `action` is not reached.
         bucket: for REDUCE: the gradients.
+        alike: in words, what else has to be the same on all ranks.
     """
 
     act: Act
@@ -91,6 +97,7 @@ class Operation(Generic[T]):
     action: Callable[[Any], T] = lambda _: None  # type: ignore[assignment,return-value]
     undo: Callable[[Any], None] = lambda _: None
     bucket: Any = None
+    alike: str = ""
 
 
 class Conductor:
@@ -220,7 +227,8 @@ class Conductor:
         return operation.act is not Act.REDUCE and any(each[0] == Act.REDUCE for each in told)
 
     def _announce(self, operation: Operation[Any], failure: BaseException | None) -> list[list[int]]:
-        own = [int(operation.act), operation.unit, 0 if failure is None else _FAILED]
+        words = zlib.crc32(operation.alike.encode())
+        own = [int(operation.act), operation.unit, 0 if failure is None else _FAILED, words]
         told = self.collectives.tell(own)
         self._announced += 1
         if any(each[2] == _FAILED for each in told):
@@ -234,6 +242,10 @@ class Conductor:
             ended = any(act == Act.CLOSE for act, _ in others)
             advice = _UNEQUAL_LENGTHS if ended else _UNEQUAL_ORDER
             raise TiermemError(f"the ranks do different things: {self._difference(told)}. {advice}")
+        if len({each[3] for each in told if each[0] != Act.REDUCE}) > 1:
+            each = enumerate(self.collectives.tell_text(operation.alike))
+            who = "; ".join(f"rank {rank} with {words or 'nothing yet'}" for rank, words in each)
+            raise TiermemError(f"each rank {_WORDS[operation.act]} in another way: {who}. {_UNEQUAL_WORDS}")
         return told
 
     def _title(self, operation: Operation[Any]) -> str:
@@ -242,7 +254,7 @@ class Conductor:
 
     def _difference(self, told: Sequence[Sequence[int]]) -> str:
         who: dict[str, list[str]] = {}
-        for rank, (act, unit, _) in enumerate(told):
+        for rank, (act, unit, *_) in enumerate(told):
             what = _WORDS[Act(act)] + (f" unit {unit} ({self._names[unit]})" if unit >= 0 else "")
             who.setdefault(what, []).append(str(rank))
         return ", ".join(f"rank {' and '.join(ranks)} {what}" for what, ranks in who.items())

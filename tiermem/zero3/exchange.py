@@ -154,12 +154,12 @@ class RankGradients(StepGradients):
         if not self._beside:
             self._wait()
 
-    def line_up(self, act: Act = Act.SETTLE) -> None:
+    def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
         """Wait until all ranks have come here, and all gradients until here are added up. Collective.
 
-        They have to come for the same `act`: a rank that forgets gradients with which others step, or clip, would leave
-        half a model updated. Nothing to wait for where nothing was done together since the last time, which is the same
-        on every rank; for DROP, since the last step or DROP.
+        They have to come for the same `act`, with the same words: a rank that forgets gradients with which others step,
+        or clip, would leave half a model updated. Nothing to wait for where nothing was done together since the last
+        time, which is the same on every rank; for DROP, since the last step or DROP.
         """
         self._end()
         for shard in self._buckets.kept():
@@ -167,7 +167,7 @@ class RankGradients(StepGradients):
             self._wait()
         since = self._ended if act is Act.DROP else self._lined_up
         if act in (Act.STEP, Act.CLIP) or self._conductor.announced != since:
-            self._conductor.run(Operation(act))
+            self._conductor.run(Operation(act, alike=alike()))
             self._lined_up = self._conductor.announced
         if act in (Act.STEP, Act.DROP):
             self._ended = self._conductor.announced

@@ -70,8 +70,8 @@ class Gradients(Protocol):
     def catch_up(self, unit: int) -> None:
         """The unit is used next: what `complete` has promised for it is done first."""
 
-    def line_up(self, act: Act = Act.SETTLE) -> None:
-        """Wait until all ranks have come here, for the same `act`, with all their gradients."""
+    def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
+        """Wait until all ranks have come here, for the same `act` and with the same words, with all their gradients."""
 
     def drop_unfinished(self) -> None:
         """Forget pages in which an error or an interrupt has left gradients that do not count yet."""

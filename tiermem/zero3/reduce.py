@@ -88,7 +88,7 @@ class StepGradients:
     def catch_up(self, unit: int) -> None:
         """Nothing is left to be said later, where there are no other ranks."""
 
-    def line_up(self, act: Act = Act.SETTLE) -> None:
+    def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
         """Wait for other ranks: there are none."""
 
     def _end(self) -> None:
