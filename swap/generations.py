@@ -308,7 +308,8 @@ class Generations:
                 except SwapFullError as error:
                     if not self.trim():
                         raise SwapFullError(
-                            f"{error}; {len(self._marks)} marks hold copies: release one, or make room for another copy"
+                            f"{error}; {len(self._marks)} marks hold copies, each for a commit or a snapshot: commit "
+                            "before more is written, which releases the one before, or make room for another copy"
                         ) from error
 
     def _end_write(self, key: Hashable, extent: Extent) -> bool:
