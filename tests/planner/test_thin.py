@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.device import device_least, settled_nbytes
-from tiermem.planner.machine import Device
+from tiermem.planner.footprint import rounded
+from tiermem.planner.machine import Device, Link
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.predict import seconds_of_step, simulate_quickly
+from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, repetitions, thinned, with_batches
+from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.world import World
 
@@ -68,7 +71,9 @@ def test_units_tiles_and_order_that_are_left_are_those_of_the_whole_step(
     assert simulate(thin).seconds > 0, "what is left of the budget holds what is in use"
 
 
-def beside_a_device(work: Workload, settled: float, update: str, *, simulated: bool = False) -> Design:
+def beside_a_device(
+    work: Workload, settled: float, update: str, *, simulated: bool = False, update_on: str = "auto"
+) -> Design:
     """Beside a device with room to settle about this share of the units, host memory for a third of the rest."""
     sizes = unit_sizes(work, each=True)
     alone = work.parameters * work.itemsize * (1 - settled)
@@ -76,7 +81,7 @@ def beside_a_device(work: Workload, settled: float, update: str, *, simulated: b
     device = Device(memory=8 << 30, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10, simulated=simulated)
     cached = work.parameters * 14 * max(0.1, 1 - settled) / 3
     host = int(least_host_memory(work, 1, device=True) + cached) // 4096 * 4096
-    plan = PlanSettings(host_memory=host, device_memory=nbytes // 4096 * 4096, update=update, update_on="auto")
+    plan = PlanSettings(host_memory=host, device_memory=nbytes // 4096 * 4096, update=update, update_on=update_on)
     return make_design(work, replace(MACHINE, device=device), plan)
 
 
@@ -141,6 +146,81 @@ def test_few_batches_are_simulated_as_they_are() -> None:
 def test_what_fits_moves_nothing_in_short_either() -> None:
     exact = design(workload([500_000] * 150), 1.3, "forward")
     assert simulate_quickly(exact)[0].bytes_read == simulate(exact).bytes_read == 0
+
+
+@pytest.mark.parametrize(("update", "share", "kept"), [("forward", 0.3, 0), ("step", 0.1, 20), ("backward", 0.05, 0)])
+def test_of_what_is_not_in_hand_at_one_time_the_same_share_is_left(update: str, share: float, kept: int) -> None:
+    work = workload([3_000_000] * 100)
+    work = replace(work, units=tuple(replace(unit, kept=n < kept) for n, unit in enumerate(work.units)))
+    exact, nbytes = design(work, share, update), 3_000_000 * 2
+    thin, footprint = thinned(exact, 25), exact.footprint
+    # Of bfloat16: two bytes of gradient and ten of state. One unit is computed, another updated, tile after tile, and
+    # two tiles come and go; what is kept has a gradient tile of its own. (The first row has larger tiles than units.)
+    assert footprint.hold_tiles
+    tile = 12 * min(footprint.tile_numel, 3_000_000)
+    in_hand = 3 * nbytes + (footprint.depth + 2) * tile + footprint.look_ahead + footprint.lag + bool(kept) * tile // 6
+    stays = [nbytes * sum(unit.kept for unit in each.workload.units) for each in (exact, thin)]
+    budgets = [exact.settings.host_memory - stays[0], thin.settings.host_memory - stays[1]]
+    pages = [7 * nbytes * len(each.workload.units) for each in (exact, thin)]
+    assert in_hand_of(*budgets, pages[0] - stays[0], pages[1] - stays[1]) == pytest.approx(in_hand, rel=0.01)
+
+
+def in_hand_of(budget: int, left: int, whole: int, part: int) -> float:
+    """What two budgets say is in hand, of a step of so many bytes and of a part of it that has its share of the rest.
+
+    What is in hand counts the less the more of the whole the budget holds.
+    """
+    share = part / whole
+    return (left - budget * share) / (1 - budget / whole) / (1 - share)
+
+
+@pytest.mark.parametrize(("share", "update_on"), [(0.0, "host"), (0.5, "auto")])
+def test_of_a_device_what_is_settled_and_in_hand_keeps_its_bytes(share: float, update_on: str) -> None:
+    exact = beside_a_device(workload([1_000_000] * 80), share, "step", update_on=update_on)
+    thin, page = thinned(exact, 24), rounded(2_000_000)
+    assert bool(exact.settled) == (update_on == "auto")
+    shared = [each.device_budget - settled_on(each) for each in (exact, thin)]  # type: ignore[operator]
+    # Parameters and gradients of the others; two units' parameters, and a gradient, are in hand.
+    others = [2 * page * (count - len(each.settled)) for each, count in ((exact, 80), (thin, 24))]
+    assert in_hand_of(*shared, *others) == pytest.approx(min(shared[0], 3 * page), rel=0.02)
+
+
+def settled_on(design: Design) -> int:
+    sizes = unit_sizes(design.workload, each=True)
+    return sum(settled_nbytes(sizes[unit], design.footprint.tile_numel) for unit in design.settled)
+
+
+@pytest.mark.parametrize(("extra", "block"), [(0, 16 << 10), (0, MIB), (20_000_000, MIB), (20_000_000, 16 * MIB)])
+@pytest.mark.parametrize("factor", [2, 10_000])
+@pytest.mark.parametrize(("ranks", "device"), [(1, False), (1, True), (2, False), (2, True)])
+def test_larger_tiles_have_the_budget_and_the_requests_of_those_they_stand_for(
+    extra: int, block: int, factor: int, ranks: int, device: bool
+) -> None:
+    work = workload([2_000_000, 1_500_000])
+    beside = Device(memory=8 << 30, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10) if device else None
+    machine = replace(MACHINE, device=beside, link=Link(rate=1e9))
+    host = least_host_memory(work, ranks, device=device) + extra
+    plan = PlanSettings(host_memory=host, device_memory=64 << 20, ranks=ranks, block_size=block)
+    exact = make_design(work, machine, plan)
+    tile, large = exact.footprint.tile_numel, retiled(exact, factor)
+    assert large.footprint.tile_numel == min(tile * factor, rounded_up(2_000_000 // ranks, SMALLEST_TILE))
+    more = large.footprint.tile_numel - tile
+    # Ten bytes of state and two of gradient an element: as many tiles more as the update has in hand, one that
+    # read-ahead leaves room for, one that a gradient arrives in.
+    tiles, arrives = exact.footprint.depth + 2, 2 * ranks * more if ranks > 1 else 0
+    assert large.footprint.reserve - exact.footprint.reserve == pytest.approx(12 * more, abs=8192)
+    grown = large.settings.host_memory - host
+    assert grown == pytest.approx(12 * more * tiles + (0 if device else arrives), abs=8192 * tiles)
+    if device:
+        assert large.device_budget - exact.device_budget == pytest.approx(2 * 12 * more + arrives, abs=8192 * 3)  # type: ignore[operator]
+    # No request of a small tile is larger than that, and a serial update reads one and writes another of them at most.
+    assert large.drive.block == min(block, rounded_up(tile * 10, 4096))
+    few = exact.footprint.serial and tile * 10 < block
+    assert large.drive.depth == (2 * exact.footprint.depth if few else exact.drive.depth)
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def test_the_line_goes_through_its_ends() -> None:

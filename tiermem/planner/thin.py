@@ -148,12 +148,10 @@ def _with_less_device(thin: Design, design: Design) -> Design:
     What is settled takes its bytes, as what is kept in host memory does.
     """
     budget, whole, part = design.device_budget or 0, design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE)
-    if design.device is None or not design.settled:
-        return replace(thin, device_budget=_less(budget, min(budget, _on_device(design)), whole, part))
     trained, of = _could_settle(thin), len(_could_settle(design))
-    count = len(design.settled) * len(trained) // of
-    device = replace(design.device, settled=tuple(trained[: max(count, min(_EXPOSED, len(design.settled)))]))
-    thin = replace(thin, device=device)
+    count = len(design.settled) * len(trained) // max(1, of)
+    settled = tuple(trained[: max(count, min(_EXPOSED, len(design.settled)))])
+    thin = replace(thin, device=design.device and replace(design.device, settled=settled))
     taken, left = _settled_nbytes(design), _settled_nbytes(thin)
     shared, whole, part = budget - taken[0], whole - taken[1], part - left[1]
     rest = _less(shared, min(shared, _on_device(design)), whole, part) if whole > 0 and part > 0 else shared
@@ -188,16 +186,15 @@ def _less(budget: int, in_use: int, whole: int, part: int) -> int:
     """
     share, held = part / whole, min(1.0, budget / whole)
     wanted = budget * share + in_use * (1 - held) * (1 - share)
-    return min(budget, rounded(int(max(wanted, in_use * min(1.0, part / max(1, in_use))))))
+    return min(budget, rounded(int(max(wanted, min(in_use, part)))))
 
 
 def _in_use(design: Design) -> int:
     """Bytes of host memory that computation, update and read-ahead have in hand at one time."""
-    footprint, share = design.footprint, design.workload
-    tile = footprint.tile_numel * (share.itemsize + share.widest_itemsize)
-    shared = design.settings.host_memory - design.kept_nbytes
-    held = shared - footprint.passing + rounded(tile) * (footprint.depth - 1)
-    return min(shared, held + footprint.look_ahead + footprint.lag + 2 * footprint.reserve)
+    footprint, shared = design.footprint, design.settings.host_memory - design.kept_nbytes
+    # What passes does so beside one tile of the update, which has `depth`; two more arrive and leave.
+    tiles = (footprint.depth - 1 + 2) * footprint.reserve
+    return min(shared, shared - footprint.passing + tiles + footprint.look_ahead + footprint.lag)
 
 
 def _on_device(design: Design) -> int:
