@@ -158,3 +158,6 @@ def test_bytes_travel_both_ways_at_the_end_and_not_before() -> None:
     assert above.fence() is None
     device.close()
     device.close()
+    for towards in (True, False):
+        with pytest.raises(TiermemError, match="closed"):
+            device.start_copy(down, up, 100, up=towards, urgent=True, done=lambda _: None)

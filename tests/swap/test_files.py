@@ -111,18 +111,20 @@ def test_a_forked_child_does_not_keep_the_directory_and_does_not_give_it_back(tm
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_what_is_in_a_file_that_somebody_has_removed_is_not_called_durable(tmp_path: Path, replaced: bool) -> None:
+@pytest.mark.parametrize("replaced", ["", "another", "a link to where it is now"])
+def test_what_is_in_a_file_that_somebody_has_removed_is_not_called_durable(tmp_path: Path, replaced: str) -> None:
     file = open_file(tmp_path)
     file.sync()
-    os.unlink(file.path)
-    if replaced:
+    moved = Path(file.path).rename(tmp_path / "moved")
+    if replaced == "another":
         Path(file.path).write_bytes(b"another")
+    elif replaced:
+        Path(file.path).symlink_to(moved)
     for _ in range(2):
         with pytest.raises(SwapIOError, match="somebody has removed this file, or put another in its place"):
             file.sync()
     file.close(remove=True)
-    assert Path(file.path).exists() == replaced
+    assert os.path.lexists(file.path) == bool(replaced)
 
 
 def test_what_is_in_a_file_that_somebody_has_cut_short_is_not_called_durable(tmp_path: Path) -> None:
