@@ -24,13 +24,13 @@ from tiermem.errors import CapacityError, InvariantError, TiermemError
 from tiermem.memory.arena import HostArena
 from tiermem.memory.tiers import Tier
 from tiermem.pager import core
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import host_chain
 from tiermem.pager.extents import Extents
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import schedule_of
-from tiermem.pager.service import Appetite
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.plan import Plan
 from tiermem.pager.policy import FarthestFirst, choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import schedule_of
-from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.pager.service import LeaseRequest, Service
 from tiermem.stats import Counters
 
 Coming = list[tuple[PageKey, int, bool]]

@@ -15,12 +15,12 @@ from swap.space import SwapSpace
 from tiermem.errors import InvariantError
 from tiermem.memory.arena import HostArena
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import host_chain
 from tiermem.pager.extents import Extents
 from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.protection import Protection
-from tiermem.pager.service import Appetite
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 

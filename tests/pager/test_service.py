@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from swap.requests import Priority
 from tiermem.errors import CapacityError, InvariantError
 from tiermem.memory.tiers import Tier
-from tiermem.pager.ahead import renewed_gradients
+from tiermem.pager.ahead import Appetite, renewed_gradients
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import schedule_of
-from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.pager.service import LeaseRequest, Service
 from tiermem.stats import Counters
 
 LOST = OSError(5, "injected")

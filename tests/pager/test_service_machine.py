@@ -16,12 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.protection import Protection
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import schedule_of
-from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.pager.service import LeaseRequest, Service
 from tiermem.stats import Counters
 
 KEYS = [PageKey(unit, Kind.PARAM) for unit in range(6)]

@@ -25,7 +25,7 @@ from tiermem.memory.tiers import Tier
 
 # O_DIRECT wants 4096; handing memory back wants whole pages, which are larger on some arm64 systems.
 FRAME_ALIGNMENT = max(4096, mmap.PAGESIZE)
-_POISON = 0xFF  # in every byte: NaN in float32, float16 and bfloat16
+POISON = 0xFF  # in every byte: NaN in float32, float16 and bfloat16
 
 
 def round_up(nbytes: int) -> int:
@@ -213,7 +213,7 @@ class HostArena(LiveFrames):
         buffer = area.buffer(offset, rounded)
         frame = Frame(placement.start, nbytes, tensor_over(buffer), buffer)
         if self._poison:
-            frame.tensor.fill_(_POISON)
+            frame.tensor.fill_(POISON)
         self._live[frame.offset] = frame
         return frame
 
@@ -224,7 +224,7 @@ class HostArena(LiveFrames):
         """
         self._forget(frame)
         if self._poison:
-            frame.tensor.fill_(_POISON)
+            frame.tensor.fill_(POISON)
         self._ranges.release(frame.offset)
         self._budget.release(frame.nbytes)
 

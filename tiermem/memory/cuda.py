@@ -76,9 +76,9 @@ class CudaSlab:
         torch.cuda.synchronize(device)
 
     def frame(self, offset: int, asked: int, nbytes: int) -> Frame:
-        """See `Slab`. Raises CapacityError after `close`."""
+        """See `Slab`. Raises InvariantError after `close`."""
         if self._tensor is None:
-            raise CapacityError("a frame was asked of device memory that was given back")
+            raise InvariantError("a frame was asked of device memory that was given back")
         return Frame(offset, asked, own_storage(self._tensor[offset : offset + nbytes]))
 
     def fill(self, frame: Frame, value: int) -> None:

@@ -59,7 +59,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """Return the shortest text that `parse_bytes` turns into exactly `nbytes`, such as "8MiB" or "1000B"."""
+    """Return text that `parse_bytes` turns into exactly `nbytes`, such as "8MiB" or "1000B": units with an "i" only.
+
+    Raises ConfigError for a negative number.
+    """
     if nbytes < 0:
         raise ConfigError(f"expected a size of zero bytes or more, found {nbytes}")
     power = 0

@@ -15,11 +15,10 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined,unused-ignore]
 
 from tiermem.errors import InvariantError
-from tiermem.memory.arena import FRAME_ALIGNMENT, Fence, Frame, LiveFrames, round_up
+from tiermem.memory.arena import FRAME_ALIGNMENT, POISON, Fence, Frame, LiveFrames, round_up
 from tiermem.memory.ranges import Range, RangeSet, cheapest_window
 from tiermem.memory.tiers import Tier
 
-_POISON = 0xFF
 _ASIDE = 2  # so many of what passes through have the low end for themselves
 
 
@@ -125,7 +124,7 @@ class SlabArena(LiveFrames):
         frame = self._slab.frame(start, nbytes, rounded)
         frame.fences = self._fences(frame.offset, frame.offset + rounded)
         if self._poison:
-            self._slab.fill(frame, _POISON)
+            self._slab.fill(frame, POISON)
         self._live[frame.offset] = frame
         return frame
 
@@ -136,7 +135,7 @@ class SlabArena(LiveFrames):
         """
         self._forget(frame)
         if self._poison:
-            self._slab.fill(frame, _POISON)
+            self._slab.fill(frame, POISON)
         if frame.fences:
             self._freed.append(_Freed(frame.offset, frame.offset + frame.nbytes, frame.fences))
         self._free.add(frame.offset, frame.offset + frame.nbytes)

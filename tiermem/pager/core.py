@@ -17,6 +17,7 @@ from typing import Any
 from tiermem.errors import TiermemError
 from tiermem.memory.arena import Fence, Frame
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.lease import Lease, LeasesOut, Parting, PendingLease, Release
@@ -24,11 +25,11 @@ from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
 from tiermem.pager.saving import Saving
-from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.pager.service import LeaseRequest, Service
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 
-Settled = Callable[[Lease | None, BaseException | None], None]
+Answered = Callable[[Lease | None, BaseException | None], None]
 
 # How often to look for a standstill or a silent device. Standing still is only believed when nothing has happened for
 # this long: a coroutine that was just granted a lease needs a moment to act on it.
@@ -62,24 +63,24 @@ class Core:
         keys: Sequence[PageKey],
         intent: Intent,
         lane: Lane,
-        settled: Settled,
+        answered: Answered,
         waiter: PendingLease | None,
         *,
         tier: Tier,
     ) -> None:
-        """Take a request; `settled(lease, error)` is called once, on the loop. `waiter` None: a coroutine asks."""
+        """Take a request; `answered(lease, error)` is called once, on the loop. `waiter` None: a coroutine asks."""
         try:
             if self._refusal is not None:
                 raise self._refusal
             page = self.residency.page
             pages = [page(keys[0])] if len(keys) == 1 else [page(key) for key in dict.fromkeys(keys)]
         except Exception as error:  # noqa: BLE001 - handed to whoever asked
-            settled(None, error)
+            answered(None, error)
             return
 
         def finished(error: BaseException | None) -> None:
             if error is not None:
-                settled(None, error)
+                answered(None, error)
                 return
             frames: dict[PageKey, Frame] = {}
             fences: list[Fence] = []
@@ -89,7 +90,7 @@ class Core:
             release: Release = lambda lease, parting, failure: self._post_release(lease, tier, parting, failure)  # noqa: E731
             lease = Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence)
             self._out.add(lease, (pages, tier, intent))
-            settled(lease, None)
+            answered(lease, None)
 
         self.service.submit(LeaseRequest(pages, intent, lane, tier, finished, waiter))
 

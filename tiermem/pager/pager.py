@@ -17,13 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from tiermem.errors import again
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.core import Core
 from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import closed
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.pager.service import Appetite
 from tiermem.pager.worker import Worker
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, STALL, UPDATE_LANE, Timeline
@@ -188,7 +188,7 @@ class Pager:
             else:
                 lease.release()
 
-        def settled(lease: Lease | None, error: BaseException | None) -> None:
+        def answered(lease: Lease | None, error: BaseException | None) -> None:
             if given_up and lease is not None:
                 leave(lease)
             else:
@@ -197,7 +197,7 @@ class Pager:
                 waiter.set_result(None)
 
         tier = self.chain.worked_on(Lane.UPDATE, keys[0].unit)
-        self._core.submit(keys, intent, Lane.UPDATE, settled, None, tier=tier)
+        self._core.submit(keys, intent, Lane.UPDATE, answered, None, tier=tier)
         self._core.serve_at_once()
         if not answer:
             waiter = asyncio.get_running_loop().create_future()

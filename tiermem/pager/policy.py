@@ -1,6 +1,6 @@
-"""What to fetch ahead, what to evict, what to write back early: decisions only.
+"""What to fetch ahead, and what to evict first: decisions only.
 
-Owns the two queues that order candidates by next use and the pure choice of what to fetch ahead. Does not move or free
+Owns the queue that orders candidates by next use and the pure choice of what to fetch ahead. Does not move or free
 anything. Guarantees that the candidate evicted first is the one used last (Belady, "A study of replacement algorithms
 for virtual-storage computers", 1966), and that nothing is fetched ahead at the price of a page needed sooner or of the
 room that the largest demand may claim.

@@ -37,8 +37,7 @@ class Room:
         """Reserve a frame for a demanded `page`, evicting what is used last; False: not yet, or not at all.
 
         What must be written first is sent off, as much as is needed and not already leaving. `spare` is the page for
-        whose sake room is made; it is on its way up and must not be evicted for that
-        unless there is no other way.
+        whose sake room is made; it is on its way up and must not be evicted for that unless there is no other way.
         """
         residency = self._residency
         if residency.allocate(page, tier):

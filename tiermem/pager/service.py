@@ -21,8 +21,6 @@ from tiermem.pager.page import Intent, Lane, Page
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
 
-__all__ = ["Appetite", "LeaseRequest", "Service"]
-
 
 class Waiter(Protocol):
     """Who asked for a lease from another thread."""

@@ -13,13 +13,14 @@ from typing import Any
 
 from tiermem.errors import CapacityError
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Move, Page, PageKey
 from tiermem.pager.plan import Plan
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import Schedule
-from tiermem.pager.service import Appetite, LeaseRequest, Service
+from tiermem.pager.service import LeaseRequest, Service
 from tiermem.planner.clock import Clock, Pulse, Signal
 from tiermem.planner.design import Design
 from tiermem.planner.footprint import rounded

@@ -19,11 +19,11 @@ from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.arena import Arena, HostArena
 from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
+from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain, device_chain, host_chain
 from tiermem.pager.extents import Extents, from_rows, page_key
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
-from tiermem.pager.service import Appetite
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room

@@ -56,10 +56,7 @@ def small_nbytes(coalesce: Any, budget: int, committed: int | None = None) -> in
         return min(_LARGEST, budget // _SHARE) if committed is None else committed
     if isinstance(coalesce, bool) or not isinstance(coalesce, (int, str)):
         raise ConfigError(f"coalesce: expected 'auto', a size such as '1MiB', or 0, found {coalesce!r}")
-    try:
-        return parse_bytes(coalesce)
-    except ConfigError as error:
-        raise ConfigError(f"coalesce={coalesce!r}: {error}") from error
+    return parse_bytes(coalesce, f"coalesce={coalesce!r}: ")
 
 
 def coalesced(

@@ -54,10 +54,7 @@ class Keeping:
 
 def _small(named: list[tuple[str, nn.Parameter]], size: int | str, dtype: torch.dtype) -> frozenset[int]:
     """The parameters that take at most so many bytes."""
-    try:
-        most = parse_bytes(size)
-    except ConfigError as error:
-        raise ConfigError(f"keep={size!r}: {error}") from error
+    most = parse_bytes(size, f"keep={size!r}: ")
 
     def nbytes(parameter: nn.Parameter) -> int:
         kept = dtype if parameter.is_floating_point() else parameter.dtype
