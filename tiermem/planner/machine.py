@@ -217,8 +217,8 @@ def _value(where: str, name: str, value: object) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}: expected true or false, found {value!r}")
         return value
-    if name in _SIZES and isinstance(value, (int, str)):
-        return parse_bytes(value)
+    if name in _SIZES:
+        return parse_bytes(value, f"{where}: ")  # type: ignore[arg-type]  # it says what it takes
     if name in _COUNTS:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{where}: expected a whole number of one or more, found {value!r}")
