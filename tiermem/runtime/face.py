@@ -131,7 +131,7 @@ class Runtime(Closing):
 
     @property
     def committed(self) -> Any:
-        """The `extra` of the last durable commit, at first of the one resumed from; None if there is none."""
+        """The `extra` of the last durable commit, at first of the one resumed from: {} without one. None: no commit."""
         record = self._house.commits.record
         return None if record is None else from_record(record["extra"])
 
