@@ -146,7 +146,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["llama-8b", "--config-json", "config.json"], 2, "expected MODEL or --config-json, one of the two"),
+        (["llama-8b", "--model", "config.json"], 2, "expected MODEL or --model, one of the two"),
         (["llama-8b", "--plot", "none/plan.png"], 1, "none is not a directory; make it first"),
         (["llama-8b", "--plot", "plan.jpg"], 1, "expected a file ending in .png"),
         (["llama-8b", "--plot", "folder.png"], 1, "found the directory folder.png"),
@@ -241,7 +241,11 @@ def test_a_vocabulary_smaller_than_bytes_have_can_be_planned(
 ) -> None:
     config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
-    assert answer(capsys, str(tmp_path), "--machine", "laptop", "--host-memory", "8MiB")["fits"] is True
+    rest = ("--machine", "laptop", "--host-memory", "8MiB")
+    found = answer(capsys, str(tmp_path), *rest)
+    assert found["fits"] is True
+    for option in ("--model", "-m", "--config-json"):  # as train and tune have it
+        assert answer(capsys, option, str(tmp_path), *rest) == found
 
 
 @pytest.mark.parametrize("home", ["locked", None])

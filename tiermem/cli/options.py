@@ -136,7 +136,9 @@ PlanModel = Annotated[
         metavar="[MODEL]", help="A preset, a Hugging Face config.json (or its folder), or a number of parameters: 70B."
     ),
 ]
-ConfigJson = Annotated[str | None, typer.Option("--config-json", help="The same as MODEL, for a config.json.")]
+PlanModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", "--config-json", help="The same as MODEL, by the name that train has.")
+]
 Parameters = Annotated[
     str | None, typer.Option("--parameters", help="A transformer of so many parameters instead, such as 70B.")
 ]

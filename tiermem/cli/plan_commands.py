@@ -17,7 +17,7 @@ from tiermem.errors import TiermemError
 
 def plan(
     model: options.PlanModel = None,
-    config_json: options.ConfigJson = None,
+    model_option: options.PlanModelOption = None,
     parameters: options.Parameters = None,
     machine: options.Machine = None,
     measure: options.Measure = False,
@@ -44,12 +44,12 @@ def plan(
     from tiermem.cli import plan as planning
     from tiermem.cli.train import load_config, make_config, named_directories
 
-    if model is not None and config_json is not None:
-        raise typer.BadParameter("expected MODEL or --config-json, one of the two")
+    if model is not None and model_option is not None:
+        raise typer.BadParameter("expected MODEL or --model, one of the two")
     if plot is not None:
         plan_plot.check_plot(plot)
     what = planning.PlanOptions(
-        model=config_json if model is None else model,
+        model=model_option if model is None else model,
         parameters=parameters,
         machine=machine,
         measure=measure,
