@@ -212,8 +212,10 @@ def test_a_directory_that_takes_no_file_is_a_problem_and_the_rest_is_said(
 
     monkeypatch.setattr(drives.tempfile, "mkstemp", refuses)
     assert main.run(["doctor", "--swap-dir", str(tmp_path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
     assert f"{tmp_path} takes no new file: Read-only file system" in found["problems"]
+    assert err == f"tiermem: {'; '.join(found['problems'])}\n"
     assert found["swap_dirs"][0]["refusal"] == "Read-only file system"
     (finding,) = (each for each in found["findings"] if each["name"] == f"swap {tmp_path}")
     assert "nothing can be swapped there" in finding["means"]

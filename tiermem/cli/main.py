@@ -116,7 +116,7 @@ def doctor(swap_dir: options.ExaminedSwapDir = None, json: options.Json = False)
     else:
         Console().print(examination.to_table())
     if examination.problems:
-        raise typer.Exit(1)
+        raise typer.Exit(fail("; ".join(examination.problems), 1))
 
 
 app.command()(bench)
