@@ -179,8 +179,12 @@ def test_tiles_are_made_smaller_for_a_small_device() -> None:
     large, _ = plan_tiers(units, PLENTY, 4 * device_least(units), 16 * MIB)
     assert small.tile_numel < large.tile_numel
     assert not held.hold_tiles
-    with pytest.raises(BudgetError, match="raise device_memory"):
+    with pytest.raises(BudgetError, match="set device_memory to") as refused:
         plan_tiers(units, PLENTY, device_least(units) + 64 * 1024, 16 * MIB, tile=large.tile_numel)
+    enough = int(str(refused.value).split("set device_memory to ")[1].split()[0])
+    assert plan_tiers(units, PLENTY, enough, 16 * MIB, tile=large.tile_numel)[0].tile_numel == large.tile_numel
+    with pytest.raises(BudgetError):
+        plan_tiers(units, PLENTY, enough - 4096, 16 * MIB, tile=large.tile_numel)
 
 
 def test_with_the_most_everything_stays() -> None:

@@ -44,7 +44,7 @@ from tiermem.planner.resting import resting_nbytes
 from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile, tile_sizes
 
 # Units whose update nothing follows in backward that it could hide behind: the first of the model.
-_EXPOSED = 2
+EXPOSED = 2
 # The smallest piece in which activations pass through, bytes: one block of a frame.
 PIECE = rounded(1)
 # Bytes of a tile of state where nobody says.
@@ -140,8 +140,8 @@ def plan_tiers(
                 break
             nbytes //= 2
     raise BudgetError(
-        f"device_memory is {device} bytes, but with gradient tiles of {footprint.tile_numel} elements it takes "
-        f"{needed}; raise device_memory"
+        f"device_memory is {device} bytes, too few for gradient tiles of {footprint.tile_numel} elements; "
+        f"set device_memory to {needed} bytes or more"
     )
 
 
@@ -200,7 +200,7 @@ def _settled(units: Sequence[UnitSize], device: int, tile_numel: int, piece: int
             break
         leased = _beside(units, tile_numel, updated)
         ahead = max(rounded(each.param_nbytes) for each in units)
-        if taken + leased + (min(ahead, parameters) if len(found) < _EXPOSED else parameters) > device:
+        if taken + leased + (min(ahead, parameters) if len(found) < EXPOSED else parameters) > device:
             break
         found.append(number)
     return tuple(found)

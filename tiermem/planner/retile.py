@@ -20,15 +20,15 @@ def retiled(design: Design, factor: int) -> Design:
     For quick simulation of budgets so tight that tiles are tiny: what is held and cached besides stays as it is, and
     the drive sees requests of the real size, no more of them at once than the real tiles allow.
     """
-    footprint, share = design.footprint, design.workload
-    sizes = unit_sizes(share, design.settings.division)
+    footprint, workload = design.footprint, design.workload
+    sizes = unit_sizes(workload, design.settings.division)
     most = max(size.trainable_numel for size in sizes)
     tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
-    itemsize = share.itemsize + share.widest_itemsize
+    itemsize = workload.itemsize + workload.widest_itemsize
     grown = rounded((tile - footprint.tile_numel) * itemsize)
     larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
-    small = footprint.tile_numel * share.state_itemsize < design.drive.block
-    block = rounded(footprint.tile_numel * share.state_itemsize) if small else design.drive.block
+    small = footprint.tile_numel * workload.state_itemsize < design.drive.block
+    block = rounded(footprint.tile_numel * workload.state_itemsize) if small else design.drive.block
     depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
     # What arrives of other ranks, on the tier of the computation.
     arrives = max(received_nbytes(size, tile) - received_nbytes(size, footprint.tile_numel) for size in sizes)

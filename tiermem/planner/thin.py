@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from tiermem.pager.page import Kind
 from tiermem.planner.design import Design, UnitTimes
-from tiermem.planner.device import leased_nbytes
+from tiermem.planner.device import EXPOSED, leased_nbytes
 from tiermem.planner.footprint import rounded
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.simulate import Simulation
@@ -150,7 +150,7 @@ def _with_less_device(thin: Design, design: Design) -> Design:
     budget, whole, part = design.device_budget or 0, design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE)
     trained, of = _could_settle(thin), len(_could_settle(design))
     count = len(design.settled) * len(trained) // max(1, of)
-    settled = tuple(trained[: max(count, min(_EXPOSED, len(design.settled)))])
+    settled = tuple(trained[: max(count, min(EXPOSED, len(design.settled)))])
     thin = replace(thin, device=design.device and replace(design.device, settled=settled))
     taken, left = _settled_nbytes(design), _settled_nbytes(thin)
     shared, whole, part = budget - taken[0], whole - taken[1], part - left[1]
@@ -175,8 +175,6 @@ def _settled_nbytes(design: Design) -> tuple[int, int]:
 
 _HOST = (Kind.PARAM, Kind.GRAD, Kind.STATE)
 _DEVICE = (Kind.PARAM, Kind.GRAD)
-# Of the units that are settled on a device so many are at least: the first ones, whose updates hide behind nothing.
-_EXPOSED = 2
 
 
 def _less(budget: int, in_use: int, whole: int, part: int) -> int:
@@ -199,12 +197,13 @@ def _in_use(design: Design) -> int:
 
 def _on_device(design: Design) -> int:
     """Bytes of the device that the computation has in hand at one time."""
-    share = design.workload
+    workload = design.workload
     if design.several:
-        sizes = unit_sizes(share, design.settings.division)
+        sizes = unit_sizes(workload, design.settings.division)
         return leased_nbytes(sizes, design.footprint.tile_numel, roomy=design.beside)
     return max(
-        2 * rounded(unit.numel * share.itemsize) + rounded(unit.trainable * share.itemsize) for unit in share.units
+        2 * rounded(unit.numel * workload.itemsize) + rounded(unit.trainable * workload.itemsize)
+        for unit in workload.units
     )
 
 
