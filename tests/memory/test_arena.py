@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiermem.errors import CapacityError, ConfigError, InvariantError
 from tiermem.memory import arena as arena_module
 from tiermem.memory.arena import FRAME_ALIGNMENT, Arena, Frame, HostArena, round_up
-from tiermem.memory.mapping import Mapping
+from tiermem.memory.mapping import HUGE_PAGE, Mapping
 from tiermem.memory.tiers import Tier
 
 UNIT = FRAME_ALIGNMENT
@@ -298,3 +298,17 @@ def _contains(section: str, address: int) -> bool:
         return False
     begin, end = (int(part, 16) for part in ranges[-1].split("-"))
     return begin <= address < end
+
+
+def test_what_the_system_does_not_move_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(Mapping, "move", lambda *_: False)
+    monkeypatch.setattr(Mapping, "give_back", lambda _, offset, nbytes: given.append((offset, nbytes)))
+    arena = HostArena(4 * HUGE_PAGE)
+    frames = [_frame(arena, HUGE_PAGE) for _ in range(4)]
+    arena.free(frames[0])
+    arena.free(frames[2])
+    assert not given
+    _frame(arena, 2 * HUGE_PAGE)
+    start = given[0][0]
+    assert given == [(start, HUGE_PAGE), (start + frames[2].offset - frames[0].offset, HUGE_PAGE)]

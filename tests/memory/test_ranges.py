@@ -105,6 +105,8 @@ def test_blocks_move_into_the_gaps_and_scraps_are_left() -> None:
         [(Range(2, 6), 20), (Range(8, 10), 24)],
         [Range(1, 2), Range(6, 7), Range(10, 12)],
     )
+    whole = Placement(20, 0, cooled=(Range(2, 4),), cold=(Range(20, 22),))
+    assert whole.exchanges(2) == ([(Range(2, 4), 20)], []), "nothing is left of what moves as a whole"
 
 
 def test_a_warm_range_of_the_same_length_is_preferred() -> None:

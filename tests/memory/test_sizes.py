@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError
@@ -50,9 +50,11 @@ def test_exact_text_round_trips(nbytes: int) -> None:
     assert parse_bytes(exact_bytes(nbytes)) == nbytes
 
 
+@example(1023)
 @given(st.integers(0, 1 << 60))
 def test_readable_text_is_close(nbytes: int) -> None:
     assert abs(parse_bytes(format_bytes(nbytes)) - nbytes) <= nbytes * 0.006
+    assert nbytes >= 1024 or format_bytes(nbytes) == f"{nbytes} B"
 
 
 def test_exact_text_is_short() -> None:

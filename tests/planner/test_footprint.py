@@ -56,6 +56,8 @@ def test_what_is_leased_at_one_time_fits(units: list[UnitSize], tile: int, extra
     assert plan.tile_numel > 0
     assert 0 <= plan.look_ahead <= budget
     assert max(state_tile(unit, plan) for unit in units) <= plan.reserve <= budget
+    lag = max(rounded(unit.param_nbytes) + unit.trainable_numel * unit.grad_itemsize for unit in units)
+    assert plan.lag == (0 if plan.serial else lag), "one unit's update may lag behind backward"
 
 
 @given(units=MODELS, tile=TILES)
