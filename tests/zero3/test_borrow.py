@@ -53,6 +53,9 @@ class Borrower(nn.Module):
             return x @ torch.cat([rows, self.table.weight.T], dim=1)
         if self.way == "keyword":
             return functional.linear(input=x, weight=self.embed.weight)
+        if self.way == "out=None":  # which torch passes on by itself, in functions written in Python
+            rows = functional.normalize(self.embed.weight) * torch.norm(self.embed.weight, dim=1, keepdim=True)
+            return functional.linear(x, rows)
         if self.way == "module's own":
             return x @ self.embed.weight.clone().T + self.norm.weight.sum()
         return functional.linear(x, self.embed.weight)
@@ -69,7 +72,7 @@ def script(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
-WAYS = ["direct", "view", "keyword", "module's own", "reentrant", "not reentrant"]
+WAYS = ["direct", "view", "keyword", "out=None", "module's own", "reentrant", "not reentrant"]
 
 
 @pytest.mark.parametrize("budget", ["generous", "tight"])
@@ -90,6 +93,22 @@ def test_generation_before_any_training_borrows_too(tmp_path: Path) -> None:
         budget = budget_for(model, tmp_path, "tight")
         with tiermem.offload(model, config_for(tmp_path, budget, "auto")):
             assert all(torch.equal(model(tokens), expected) for _ in range(3))
+
+
+class IntoAPlace(Borrower):
+    """Has results written where it says."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = torch.mul(self.table.weight, 2, out=torch.empty(8, WIDTH))
+        return functional.linear(self.embed(tokens), rows)
+
+
+def test_what_is_read_to_be_written_elsewhere_has_its_values(tmp_path: Path) -> None:
+    model, tokens = IntoAPlace("direct"), torch.randint(0, WORDS, (1, 6))
+    with torch.no_grad():
+        expected = model(tokens)
+        with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, "tight"), "auto"), coalesce=0):
+            assert torch.equal(model(tokens), expected)
 
 
 class Late(nn.Module):
@@ -189,6 +208,24 @@ def test_writing_into_what_is_not_there_stays_an_error(tmp_path: Path) -> None:
     with (
         tiermem.offload(model, config_for(tmp_path, "1MiB", "auto")),
         pytest.raises(tiermem.TiermemError, match="was to be written by div_ while its values are paged out"),
+    ):
+        model(torch.randint(0, WORDS, (2, 6)))
+
+
+class Overwriting(Borrower):
+    """Has a result written into a parameter."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.mul(torch.ones(WIDTH, WIDTH), 2, out=self.layers[0].inner.weight)
+        return super().forward(tokens)
+
+
+def test_writing_a_result_into_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    model = Overwriting("direct")
+    with (
+        tiermem.offload(model, config_for(tmp_path, "1MiB", "auto"), coalesce=0),
+        pytest.raises(tiermem.TiermemError, match="was to be written by mul while its values are paged out"),
     ):
         model(torch.randint(0, WORDS, (2, 6)))
 

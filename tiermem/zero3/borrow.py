@@ -130,17 +130,17 @@ def _warn(function: Callable[..., Any]) -> None:
 
 def _read(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """The arguments whose elements an operation looks at. Raises TiermemError if it is to write an absent parameter."""
-    name, everything = getattr(function, "__name__", ""), (*args, *kwargs.values())
+    name = getattr(function, "__name__", "")
+    everything = (*args, *(value for key, value in kwargs.items() if key != "out"))
     if name == "__get__":
         return everything if _attribute(function) in _SHOWING else ()
-    if name in _LEFT_ALONE or "out" in kwargs:
+    if name in _LEFT_ALONE:
         return ()
-    if not ((name.endswith("_") and not name.endswith("__")) or name in _ASSIGNING):
-        return everything
-    written = next(absent_in(everything[:1]), None)  # it is in place
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _ASSIGNING
+    written = next(absent_in(everything[:1] if in_place else (kwargs.get("out"),)), None)
     if written is not None and name not in _WRITING_NOTHING:
         raise TiermemError(
             f"a parameter of shape {tuple(written.shape)} was to be written by {name} while its values are paged out; "
             "put `with runtime.gathered(module_or_parameters, write=True):` around it"
         )
-    return everything[1:]
+    return everything[1:] if in_place else everything
