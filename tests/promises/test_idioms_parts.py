@@ -151,14 +151,20 @@ def test_losses_made_of_the_weight_of_a_head_that_nobody_calls(kind, tied, tmp_p
     compare(lambda: kind(tied=tied), loop(tokens_loss), tmp_path)
 
 
-def test_the_same_behind_the_call_of_the_model(tmp_path):
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_same_behind_the_call_of_the_model(by_name, tmp_path):
     class Model(Body):
         def forward(self, tokens):
             return self.hidden(tokens)
 
     def loss(model: nn.Module, _: int) -> torch.Tensor:
         tokens = torch.randint(0, WORDS, (2, 7))
-        return functional.cross_entropy(functional.linear(model(tokens), model.head.weight), tokens.flatten())
+        hidden = model(tokens)
+        if by_name:
+            logits = functional.linear(input=hidden, weight=model.head.weight)
+        else:
+            logits = functional.linear(hidden, model.head.weight)
+        return functional.cross_entropy(logits, tokens.flatten())
 
     compare(Model, loop(loss), tmp_path)
 

@@ -82,7 +82,7 @@ class Borrowing:
             if next(absent_in(read), None) is not None:
                 _warn(function)
             return operation()
-        if not self._is_computing(args):
+        if not self._is_computing((*args, *kwargs.values())):
             _warn(function)
             return operation()
         try:
@@ -96,12 +96,12 @@ class Borrowing:
             if id(parameter) in self._slots:
                 yield self._slots[id(parameter)][0]
 
-    def _is_computing(self, args: Sequence[Any]) -> bool:
+    def _is_computing(self, arguments: Sequence[Any]) -> bool:
         """Inside a call of the model, or a backward; else a loss is, where the graph goes through another argument."""
         if self._stack.calls or backward_number() >= 0:
             return True
         return torch.is_grad_enabled() and any(
-            isinstance(each, torch.Tensor) and each.grad_fn is not None for each in args if not is_absent(each)
+            isinstance(each, torch.Tensor) and each.grad_fn is not None for each in arguments if not is_absent(each)
         )
 
 
