@@ -73,8 +73,8 @@ class DeviceQueue:
         self._block_size = block_size
         self._max_bytes = max_bytes_in_flight
         self._policy = SharePolicy.for_depth(min(depth, max(1, max_bytes_in_flight // block_size)))
-        self._lanes: dict[tuple[Operation, Priority], OrderedDict[int, Part]] = {
-            (operation, priority): OrderedDict() for operation in Operation for priority in Priority
+        self._lanes: dict[Operation, tuple[OrderedDict[int, Part], ...]] = {  # of each priority, the better one first
+            operation: tuple(OrderedDict() for _ in Priority) for operation in Operation
         }
         self._last: tuple[Operation, int] = (Operation.READ, 0)  # the operation taken last, how often in a row
 
@@ -86,7 +86,7 @@ class DeviceQueue:
     @property
     def queued(self) -> bool:
         """Whether any block waits to be given to the device."""
-        return any(self._lanes.values())
+        return any(map(any, self._lanes.values()))
 
     def push(self, part: Part, sequences: count[int], now: float) -> None:
         """Queue a part behind its equals."""
@@ -149,7 +149,7 @@ class DeviceQueue:
     def move(self, part: Part, priority: Priority) -> None:
         """Put what is queued of a part into the lane of another priority, in order of submission among newcomers."""
         if self._lane(part.request).pop(part.sequence, None) is not None:
-            self._lanes[part.request.operation, priority][part.sequence] = part
+            self._lanes[part.request.operation][priority][part.sequence] = part
 
     def holds(self, part: Part) -> bool:
         """Whether some of a part is queued here."""
@@ -157,7 +157,7 @@ class DeviceQueue:
 
     def parts(self) -> list[Part]:
         """Everything queued."""
-        return [part for lane in self._lanes.values() for part in lane.values()]
+        return [part for lanes in self._lanes.values() for lane in lanes for part in lane.values()]
 
     def statistics(self, now: float) -> DeviceStatistics:
         """What the queue has seen since it was made."""
@@ -174,11 +174,10 @@ class DeviceQueue:
         )
 
     def _lane(self, request: Request) -> OrderedDict[int, Part]:
-        return self._lanes[request.operation, request.priority]
+        return self._lanes[request.operation][request.priority]
 
     def _head(self, operation: Operation) -> Part | None:
-        for priority in Priority:
-            lane = self._lanes[operation, priority]
+        for lane in self._lanes[operation]:
             if lane:
                 return next(iter(lane.values()))
         return None

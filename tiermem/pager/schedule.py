@@ -7,7 +7,7 @@ tiers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiermem.pager.page import Lane, PageKey
@@ -29,16 +29,16 @@ class Schedule:
         hasty: how many pages of a unit's update are fetched before the parameters that the computation asks for next;
             the others come behind them and their gradients, wherever the update is recorded. None: all come before.
         rests: whether some units are updated behind backward though others are under it: it is theirs that is to stay.
+        period: positions from one step to the next.
     """
 
     accesses: tuple[Access, ...]
     hasty: int | None = None
     rests: bool = False
+    period: int = field(init=False, repr=False)  # kept, as it is asked for with every access
 
-    @property
-    def period(self) -> int:
-        """Positions from one step to the next."""
-        return len(self.accesses) or 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "period", len(self.accesses) or 1)
 
 
 def schedule_of(accesses: Iterable[tuple[Lane, PageKey]], *, hasty: int | None = None, rests: bool = False) -> Schedule:
