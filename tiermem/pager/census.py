@@ -17,17 +17,16 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Page
 from tiermem.pager.policy import FarthestFirst
 
-# What a copy adds to: exactly one of these; and, besides, whether it is the lowest of a page that is to last.
-_OTHER, _HELD, _STUCK, _DIRTY, _LEAVING = range(5)
-_UNSAVED = 5
+# What a copy adds to: exactly one of the first five, and the last, too, if it is the lowest of a page that is to last.
+_OTHER, _HELD, _STUCK, _DIRTY, _LEAVING, _UNSAVED = range(6)
 
 
 class _Ledger:
     """What is known of one tier.
 
     Attributes:
-        totals: bytes of all copies by what they add to, those that are unsaved apart, `_UNSAVED` further on.
-        noted: of each page which of the totals it adds to, and how many bytes.
+        totals: bytes of all copies by what they add to.
+        noted: of each page which of the totals it adds to and how many bytes, and how many of them are unsaved.
         droppable, writable: the orders of eviction.
         unordered: pages that belong into one of the orders since they changed; whether into `writable`.
         shared: pages that could be written down although they are leased, kept by choice, or at home on the DEVICE.
@@ -37,8 +36,8 @@ class _Ledger:
     __slots__ = ("away", "droppable", "noted", "shared", "totals", "unordered", "writable")
 
     def __init__(self) -> None:
-        self.totals = [0] * (2 * _UNSAVED)
-        self.noted: dict[Page, tuple[int, int]] = {}
+        self.totals = [0] * (_UNSAVED + 1)
+        self.noted: dict[Page, tuple[int, int, int]] = {}
         self.droppable, self.writable = FarthestFirst(), FarthestFirst()
         self.unordered: dict[Page, bool] = {}
         self.shared: dict[Page, None] = {}
@@ -74,28 +73,28 @@ class Census:
 
     def held(self, tier: Tier) -> int:
         """Bytes leased."""
-        return _both(self._reckoned(tier).totals, _HELD)
+        return self._reckoned(tier).totals[_HELD]
 
     def stuck(self, tier: Tier) -> int:
         """Bytes that never leave: of failed pages, so that nothing is lost, and of those kept in HOST by choice."""
-        return _both(self._reckoned(tier).totals, _STUCK)
+        return self._reckoned(tier).totals[_STUCK]
 
     def fixed(self, tier: Tier) -> int:
         """Bytes leased, and bytes that never leave."""
         totals = self._reckoned(tier).totals
-        return _both(totals, _HELD) + _both(totals, _STUCK)
+        return totals[_HELD] + totals[_STUCK]
 
     def unsaved(self, tier: Tier) -> int:
         """Bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy."""
-        return sum(self._reckoned(tier).totals[_UNSAVED:])
+        return self._reckoned(tier).totals[_UNSAVED]
 
     def dirty(self, tier: Tier) -> int:
         """Bytes of copies that are the lowest of their page and that nobody holds or moves."""
-        return _both(self._reckoned(tier).totals, _DIRTY)
+        return self._reckoned(tier).totals[_DIRTY]
 
     def leaving(self, tier: Tier) -> int:
         """Bytes of copies being written down that nobody holds: room that is about to be free."""
-        return _both(self._reckoned(tier).totals, _LEAVING)
+        return self._reckoned(tier).totals[_LEAVING]
 
     def away(self, tier: Tier) -> bool:
         """Whether a page has contents but neither a frame on the tier nor an error."""
@@ -180,11 +179,6 @@ class Census:
         return self._tiers[tier]
 
 
-def _both(totals: Sequence[int], which: int) -> int:
-    """Bytes that add to one of the totals, unsaved or not."""
-    return totals[which] + totals[which + _UNSAVED]
-
-
 def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -> None:
     """Take the facts of a page on a tier over into its sums, and note where it belongs in the orders."""
     if page in ledger.unordered:
@@ -193,8 +187,9 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
         del ledger.shared[page]
     totals, noted, frames = ledger.totals, ledger.noted, page.frames
     if page in noted:
-        before, nbytes = noted[page]
+        before, nbytes, unsaved = noted[page]
         totals[before] -= nbytes
+        totals[_UNSAVED] -= unsaved
     if tier not in frames:  # whatever is valid or moves on a tier has its frame there
         if page in noted:
             del noted[page]
@@ -215,9 +210,11 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
         which = _LEAVING
     else:
         which = _OTHER
-    adds_to, nbytes = which + _UNSAVED if lowest and not failed and not page.doomed else which, frame.nbytes
-    totals[adds_to] += nbytes
-    noted[page] = adds_to, nbytes
+    nbytes = frame.nbytes
+    unsaved = nbytes if lowest and not failed and not page.doomed else 0
+    totals[which] += nbytes
+    totals[_UNSAVED] += unsaved
+    noted[page] = which, nbytes, unsaved
     if free and not leased and which is not _STUCK:
         ledger.unordered[page] = lowest and not rests
         if rests:
