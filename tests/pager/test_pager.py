@@ -292,10 +292,11 @@ def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, m
     closer.start()
     with pytest.raises(TiermemError, match="closed while"):
         tasks[0].result(10)
-    go.set()
-    assert wait_for_all([tasks[1]], 10).done, "ended or cancelled, but not before the kernel"
     with pytest.raises(CancelledError):
         tasks[2].result(10)
+    closer.join(0.3)  # longer than tasks have: a kernel has all the time it takes
+    go.set()
+    assert wait_for_all([tasks[1]], 10).done, "ended or cancelled, but not before the kernel"
     closer.join(10)
     assert not closer.is_alive()
     held.release()
@@ -534,6 +535,7 @@ def test_closing_waits_for_moves_in_flight(make: Any) -> None:
     closer.start()
     flush.join(10)
     assert len(caught) == 1
+    closer.join(0.3)
     assert closer.is_alive()
     stall.release()
     closer.join(10)
