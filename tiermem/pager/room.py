@@ -74,8 +74,8 @@ class Room:
             if not refused:
                 break
             barred.update(refused)  # without room below they stay: perhaps there is another place
-        if not fits or any(victim.is_dirty_on(tier) or victim.move is not None for victim in chosen):
-            return False  # or: what was sent down has driven out the copy below one of these, or sends it down itself
+        if not fits or dirty:
+            return False  # what was sent down has yet to arrive, and may have changed what is below the others
         for victim in chosen if drop else ():
             self._residency.drop(victim, tier)
         return True
