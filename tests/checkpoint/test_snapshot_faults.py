@@ -17,6 +17,7 @@ import torch
 import xxhash
 from doubles_commit import Training, check_equal, make_config, undisturbed
 from doubles_python import WarmPython
+from torch import nn
 
 import swap
 import tiermem
@@ -356,6 +357,22 @@ def test_resharded_there_and_back_it_is_the_same(tmp_path: Path, dtype: str) -> 
         assert one.names == other.names
         for plane in one.planes:
             assert torch.equal(first.whole(one, plane), last.whole(other, plane))
+
+
+def test_a_parameter_without_elements_is_still_there_resharded(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.ParameterDict({"none": torch.ones(0, 4), "some": torch.ones(3)})
+
+    for name in ("made", "run"):
+        (tmp_path / name).mkdir()
+    with tiermem.offload(model(), make_config(tmp_path / "made")) as runtime:
+        runtime.snapshot(tmp_path / "copy").wait()
+    two = reshard(open_snapshot(tmp_path / "copy"), tmp_path / "two", ranks=2)
+    with tiermem.offload(model(), make_config(tmp_path / "run"), resume=two.path) as runtime:
+        assert {name: tuple(each.shape) for name, each in runtime.model.named_parameters()} == {
+            "none": (0, 4),
+            "some": (3,),
+        }
 
 
 def test_damage_is_not_resharded(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _groups(holdings: Sequence[Holding], limit: int) -> list[list[Holding]]:
     room = 0
     for holding in holdings:
         nbytes = holding.count * sum(dtype.itemsize for dtype in holding.planes.values())
-        if nbytes > room:
+        if not groups or nbytes > room:
             groups.append([])
             room = limit
         groups[-1].append(holding)
