@@ -38,6 +38,16 @@ def test_names_and_forms_are_those_of_the_record() -> None:
     assert dict(recorded(RECORD).files) == {"config.json": "{}"}
 
 
+def test_a_buffer_made_in_training_is_exported_and_a_sparse_one_is_lacking() -> None:
+    record = copy.deepcopy(RECORD)
+    for name, also in (("made", {"made": True}), ("sparse", {"saved": True})):
+        record["buffers"][name] = ["float32", [1], "AACAPw==", also]
+    record["pretrained"]["buffers"] = ["mean", "made", "sparse", "unchanged"]
+    found = source(record)
+    assert [spec.name for spec in found.specs()] == ["x", "mean", "made"]
+    assert found.lacking == ("sparse", "unchanged")
+
+
 def test_a_commit_from_before_models_were_recorded_has_first_names() -> None:
     record = {key: value for key, value in RECORD.items() if key != "pretrained"}
     assert [spec.name for spec in source(record).specs()] == ["a", "b"]

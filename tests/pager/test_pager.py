@@ -553,6 +553,8 @@ def test_after_an_error_that_should_not_exist_everybody_gets_it(make: Any) -> No
             lease.wait()
     with pytest.raises(InvariantError, match="no such page"):
         house.pager.flush()
+    with pytest.raises(InvariantError, match="no such page"):  # at once: nothing more happens that would tell it
+        house.pager.start_save([key(0).kind], lambda: None).result(10)
     held.release()
 
 

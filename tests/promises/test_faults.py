@@ -274,6 +274,19 @@ def test_after_a_commit_in_doubt_training_goes_on_and_commits(
     training.close()
 
 
+def test_a_commit_that_could_not_be_prepared_keeps_no_room(tmp_path: Path, drive: Drive, losses: list[float]) -> None:
+    training = begin(tmp_path / "run")
+    found = [training.step()]
+    drive.arm("fsync", errno.ENOSPC)
+    with pytest.raises(swap.SwapFullError, match="no room for a manifest"):
+        training.commit().wait()
+    found.append(training.step())
+    training.commit().wait()
+    assert found == losses[STEPS_BEFORE : STEPS_BEFORE + 2]
+    assert training.runtime._house.storage.extents.generations.statistics().marks == 1
+    training.close()
+
+
 @pytest.mark.parametrize("where", [HEADER, DATA])
 @pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC, errno.EDQUOT, "stall"])
 def test_while_a_model_is_materialized(tmp_path: Path, drive: Drive, where: int, fault: str | int) -> None:
