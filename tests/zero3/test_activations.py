@@ -131,6 +131,29 @@ def test_views_of_a_storage_share_pages_and_keep_their_form() -> None:
         assert torch.equal(restored, view)
 
 
+def test_what_dies_on_another_thread_is_not_given_out_again() -> None:
+    shelf = Shelf()
+    kept, _ = store(shelf)
+    tensor = torch.randn(10)
+    alive = [kept.keep(tensor)]
+    dying, forgotten = threading.Event(), threading.Event()
+    discard = shelf.start_discard
+
+    def discard_late(keys: Sequence[PageKey]) -> None:
+        dying.set()
+        assert forgotten.wait(10)
+        discard(keys)
+
+    shelf.start_discard = discard_late  # type: ignore[method-assign]
+    thread = threading.Thread(target=alive.clear)
+    thread.start()
+    assert dying.wait(10)
+    again = kept.keep(tensor)
+    forgotten.set()
+    thread.join()
+    assert torch.equal(again.restore(), tensor)
+
+
 def test_a_storage_changed_in_place_is_kept_again_and_the_old_one_refused() -> None:
     kept, _ = store(Shelf())
     tensor = torch.zeros(10)

@@ -82,9 +82,6 @@ class _Bytes:
         # Keeps the storage's name from being used again, not the storage.
         self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def __del__(self) -> None:
-        self.store.died(self)
-
 
 class PagedTensor:
     """A saved tensor: which bytes, and how it lies in them. `offset` counts elements of `dtype`."""
@@ -172,16 +169,18 @@ class ActivationStore:
                 lease_asked.give_up()
         return flat
 
-    def died(self, held: _Bytes) -> None:
+    def _died(self, number: int, keys: Sequence[PageKey]) -> None:
         """Nobody will ask for these bytes again. Called by a finalizer: on any thread, in the middle of anything."""
-        self._pager.start_discard(held.keys)
-        self._dead.append(held.number)
+        self._pager.start_discard(keys)
+        self._dead.append(number)
 
     def _write(self, tensor: torch.Tensor) -> _Bytes:
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
         pieces = self._pieces(flat)
         number = self._place([piece.numel() for piece in pieces])
         held = _Bytes(self, number, [_key(number, tile) for tile in range(len(pieces))], tensor)
+        # No `__del__`: while that runs, on whatever thread, `_alive` still gives out what it is about to forget.
+        weakref.finalize(held, self._died, number, held.keys).atexit = False
         try:
             for key, piece in zip(held.keys, pieces, strict=True):
                 with self._lease_fresh(key, piece.numel()) as lease:
