@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from torch import nn
 import swap
 import tiermem
 import tiermem.registry
+from swap.syscalls import SystemCalls
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.placeholder import is_placeholder
 
@@ -609,6 +612,40 @@ def test_a_dropped_runtime_may_be_closed_while_a_parameter_is_looked_up(tmp_path
         monkeypatch.setattr(tiermem.registry.Registry, "_find", find)
         with pytest.warns(ResourceWarning, match="never closed"):
             tiermem.offload(nn.Linear(4, 4), config_for(tmp_path / "used", "1MiB", "step")).close()
+
+
+def test_a_dropped_runtime_may_be_collected_on_a_thread_that_moves_its_bytes(tmp_path, monkeypatch):
+    """Closing waits for these bytes, and so must not be done there."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    dropped = [tiermem.offload(model, config_for(tmp_path, 4 * MIB, "forward"), coalesce=0)]
+    dropped.append(dropped)
+    optimizer = tiermem.AdamW(model.parameters())
+    writing, gone, write = threading.Event(), threading.Event(), SystemCalls.pwritev
+
+    def collect_and_write(system, fd, view, offset):
+        if not writing.is_set():
+            writing.set()
+            assert gone.wait(20)
+            gc.collect()
+        return write(system, fd, view, offset)
+
+    with gc_off():
+        model(torch.randn(4, 256)).sum().backward()
+        monkeypatch.setattr(SystemCalls, "pwritev", collect_and_write)
+        optimizer.step()
+        assert writing.wait(20)
+        del dropped
+        with pytest.warns(ResourceWarning, match="never closed"):
+            wait_until_empty(tmp_path, gone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_until_empty(directory, begin):
+    """For less than the patience with a drive."""
+    begin.set()
+    end = time.monotonic() + 20
+    while any(directory.iterdir()) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
             stacklevel=2,
         )
     finally:  # also where warnings are errors
-        # The garbage may have been collected on a thread that closing waits for: the pager's, or the update's.
-        if threading.current_thread().name.startswith("tiermem-"):
+        # The garbage may have been collected on a thread that closing waits for: the pager's, the update's, a drive's.
+        if threading.current_thread().name.startswith(("tiermem-", "swap-")):
             threading.Thread(target=close, name="tiermem-close").start()
         else:
             close()
