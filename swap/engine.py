@@ -282,7 +282,8 @@ class Engine:
                     depth=settings.queue_depth,
                     max_bytes_in_flight=settings.max_bytes_in_flight,
                 )
-                self._available[device] = threading.Condition(self._lock)
+                with self._lock:  # `close` goes through all of them
+                    self._available[device] = threading.Condition(self._lock)
                 self.backend.attach(self, queue)
                 with self._lock:
                     self._queues[device] = queue

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
@@ -54,15 +55,19 @@ class AioBackend(Backend):
         waker = self._wakers[queue.device] = asyncio.Event()
 
         def start() -> None:
-            for _ in range(queue.depth):
+            for _ in range(queue.depth if not self._closing else 0):
                 self._tasks.add(self._loop.create_task(self._serve(source, queue, waker)))
 
-        self._loop.call_soon_threadsafe(start)
+        self._tell(start)
 
     def wake(self, queue: DeviceQueue) -> None:
         """Let the device's idle coroutines look at the queue."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wakers[queue.device].set)
+        self._tell(self._wakers[queue.device].set)
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        # The loop may be closed by another thread at any time. Then nothing is queued any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
 
     def close(self, timeout: float) -> None:
         """Let the coroutines finish what they are moving, and stop the loop."""

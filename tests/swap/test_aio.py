@@ -1,12 +1,15 @@
 """What the aiofiles backend does about faults of its own."""
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import swap
 from swap import AlignedBuffer, Engine, EngineSettings, SwapFile
+from swap.backends.aio import AioBackend
 
 BLOCK = 64 << 10
 
@@ -54,4 +57,29 @@ def test_closing_lets_blocks_in_flight_finish_or_fails_them(tmp_path: Path) -> N
         assert request.error is None or isinstance(request.error, swap.SwapClosedError)
     for buffer in buffers:
         buffer.close()
+    file.close()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_whoever_starts_while_another_thread_closes_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, used: bool
+) -> None:
+    """`used`: whether the device was known before."""
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    backend = AioBackend()
+    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK), backend=backend)
+    if used:
+        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+    here, tell = threading.current_thread(), backend._loop.call_soon_threadsafe
+
+    def tell_late(*arguments: Any, **settings: Any) -> Any:
+        if threading.current_thread() is here:
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            closing.join(30)
+        return tell(*arguments, **settings)
+
+    monkeypatch.setattr(backend._loop, "call_soon_threadsafe", tell_late)
+    with pytest.raises(swap.SwapClosedError):
+        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     file.close()

@@ -16,8 +16,10 @@ from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend
 
 import swap
 from swap import AlignedBuffer, Engine, EngineSettings, Operation, Priority, SwapFile, SwapIOError
+from swap.backends.base import BlockSource
 from swap.backends.inline import InlineBackend
 from swap.backends.threads import ThreadsBackend
+from swap.device_queue import DeviceQueue
 
 BLOCK = 64 << 10
 NBYTES = 4 * BLOCK
@@ -397,6 +399,49 @@ def test_closing_fails_what_is_queued_and_finishes_what_is_in_flight() -> None:
     engine.close()
     with pytest.raises(swap.SwapClosedError, match="engine is closed"):
         engine.start_read(PaperFile(), 0, AlignedBuffer(BLOCK).view)
+
+
+def test_closing_while_another_thread_brings_a_new_device_fails_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached, waiting, may_attach = threading.Event(), threading.Event(), threading.Event()
+
+    class Backend(StepBackend):
+        def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
+            super().attach(source, queue)
+            if queue.device == 2:
+                attached.set()
+
+    class Gate:
+        def __enter__(self) -> None:
+            waiting.set()
+            assert may_attach.wait(30)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def attach_meanwhile() -> None:
+        may_attach.set()
+        attached.wait(0.1)  # as it should be, only when this is over
+
+    engine = Engine(EngineSettings(block_size=BLOCK), backend=Backend())
+    request = engine.start_read(PaperFile("one", 1), 0, AlignedBuffer(BLOCK).view)
+    monkeypatch.setattr(engine, "_attaching", Gate())
+    monkeypatch.setattr(engine._available[1], "notify_all", attach_meanwhile)
+    late: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            engine.start_read(PaperFile("two", 2), 0, AlignedBuffer(BLOCK).view)
+        except swap.SwapClosedError as error:
+            late.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert waiting.wait(30)
+    engine.close()
+    thread.join(30)
+    assert len(late) == 1
+    with pytest.raises(swap.SwapClosedError, match="still queued"):
+        request.wait(0)
 
 
 def test_an_on_done_may_close_the_engine(kind: str, file: SwapFile) -> None:
