@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -846,6 +847,32 @@ def test_calls_from_several_threads_at_a_time_are_refused(tmp_path):
         (error,) = errors
         assert "called in thread 'second' while thread 'MainThread' was inside" in str(error)
         model(torch.ones(2, 8)).sum().backward()
+
+
+def test_what_may_be_asked_from_another_thread_beside_a_step(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    steps: list[int] = []
+
+    def ask() -> None:
+        commit.wait()
+        steps.append(runtime.statistics().steps)
+        assert runtime.timeline() is not None
+        assert runtime.committed == {"n": 0}
+
+    def ask_beside(*_: object) -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(ask).result(30)
+
+    with offload(model, tmp_path) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        commit = runtime.commit({"n": 0})
+        with model[1].register_forward_hook(ask_beside), model[0].weight.register_hook(ask_beside):
+            model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert steps == [1, 1]
+        runtime.close(remove=True)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from tiermem.zero3.lend import lend, restore
 
 
 class Runtime(Closing):
-    """A model that is offloaded. Made by `offload`; a context manager that closes."""
+    """A model that is offloaded, for one thread at a time. Made by `offload`; a context manager that closes."""
 
     def __init__(self, house: House, config: Config | None = None) -> None:
         self._house = house
