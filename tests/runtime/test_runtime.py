@@ -138,6 +138,26 @@ def test_a_view_kept_beyond_a_loan_and_dropped_does_not_hinder_the_next_one(writ
         both.check()
 
 
+def test_what_is_evaluated_and_what_is_dropped_is_no_part_of_the_next_step(tmp_path):
+    """It would be recorded as long as it goes on, and the step behind it be planned with all of it."""
+    both = Both(Stack, tmp_path)
+    with both.runtime as runtime:
+        both.step(tokens_batch, 2)
+        order = runtime._house.scheduler.order
+        before = order.expected
+        for _ in range(3):
+            with torch.no_grad():
+                tokens_batch(both.model)
+        assert order.position == 0
+        for _ in range(3):
+            tokens_batch(both.model).backward()
+            both.optimizer.zero_grad()
+        assert order.position == 0
+        both.step(tokens_batch)
+        assert order.expected == before
+        both.check()
+
+
 def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
     both = Both(Stack, tmp_path, "forward")
     with both.runtime as runtime:

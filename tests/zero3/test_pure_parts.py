@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import tile_count, tile_ranges, tiles_in_turn
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, dense_stride, memory_order, plan_layout, slot_view
 from tiermem.zero3.order import Access, OrderRecorder, Phase
@@ -179,6 +180,49 @@ def test_gradients_that_were_dropped_come_anew():
         order.access(0, Phase.FORWARD)
         order.forget_contributions()
     assert order.finish().accesses == (GRADIENT(1), FORWARD(0)) * 2
+
+
+def test_an_evaluation_is_no_part_of_a_step_however_long_it_is():
+    order = OrderRecorder()
+    step = [(0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD)]
+    for passes in (0, 2, 50):
+        for unit in (0, 1) * passes:
+            order.access(unit, Phase.FORWARD, gradless=True)
+            assert order.position <= 2
+        record(order, step[:2])
+        assert order.upcoming() == (1 if passes else None), "the step goes on as expected"
+        for unit in (0, 1) * passes:
+            order.access(unit, Phase.FORWARD, gradless=True)
+        record(order, step[2:])
+        assert order.finish().accesses == tuple(Access(*access) for access in step)
+
+
+def test_units_used_once_without_gradients_belong_to_the_step():
+    order = OrderRecorder()
+    for unit in (0, 1):
+        order.access(unit, Phase.FORWARD, gradless=True)
+    record(order, [(2, Phase.FORWARD)])
+    order.access(0, Phase.FORWARD, gradless=True)
+    assert order.finish().accesses == (FORWARD(0), FORWARD(1), FORWARD(2), FORWARD(0))
+    order.access(0, Phase.FORWARD, gradless=True)
+    assert order.upcoming() == 1
+
+
+def test_a_step_whose_gradients_were_all_dropped_begins_again():
+    order = OrderRecorder()
+    first, second = PageKey(0, Kind.ACTIVATION), PageKey(1, Kind.ACTIVATION)
+    for _ in range(3):
+        order.touch(first)
+        order.access(1, Phase.BACKWARD)
+        order.gradient(1, 5)
+        order.contribution(5)
+        order.access(0, Phase.FORWARD)
+        order.touch(second)
+        order.begin_again()
+    step = order.finish()
+    assert step.accesses == (FORWARD(0),), "what was used forward since may be what goes backward next"
+    assert step.touches == ((1, second),)
+    assert step.contributions == {}
 
 
 def test_placeholders_are_truthful_and_free():

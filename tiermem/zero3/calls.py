@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
@@ -41,14 +42,18 @@ class Turn:
 
 
 class Call:
-    """A module call in progress, or an operation that is treated as one: then there is no module."""
+    """A module call in progress, or an operation that is treated as one: then there is no module.
 
-    __slots__ = ("module", "pushed", "units")
+    `gradless`: whether it was begun where no gradients are computed.
+    """
+
+    __slots__ = ("gradless", "module", "pushed", "units")
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
         self.units: list[int] = []
         self.pushed = False
+        self.gradless = not torch.is_grad_enabled()
 
 
 class CallStack(threading.local):
@@ -67,6 +72,11 @@ class CallStack(threading.local):
             self._turn.take()
         self.calls.append(call)
         return call
+
+    @property
+    def gradless(self) -> bool:
+        """Whether the outermost call in progress computes no gradients."""
+        return bool(self.calls) and self.calls[0].gradless
 
     def put_aside(self) -> Callable[[], None]:
         """Have no call in progress on this thread; returns what has these in progress again."""

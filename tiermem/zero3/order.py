@@ -2,7 +2,8 @@
 
 Owns the record of one step and the frozen result of the last one. Does not know modules or what is done with the
 order. Guarantees that a frozen order never changes, and that a step which deviates is recorded like any other:
-a surprise is counted, never an error.
+a surprise is counted, never an error. What is evaluated between, and what brought gradients that were all dropped, is
+not recorded: the record does not grow with it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class OrderRecorder:
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
         self._together = False
+        # What an outermost call without gradients has used behind everything else: part of the step, or an evaluation.
+        self._gradless: set[Access] = set()
+        self._evaluating = False
 
     @property
     def expected(self) -> StepOrder | None:
@@ -95,16 +99,44 @@ class OrderRecorder:
                 return coming.unit if coming.phase is Phase.GRADIENT else None
         return None
 
-    def access(self, unit: int, phase: Phase) -> None:
-        """Note the next access."""
+    def access(self, unit: int, phase: Phase, *, gradless: bool = False) -> None:
+        """Note the next access; `gradless`: for a call from outside that computes no gradients.
+
+        Where such calls use a unit again, and nothing with gradients comes in between, they are an evaluation: no part
+        of the step, or it would grow with every batch evaluated. Once each (a frozen encoder) they belong to it.
+        """
         access = Access(unit, phase)
+        if gradless:
+            if self._evaluating or access in self._gradless:
+                self._evaluate()
+                return
+            self._gradless.add(access)
+        else:
+            self._end_gradless()
         if self._expected is not None and self._on_course:
             ahead = self._expected.accesses
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
         self._accesses.append(access)
 
+    def _evaluate(self) -> None:
+        """Forget what the evaluation has used so far; what comes next is not expected, as long as it goes on."""
+        if not self._evaluating:
+            del self._accesses[len(self._accesses) - len(self._gradless) :]
+        self._evaluating, self._on_course = True, False
+
+    def _end_gradless(self) -> None:
+        """What is computed now is computed with gradients: behind an evaluation the step goes on where it was."""
+        self._gradless.clear()
+        if self._evaluating:
+            self._evaluating = False
+            self._on_course = self._is_as_expected()
+
+    def _is_as_expected(self) -> bool:
+        return self._expected is None or tuple(self._accesses) == self._expected.accesses[: self.position]
+
     def touch(self, key: PageKey) -> None:
         """Note that a page of activations is written or read after the accesses so far."""
+        self._end_gradless()
         self._touches.append((self.position, key))
 
     def gradient(self, unit: int, parameter: int) -> None:
@@ -137,6 +169,19 @@ class OrderRecorder:
         """Say that the gradients of this step were dropped: it begins again as far as they are concerned."""
         self._contributions.clear()
         self._batches.clear()
+
+    def begin_again(self) -> None:
+        """Say that all gradients of this step were dropped: it begins behind the last use of a unit by a backward.
+
+        What was used forward since is the beginning of it: scripts call `zero_grad` before backward, too.
+        """
+        self.forget_contributions()
+        self._end_gradless()
+        uses = self._accesses
+        first = next((at for at in range(len(uses), 0, -1) if uses[at - 1].phase is not Phase.FORWARD), 0)
+        self._accesses = uses[first:]
+        self._touches = [(position - first, key) for position, key in self._touches if position > first]
+        self._on_course = self._is_as_expected()
 
     def all_arrived(self, parameters: tuple[int, ...]) -> bool:
         """Whether every one of `parameters` has had exactly the contributions the last step had, and one at least."""
@@ -176,4 +221,6 @@ class OrderRecorder:
         self._touches = []
         self._on_course = True
         self._together = False
+        self._gradless.clear()
+        self._evaluating = False
         return step

@@ -126,7 +126,7 @@ class GatherScheduler:
             )
         self._touched.clear()
         self.gradients.drop()
-        self.order.forget_contributions()
+        self.order.begin_again()
 
     def forget(self, parameters: Sequence[int], *, updated: bool = False) -> None:
         """Forget these parameters' gradients while the step goes on for others. `updated`: their values change."""
@@ -245,7 +245,7 @@ class GatherScheduler:
             self._gatherer.recheck()
             self.gradients.catch_up(unit)
             self._listener.unit_needed(unit)
-            self.order.access(unit, phase)
+            self.order.access(unit, phase, gradless=phase is Phase.FORWARD and self.stack.gradless)
             base = self._gatherer.gather(unit)
             self.gradients.expect(self.order.upcoming_gradients())
             following = self.order.upcoming()
