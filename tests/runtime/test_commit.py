@@ -220,3 +220,11 @@ def test_a_teacher_that_follows_in_every_step_is_committed_and_resumed(tmp_path:
             if life:
                 for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
                     assert same(runtime.parameter(mine), other.detach()), name
+
+
+def test_inside_a_write_nothing_is_committed(tmp_path: Path) -> None:
+    training = Training(make_config(tmp_path))
+    with training.runtime.gathered(training.model.inner, write=True):
+        with pytest.raises(tiermem.TiermemError, match="commit inside gathered"):
+            training.commit()
+    training.close()

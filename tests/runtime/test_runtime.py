@@ -213,6 +213,14 @@ def test_writing_through_data_while_lent_for_reading_is_refused(param_dtype, tmp
             tokens_batch(both.model)
 
 
+def test_what_is_lent_for_reading_is_not_lent_for_writing(tmp_path):
+    both = Both(Stack, tmp_path)
+    with both.runtime as runtime, runtime.gathered(both.model):
+        with pytest.raises(tiermem.TiermemError, match=r"in use and cannot be written now: 1 module call\(s\)"):
+            with runtime.gathered(both.model.embed, write=True):
+                pass
+
+
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
 @UPDATES
 def test_written_values_become_the_weights_and_moments_stay(update, param_dtype, tmp_path):
