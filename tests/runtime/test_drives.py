@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from doubles_commit import Training, make_config, undisturbed
+
+import swap
+import tiermem
 
 
 @pytest.fixture
@@ -59,3 +63,21 @@ def test_directories_on_one_drive_are_reported_as_one(tmp_path: Path) -> None:
     assert drive.directories == tuple(names)
     assert drive.share == pytest.approx(1)
     training.close()
+
+
+def test_a_drive_without_direct_io_is_used_unless_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = swap.SystemCalls.open
+
+    def without(calls: swap.SystemCalls, path: str, flags: int, mode: int = 0o600) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(calls, path, flags, mode)
+
+    monkeypatch.setattr(swap.SystemCalls, "open", without)
+    with pytest.warns(swap.DirectIOWarning):
+        Training(make_config(tmp_path)).close()
+    with pytest.warns(swap.DirectIOWarning), pytest.raises(tiermem.ConfigError, match="direct=True, but a swap"):
+        Training(make_config(tmp_path, direct=True))
+    assert list(tmp_path.iterdir()) == []
