@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -640,6 +641,26 @@ def test_a_dropped_runtime_may_be_closed_while_a_parameter_is_looked_up(tmp_path
         monkeypatch.setattr(tiermem.registry.Registry, "_find", find)
         with pytest.warns(ResourceWarning, match="never closed"):
             tiermem.offload(nn.Linear(4, 4), config_for(tmp_path / "used", "1MiB", "step")).close()
+
+
+@pytest.mark.timeout(30)
+def test_a_dropped_runtime_may_be_closed_while_an_executor_is_given_work(tmp_path, monkeypatch):
+    """All executors of the process share a lock, which is held then."""
+    dropped = [tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step"))]
+    dropped.append(dropped)
+    with gc_off(), ThreadPoolExecutor(1) as pool:
+        del dropped
+        begin = Future.__init__
+
+        def collect_and_begin(future):
+            monkeypatch.undo()
+            gc.collect()
+            begin(future)
+
+        monkeypatch.setattr(Future, "__init__", collect_and_begin)
+        with pytest.warns(ResourceWarning, match="never closed"):
+            assert pool.submit(int).result() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dropped_runtime_may_be_collected_on_a_thread_that_moves_its_bytes(tmp_path, monkeypatch):

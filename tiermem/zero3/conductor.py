@@ -180,7 +180,9 @@ class Conductor:
         """
         failure = sys.exception() or failure
         self._closed = True
-        if self._broken is None:
+        # Alone, nothing is submitted: the cycle collector may begin, and close a runtime that somebody has dropped,
+        # inside any executor's `submit`, and all of them share a lock for that.
+        if self._broken is None and self.collectives.size > 1:
             try:
                 self._issuer.submit(self._take_leave, failure).exception()
             except RuntimeError:  # the interpreter is ending, and starts nothing any more
