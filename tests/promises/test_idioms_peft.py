@@ -79,6 +79,7 @@ def adapted_experts() -> nn.Module:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # of older peft, which adapts it all the same
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_adapters_of_experts(update: str, tmp_path: Path) -> None:
     check(offloaded(adapted_experts, train, tmp_path, update=update, budget="tight"), plain(adapted_experts, train))
