@@ -52,6 +52,14 @@ def test_what_means_the_same_is_equal() -> None:
     assert hash(text) == hash(objects)
 
 
+def test_a_single_directory_needs_no_list(tmp_path: Path) -> None:
+    """Neither where it runs nor where types are checked, as those of this test are."""
+    config = Config(swap_dirs=Path("a"))
+    assert config == Config(swap_dirs="a") == Config(swap_dirs=["a"])
+    config.save(tmp_path / "settings.toml")
+    assert Config.load(tmp_path / "settings.toml", swap_dirs=Path("b")).swap_paths == (Path("b"),)
+
+
 def test_home_is_expanded_in_paths_only() -> None:
     config = Config(swap_dirs=["~/run"])
     assert config.swap_paths == (Path.home() / "run",)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, Literal, NoReturn, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ UpdateOn = Literal["host", "auto"]
 IoBackend = Literal["threads", "inline", "aiofiles"]
 Direct = Literal["auto", True, False]
 Verify = Literal["resume", "always", "never"]
+Directory = str | os.PathLike[str]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(ParamDtype)}
 _ALIGNMENT = 4096
@@ -73,7 +74,7 @@ class Config:
     device: str = "auto"
     device_memory: int | str = "auto"
     host_memory: int | str = "auto"
-    swap_dirs: Sequence[str | os.PathLike[str]] = ()
+    swap_dirs: Directory | Sequence[Directory] = ()
     param_dtype: ParamDtype | torch.dtype = "bfloat16"
     moments: Moments = "float32"
     update: Update = "auto"
@@ -133,7 +134,7 @@ class Config:
     @property
     def swap_paths(self) -> tuple[Path, ...]:
         """`swap_dirs` as paths, "~" expanded."""
-        return tuple(Path(directory).expanduser() for directory in self.swap_dirs)
+        return tuple(Path(directory).expanduser() for directory in cast("tuple[str, ...]", self.swap_dirs))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
@@ -143,7 +144,7 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> Self:
+    def load(cls, path: str | os.PathLike[str], *, swap_dirs: Directory | Sequence[Directory] = ()) -> Self:
         """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own. Raises ConfigError."""
         file = Path(path).expanduser()
         settings = read_settings(file)
