@@ -223,6 +223,23 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     assert not (tmp_path / "run.ini").exists()
 
 
+@pytest.mark.parametrize("found", [None, 3, b"run.toml"])
+def test_what_is_no_path_of_a_settings_file_is_a_config_error(found: Any) -> None:
+    said = rf"expected the path of a settings file .*, found {type(found).__name__}"
+    with pytest.raises(ConfigError, match=said):
+        Config.load(found)
+    with pytest.raises(ConfigError, match=said):
+        Config(swap_dirs="a").save(found)
+
+
+def test_a_folder_is_no_settings_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"expected a settings file ending in \.toml or \.json, found .*"):
+        Config.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot read settings from .*run\.toml: .*directory"):
+        Config.load(tmp_path / "run.toml")
+
+
 def test_automatic_host_memory_leaves_a_share() -> None:
     auto = Config(swap_dirs=["run"])
     assert resolve_host_memory(auto, 64 * GIB) == 48 * GIB

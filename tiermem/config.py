@@ -23,7 +23,7 @@ import torch
 from tiermem.errors import ConfigError, UnknownSettingError
 from tiermem.memory.links import parse_link
 from tiermem.memory.sizes import exact_bytes, format_bytes, parse_bytes
-from tiermem.settings_file import read_settings, write_settings
+from tiermem.settings_file import read_settings, settings_path, write_settings
 
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Moments = Literal["float32", "int8"]
@@ -146,7 +146,7 @@ class Config:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, swap_dirs: Directory | Sequence[Directory] = ()) -> Self:
         """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own. Raises ConfigError."""
-        file = Path(path).expanduser()
+        file = settings_path(path)
         settings = read_settings(file)
         try:
             return cls.from_dict(settings | {"swap_dirs": swap_dirs} if swap_dirs else settings)
@@ -163,7 +163,7 @@ class Config:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every knob to a `.toml` or `.json` file, which `load` reads back as an equal Config."""
-        write_settings(Path(path).expanduser(), self.to_dict())
+        write_settings(settings_path(path), self.to_dict())
 
 
 def resolve_host_memory(config: Config, available: int) -> int:

@@ -7,6 +7,7 @@ that a file which cannot be read is named in a ConfigError.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,14 @@ from typing import Any, Literal
 
 from tiermem.errors import ConfigError
 from tiermem.output_file import write_whole
+
+
+def settings_path(path: object) -> Path:
+    """The file that a caller means by `path`. Raises ConfigError for what is no path."""
+    given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(given, str):
+        raise ConfigError(f"expected the path of a settings file (.toml or .json), found {type(path).__name__}")
+    return Path(given).expanduser()
 
 
 def read_settings(file: Path) -> dict[str, Any]:
