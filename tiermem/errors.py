@@ -41,6 +41,10 @@ class UnknownSettingError(ConfigError, TypeError):
     """A setting that does not exist; also the TypeError that Python gives for a keyword nobody expects."""
 
 
+class CopyError(TiermemError, TypeError):
+    """What exists once was copied or pickled; also the TypeError that Python gives for what cannot be."""
+
+
 def again(error: BaseException) -> BaseException:
     """A copy of an error that is kept, to be raised from it.
 

@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ import swap
 import tiermem
 import tiermem.registry
 from swap.syscalls import SystemCalls
+from tiermem.errors import CopyError
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.placeholder import is_placeholder
 
@@ -399,6 +401,23 @@ def test_closing_twice_and_as_a_context(tmp_path):
         runtime.close()
         runtime.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_runtime_is_not_entered(tmp_path):
+    runtime = tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step"))
+    runtime.close()
+    with pytest.raises(tiermem.TiermemError, match="this runtime is closed"), runtime:
+        pytest.fail("entered")
+
+
+def test_a_runtime_is_not_copied_or_pickled(tmp_path):
+    with tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step")) as runtime:
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(CopyError, match=r"copied or pickled; .*snapshot.*save_pretrained") as refused:
+                way(runtime)
+            assert isinstance(refused.value, tiermem.TiermemError)
+            assert isinstance(refused.value, TypeError)
+        runtime.parameter(next(runtime.model.parameters()))
 
 
 def test_an_exception_inside_the_context_is_the_one_that_comes_out(tmp_path):

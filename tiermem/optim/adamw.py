@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tiermem.errors import ConfigError, TiermemError
+from tiermem.errors import ConfigError, CopyError, TiermemError
 from tiermem.optim.hyperparameters import (
     SETTINGS,
     UNSUPPORTED,
@@ -274,8 +274,8 @@ class AdamW(torch.optim.Optimizer):
         return self._runtime().prepare_moments(given) if given else lambda: None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise TiermemError: what copies and pickles the optimizer would get one that knows no runtime."""
-        raise TiermemError(
+        """Raise CopyError: what copies and pickles the optimizer would get one that knows no runtime."""
+        raise CopyError(
             "the optimizer of an offloaded model was copied or pickled; its parameters and moments are pages of the "
             "runtime, which cannot be. Keep optimizer.state_dict(), or have everything kept by runtime.commit()"
         )

@@ -1,13 +1,15 @@
-"""Objects that are closed at the end of a `with`.
+"""Objects that are closed at the end of a `with`, and of which there is one.
 
-Owns the two methods of a context manager. Does not know what closing means. Guarantees that `close` is called however
-the body ends, and that the body's error is not swallowed.
+Owns the two methods of a context manager, and the refusal of copies. Does not know what closing means. Guarantees that
+`close` is called however the body ends, that the body's error is not swallowed, and that nothing closed is entered.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import NoReturn, Self, SupportsIndex
+
+from tiermem.errors import CopyError
 
 
 class Closing(ABC):
@@ -17,8 +19,21 @@ class Closing(ABC):
     def close(self) -> None:
         """End it."""
 
+    @abstractmethod
+    def _open(self) -> object:
+        """What is inside. Raises TiermemError once it is closed."""
+
     def __enter__(self) -> Self:
+        self._open()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise CopyError: what copies and pickles it would get the same threads, memory and files a second time."""
+        raise CopyError(
+            "a tiermem runtime was copied or pickled; its threads, memory and swap files are there once. Write a copy "
+            "of the run by runtime.snapshot(path), to go on from by offload(..., resume=path), or of the model by "
+            "runtime.save_pretrained(path)"
+        )

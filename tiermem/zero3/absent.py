@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from tiermem.errors import TiermemError
+from tiermem.errors import CopyError, TiermemError
 from tiermem.zero3.engine import unseen
 
 # What torch is asked to do, with its arguments and what carries it out.
@@ -224,8 +224,8 @@ def _within(
     return lambda: answer(function, args, kwargs, inner)
 
 
-def _refusal(what: str) -> TiermemError:
-    return TiermemError(
+def _refusal(what: str) -> CopyError:
+    return CopyError(
         f"a parameter of an offloaded model was {what} while its values are paged out; put "
         "`with runtime.gathered(model_or_parameters):` around it, if they fit into host_memory, or use "
         "runtime.parameter(p), which is a copy"

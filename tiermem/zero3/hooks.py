@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import TiermemError
+from tiermem.errors import CopyError, TiermemError
 from tiermem.interrupts import empty_frames
 from tiermem.zero3.cuts import Arguments
 from tiermem.zero3.engine import unseen
@@ -61,7 +61,7 @@ class BoundHook:
 
     def _check(self, what: str) -> None:
         if not self._is_there():
-            raise TiermemError(
+            raise CopyError(
                 f"an offloaded model was {what} while its parameters are paged out; put "
                 "`with runtime.gathered(model):` around it, if it fits into host_memory, to get a plain model"
             )
