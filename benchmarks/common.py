@@ -192,7 +192,7 @@ def on_ranks(target: Callable[..., None], size: int, *arguments: object, seconds
     """Return what each of `size` processes leaves in `<rank>.json` of a folder they share.
 
     Each calls `target(rank, *arguments, folder)`. Forked, so from a process that has imported everything and computed
-    nothing. Raises RuntimeError if one has not ended well after `seconds`.
+    nothing. Raises RuntimeError, with their exit codes, if one has not ended well after `seconds`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -202,9 +202,11 @@ def on_ranks(target: Callable[..., None], size: int, *arguments: object, seconds
         for process in ranks:
             process.join(seconds)
             process.kill()
+            process.join()
         files = [Path(folder, f"{rank}.json") for rank in range(size)]
-        if not all(file.exists() for file in files):
-            raise RuntimeError(f"{target.__name__}{arguments} of {size} ranks did not end")
+        codes = [process.exitcode for process in ranks]
+        if any(codes) or not all(file.exists() for file in files):
+            raise RuntimeError(f"{target.__name__}{arguments} of {size} ranks did not end well, exit codes {codes}")
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
