@@ -12,10 +12,11 @@ import pytest
 from doubles_python import WarmPython
 from rich.console import Console
 
-from tiermem.cli import bench_plot, main
+from tiermem.cli import main
 from tiermem.cli.bench import BenchProgress
-from tiermem.cli.bench_plot import check_plot, draw, lines
+from tiermem.cli.bench_plot import draw, lines
 from tiermem.cli.copies import measure_copies
+from tiermem.cli.disk import check_plot
 from tiermem.errors import ConfigError
 
 QUICK = ["--size", "8MiB", "--seconds", "0.05", "--block-size", "1MiB", "--queue-depth", "2"]
@@ -136,7 +137,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_place_for_the_picture_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"ending in \.png, \.svg, \.pdf"):
         check_plot(tmp_path / "a.txt")
     with pytest.raises(ConfigError, match="not a directory"):

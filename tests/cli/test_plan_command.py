@@ -148,7 +148,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     [
         (["llama-8b", "--model", "config.json"], 2, "expected MODEL or --model, one of the two"),
         (["llama-8b", "--plot", "none/plan.png"], 1, "none is not a directory; make it first"),
-        (["llama-8b", "--plot", "plan.jpg"], 1, "expected a file ending in .png"),
+        (["llama-8b", "--plot", "plan.jpg"], 1, "expected a file ending in .png, .svg, .pdf"),
         (["llama-8b", "--plot", "folder.png"], 1, "found the directory folder.png"),
     ],
 )
@@ -313,6 +313,6 @@ def test_a_tied_model_is_called_as_it_is_used() -> None:
 
 def test_the_picture_of_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
-    path = tmp_path / "plan.png"
-    answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--plot", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
+    for name, begins in {"plan.png": b"\x89PNG", "plan.svg": b"<?xml"}.items():
+        answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--plot", str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(begins)

@@ -19,7 +19,7 @@ from rich.table import Table
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, remove_leftovers, run_bench
 from swap.blocks import ALIGNMENT, align_down
 from tiermem.cli.copies import measure_copies
-from tiermem.cli.disk import check_output
+from tiermem.cli.disk import check_output, check_plot
 from tiermem.cli.options import path_option, size_of
 from tiermem.output_file import write_whole
 
@@ -85,8 +85,6 @@ def bench(
     if out is not None:
         check_output("--out", out)
     if plot is not None:
-        from tiermem.cli.bench_plot import check_plot
-
         check_plot(plot)
     report = measure(plan, Console(stderr=True))
     found = {**report.to_dict(), "copy": measure_copies()}

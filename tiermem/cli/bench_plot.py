@@ -6,27 +6,15 @@ matplotlib, which is an extra; guarantees one clear line where it is missing or 
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermem.cli.disk import check_output
-from tiermem.errors import ConfigError
+from tiermem.cli.disk import check_plot
 from tiermem.output_file import write_whole
 
 _PATTERNS = ("read", "write", "mixed")
-_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_plot(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn to `path`; before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"--plot: expected a file ending in {', '.join(_SUFFIXES)}, found {str(path)!r}")
-    check_output("--plot", path)
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:

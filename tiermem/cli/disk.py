@@ -8,6 +8,7 @@ that only a directory made here is ever removed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -20,6 +21,8 @@ from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
 from tiermem.settings_file import form_of
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @contextmanager
@@ -78,6 +81,15 @@ def check_output(option: str, file: Path) -> None:
         raise ConfigError(f"{option}: {file.parent} is not a directory; make it first")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{option}: {file} cannot be written there; choose another place")
+
+
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError` unless a picture can be drawn to `path`, the value of --plot; before there is one to draw."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+    if path.suffix not in _PICTURES:  # matplotlib would draw another format, or to another name
+        raise ConfigError(f"--plot: expected a file ending in {', '.join(_PICTURES)}, found {str(path)!r}")
+    check_output("--plot", path)
 
 
 def check_settings_output(option: str, file: Path) -> None:

@@ -156,7 +156,7 @@ Actions = Annotated[
     bool, typer.Option("--actions", help="Also say what is fetched, written and evicted when, and why.")
 ]
 ZeroTable = Annotated[bool, typer.Option("--zero-table", help="Also the bytes a GPU needs by ZeRO stage and offload.")]
-Plot = Annotated[Path | None, path_option("--plot", help="Write a picture of the step to this PNG (needs matplotlib).")]
+Plot = Annotated[Path | None, path_option("--plot", help="Draw the step into this .png, .svg or .pdf (matplotlib).")]
 MeasuredSteps = Annotated[
     int, typer.Option("--steps", min=0, help="Measured steps of each candidate; 0: decide by simulation alone.")
 ]

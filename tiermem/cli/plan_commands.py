@@ -42,12 +42,13 @@ def plan(
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
     from tiermem.cli import main, plan_plot
     from tiermem.cli import plan as planning
+    from tiermem.cli.disk import check_plot
     from tiermem.cli.train import load_config, make_config, named_directories
 
     if model is not None and model_option is not None:
         raise typer.BadParameter("expected MODEL or --model, one of the two")
     if plot is not None:
-        plan_plot.check_plot(plot)
+        check_plot(plot)
     what = planning.PlanOptions(
         model=model_option if model is None else model,
         parameters=parameters,

@@ -9,7 +9,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-from tiermem.cli.disk import check_output
 from tiermem.errors import ConfigError
 from tiermem.output_file import write_whole
 from tiermem.planner.predict import Prediction
@@ -17,16 +16,8 @@ from tiermem.planner.predict import Prediction
 _BLUE, _GREEN, _RED, _GREY = "#3b6ea8", "#5a9e6f", "#b5533c", "#9a9a9a"
 
 
-def check_plot(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn to `path`; before anything is simulated or measured."""
-    import_pyplot()
-    if path.suffix != ".png":  # matplotlib would draw another format, or to another name
-        raise ConfigError(f"--plot: expected a file ending in .png, found {str(path)!r}")
-    check_output("--plot", path)
-
-
 def plot_plan(prediction: Prediction, path: Path) -> None:
-    """Write a PNG. Raises ConfigError if matplotlib is missing, or the plan does not fit and so has no step to draw."""
+    """Draw it to `path`. Raises ConfigError if matplotlib is missing, or a plan that does not fit has no step."""
     simulation = prediction.simulation
     if simulation is None:
         raise ConfigError("a plan that does not fit has no step to draw; leave --plot out")
