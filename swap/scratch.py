@@ -39,7 +39,7 @@ class ScratchSpace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files; after `close` what they had been, as of the space beside which they are."""
         return sum(space.statistics().nbytes for space in self._sets)
 
     @property
@@ -77,9 +77,8 @@ class ScratchSpace:
         """Close the files, which ends them. Idempotent. Transfers must have ended: close the engine's space after."""
         with self._lock:
             self._closed = True
-            sets, self._sets = self._sets, []
         with contextlib.ExitStack() as stack:  # all of them, whatever one raises
-            for space in sets:
+            for space in self._sets:
                 stack.callback(space.close_files)
 
     def _find(self, nbytes: int) -> tuple[SwapSpace, Extent] | None:

@@ -33,6 +33,7 @@ def test_nothing_is_opened_before_room_is_asked_for_and_nothing_is_left(tmp_path
         assert (scratch.allocated, scratch.high_water) == (0, 8192)
         scratch.close()
         scratch.close()
+        assert (scratch.nbytes, scratch.allocated, scratch.high_water) == (MIB, 0, 8192)
         extent = space.allocate(4096)  # the engine is the other space's and goes on
         with AlignedBuffer(4096) as source:
             space.start_write(extent, source.view).wait(30)
