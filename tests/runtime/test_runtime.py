@@ -479,6 +479,32 @@ def test_two_optimizers_on_disjoint_parameters(update, tmp_path):
     assert found.statistics.steps == 5
 
 
+def test_an_optimizer_whose_gradients_hold_the_step_open_is_told_of_once(tmp_path):
+    """It may be one that accumulates, so it is given time."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "forward"), coalesce=0) as runtime:
+        first, second = (tiermem.AdamW(layer.parameters()) for layer in model)
+
+        def go_on(steps):
+            for _ in range(steps):
+                model(torch.ones(1, 4)).sum().backward()
+                first.step()
+                first.zero_grad()
+
+        go_on(99)
+        second.step()
+        assert runtime.statistics().steps == 1
+        go_on(99)
+        with pytest.warns(RuntimeWarning, match=r"100 calls of step\(\) .* 2 parameters .*zero_grad") as said:
+            go_on(1)
+        assert [Path(each.filename).name for each in said] == [Path(__file__).name]
+        go_on(120)
+        second.zero_grad()
+        go_on(1)
+        second.step()
+        assert runtime.statistics().steps == 2
+
+
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -29,6 +29,10 @@ from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
 
+_PATIENCE = (
+    100  # calls of `step()` in a row, behind which a step that none of them has ended will most likely stay open
+)
+
 
 class GradientLedger:
     """Which parameters have a gradient nobody has claimed (`optim.service.GradientBook`)."""
@@ -186,6 +190,7 @@ class Steps:
         self._closed = False
         self._home = HomeProcess()
         self._moments: MomentStore | None = None
+        self._open_calls = 0  # of `step()` that have left the step open
         self.number = 0  # steps done
 
     def connect(self, moments: MomentStore) -> None:
@@ -239,7 +244,21 @@ class Steps:
         self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source, unscale=unscale)
         self._close_step(updated=not result.skipped)
+        if self._open_calls == _PATIENCE:
+            self._warn_of_open_step()
         return result
+
+    def _warn_of_open_step(self) -> None:
+        waiting = [number for number in self._ledger.unclaimed() if number in self._coordinator.owned]
+        if waiting:
+            warnings.warn(
+                f"{_PATIENCE} calls of step() in a row have not ended a step, as {len(waiting)} parameters keep "
+                "gradients for an optimizer that was not stepped. Until a step ends none is counted or planned, and "
+                "the record of this one grows: call that optimizer's step(), or its zero_grad() before the others' "
+                "step()",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _in_words(self, source: SettingsSource) -> str:
         settings = source.settings(self._coordinator.parameters_of(source))
@@ -248,7 +267,9 @@ class Steps:
     def _close_step(self, *, updated: bool) -> None:
         """End the step, unless another optimizer's share is still to come."""
         if not self._ledger.close_step(self._coordinator.owned, updated=updated):
+            self._open_calls += 1
             return
+        self._open_calls = 0
         order = self._ledger.scheduler.order.expected
         self._hurry_in_forward_order(order)
         self._plans.close_step(order)
