@@ -23,8 +23,9 @@ from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
 from swap.file_systems import file_system_of
+from swap.intact import has_all_blocks, require_intact
 from swap.locks import DirectoryLock, close_descriptor, in_use
-from swap.paths import check_directory, is_same, sync_directory, unlink_if_same
+from swap.paths import check_directory, sync_directory, unlink_if_same
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 from swap.system import require_linux
@@ -133,7 +134,7 @@ class SwapFile:
         return self._fd
 
     def sync(self) -> None:
-        """Wait until completed writes are durable. Raises SwapIOError, and does so ever after.
+        """Wait until completed writes are durable. Raises SwapIOError, and does so ever after; or if it is not intact.
 
         The kernel reports a lost write once and then forgets it, so a later success would say nothing about it.
         """
@@ -145,18 +146,8 @@ class SwapFile:
         except OSError as error:
             self._note_failed_sync(error)
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
-        if self.reserved and not _has_all_blocks(os.fstat(fd), DATA_OFFSET + self.nbytes):
-            detail = (
-                "somebody has cut this file short, or punched holes into it; what was there is lost: go on from a "
-                "snapshot, or start anew"
-            )
-            raise SwapIOError("sync", self.path, errno=errno.ENODATA, detail=detail)
-        if self._lock.is_held and not self._is_in_place(fd):
-            detail = (
-                "somebody has removed this file, or put another in its place; its bytes end with this process: "
-                "save them elsewhere before it is closed"
-            )
-            raise SwapIOError("sync", self.path, errno=errno.ENOENT, detail=detail)
+        block, named = Superblock(self.identity, self.nbytes), self._lock.is_held
+        require_intact(fd, self.path, block, self._system, reserved=self.reserved, named=named)
 
     def sync_name(self) -> None:
         """Wait until the file's name is durable. Raises SwapIOError, and does so ever after, as `sync` does."""
@@ -194,12 +185,6 @@ class SwapFile:
             if remove:
                 unlink_if_same(self.path, os.fstat(fd))
 
-    def _is_in_place(self, fd: int) -> bool:
-        try:
-            return is_same(self.path, os.fstat(fd))
-        except OSError as error:
-            raise SwapIOError("look at", self.path, errno=error.errno or errno.EIO) from error
-
     def _unlock(self, fd: int) -> None:
         with contextlib.suppress(OSError):  # it ends with the last descriptor
             self._system.unlock(fd)
@@ -217,7 +202,7 @@ class SwapFile:
     def _reserve_room(self, *, keep: bool) -> None:
         found = os.fstat(self._fd)
         if keep:
-            self.reserved = _has_all_blocks(found, found.st_size)
+            self.reserved = has_all_blocks(found, found.st_size)
             return
         self._before = found.st_size
         if self._before == 0:  # the only time it can be said
@@ -254,7 +239,7 @@ class SwapFile:
         needed = DATA_OFFSET + self.nbytes
         try:
             self._system.fallocate(self._fd, 0, needed)
-            self.reserved = _has_all_blocks(os.fstat(self._fd), needed)  # some file systems promise without doing it
+            self.reserved = has_all_blocks(os.fstat(self._fd), needed)  # some file systems promise without doing it
         except OSError as error:
             if error.errno in NO_SPACE:
                 with contextlib.suppress(OSError):  # what it had reserved by then would not be counted as free
@@ -331,10 +316,6 @@ def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
     finally:
         system.close(fd)
     return True, superblock.parse(first, path) if first else None
-
-
-def _has_all_blocks(found: os.stat_result, nbytes: int) -> bool:
-    return found.st_blocks * 512 >= nbytes
 
 
 def _whole(path: str, block: Superblock | None, nbytes: int) -> Superblock:

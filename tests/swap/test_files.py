@@ -142,6 +142,23 @@ def test_what_is_in_a_file_that_somebody_has_cut_short_is_not_called_durable(tmp
     file.close()
 
 
+def test_what_is_in_a_file_whose_beginning_somebody_has_written_over_is_not_called_durable(tmp_path: Path) -> None:
+    """The next run would refuse it."""
+    file = open_file(tmp_path)
+    file.sync()
+    with open(file.path, "r+b") as other:
+        header = other.read(4096)
+        other.seek(20)
+        other.write(b"x")
+    for _ in range(2):
+        with pytest.raises(SwapIOError, match="somebody has written over the beginning of this file"):
+            file.sync()
+    with open(file.path, "r+b") as other:
+        other.write(header)
+    file.sync()
+    file.close()
+
+
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     code = (
         "import sys, os, pathlib, swap\n"
