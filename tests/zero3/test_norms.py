@@ -15,6 +15,7 @@ from doubles_sharded import Sharded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiermem.errors import InvariantError
 from tiermem.zero3 import norms
@@ -242,4 +243,31 @@ def test_the_norm_of_gradients_that_were_added_up_is_that_of_their_sum(size, hol
             norm = sharded.scheduler.gradients.norm(sharded.slots[name][1].parameter)
             torch.testing.assert_close(norm.double(), exact, rtol=3e-6, atol=0)
         sharded.finish_step()
+    assert sharded.leased() == []
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_the_last_of_gradients_that_torch_adds_up_is_neither_copied_first_nor_changed(hold):
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation.overloadpacket is torch.ops.aten.clone and args[0].dtype == torch.float32:
+                copied.append(args[0].numel())
+            return operation(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    sharded = Sharded(nn.Sequential(nn.Linear(70, 90)), tile=2048, hold=hold)  # the weight lies in several tiles
+    (slot,) = (slot for _, slot in sharded.slots.values() if len(slot.shape) == 2)
+    parameter, gradients = sharded.parameters[slot.parameter], sharded.scheduler.gradients
+    given = [torch.randn(90, 70) for _ in range(2)]
+    kept = [gradient.clone() for gradient in given]
+    copied: list[int] = []
+    with Operations():
+        for gradient in given:
+            parameter.grad = gradient
+            gradients.accumulate(slot.parameter)
+    assert copied == []
+    assert all(map(torch.equal, given, kept))
+    assert torch.equal(gradients.read(slot.parameter), kept[0] + kept[1])
+    assert torch.equal(gradients.norm(slot.parameter), gradient_norm((kept[0] + kept[1]).flatten()))
+    gradients.release()
     assert sharded.leased() == []

@@ -181,14 +181,14 @@ class GradientStore(StepGradients):
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
         add = parameter in self._norms
-        if add and not more and measuring_copy(flat) is None:
-            flat = flat.clone()  # it is added to, and a view's gradient is a view of what goes on upstream
-        squares = self._store(layout, slot, flat, earlier, add=add, measure=not more)
+        # Beside the gradient itself, which is not to be added to: a view's is a view of what goes on upstream.
+        sums = flat.new_empty(flat.shape) if add and not more and measuring_copy(flat) is None else None
+        squares = self._store(layout, slot, flat, earlier, sums, add=add, measure=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
-        summed = add or earlier is not None
+        summed, whole = add or earlier is not None, flat if sums is None else sums
         overflown = summed and squares is not None and not math.isfinite(squares)  # and the sums are in pages alone
-        self._norms[parameter] = _NOT_YET if more or overflown else gradient_norm(flat, squares)
+        self._norms[parameter] = _NOT_YET if more or overflown else gradient_norm(whole, squares)
 
     def norm(self, parameter: int) -> torch.Tensor:
         """As of every `StepGradients`; waits for the pages of a gradient that was expected to grow, and did not."""
@@ -296,14 +296,15 @@ class GradientStore(StepGradients):
         slot: Slot,
         flat: torch.Tensor,
         earlier: torch.Tensor | None,
+        sums: torch.Tensor | None,
         *,
         add: bool,
         measure: bool,
     ) -> float | None:
         """Write `flat` to the pages, or with `add` add it to what they hold; `earlier` before it.
 
-        `measure`: its norm is taken now, so `flat` is the sum afterwards, too, unless the squares are returned: then
-        they were added up on the way.
+        `measure`: its norm is taken now; where it is added, `sums` is to be what comes of that, too, unless the squares
+        are returned: then they were added up on the way.
         """
         held = self._held[1] if self._held is not None and self._held[0] == layout.unit else None
         measuring = measuring_copy(flat) if measure else None
@@ -320,10 +321,10 @@ class GradientStore(StepGradients):
                     add_pair(earlier[cut], fresh, kept, adds=add)
                 elif measuring is not None:
                     (measuring.add if add else measuring.copy)(piece.begin, kept)
-                elif add and not measure:
+                elif add and sums is None:
                     kept.add_(fresh)
                 else:
-                    kept.copy_(fresh.add_(kept) if add else fresh)
+                    kept.copy_(fresh if sums is None else torch.add(fresh, kept, out=sums[cut]))
                 if held is None:
                     lease.release()
             except BaseException as error:
