@@ -114,9 +114,10 @@ def test_resharding(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: 
     call(capsys, "export", tmp_path / "three", "--to", other)
     for path in one.iterdir():
         assert path.read_bytes() == (other / path.name).read_bytes()
-    assert "of a commit make a snapshot first" in call(
-        capsys, "reshard", *directories, "--ranks", 2, "--to", tmp_path / "no", code=1
-    )
+    (tmp_path / "empty").mkdir()
+    for given in (directories, [tmp_path / "empty"]):
+        said = call(capsys, "reshard", *given, "--ranks", 2, "--to", tmp_path / "no", code=1)
+        assert f"found none in {', '.join(map(str, given))}; of a commit make one first: runtime.snapshot(path)" in said
     assert run(["snapshot", "reshard", str(folder / "copy"), "--ranks", "0", "--to", str(tmp_path / "no")]) == 2
 
 

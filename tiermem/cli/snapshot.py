@@ -146,8 +146,8 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
     """Write a snapshot anew for so many ranks, and verify what was written; waits."""
     if not _is_snapshot(paths):
         raise ConfigError(
-            f"expected one snapshot to reshard, found {', '.join(map(str, paths))}; of a commit make a snapshot first: "
-            "runtime.snapshot(path) of the resumed run"
+            f"expected one snapshot to reshard, found none in {', '.join(map(str, paths))}; of a commit make one "
+            "first: runtime.snapshot(path) of the resumed run, which any number of ranks can continue as it is"
         )
     for damage in reshard(open_snapshot(paths[0]), to, ranks=ranks).verify():
         raise swap.FormatError(f"what was written is damaged: {damage}")
