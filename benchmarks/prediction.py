@@ -4,6 +4,8 @@ Owns the choice of configurations and the table. Does not simulate, train or cal
 Guarantees that every prediction is made before its configuration is measured, from a calibration made right before,
 that each measurement is the median of at least five steps, and that every try is in the raw result.
 
+Beside it stands what `tiermem plan` says by itself: from its own short measurement, made anew for each model and dtype.
+
 A machine may be another one a minute later, its drive above all. So it is calibrated again right after each
 configuration, and simulated once more: what lies between both predictions is the machine's doing, whatever the model
 does. A configuration on which both differ by more than `MOVED` is measured again, twice at most. The first try that
@@ -28,7 +30,9 @@ from calibration import MODELS, TINY, Calibration, Case, calibrate, measure, pre
 from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, write_result
 from workloads import Workload
 
+from tiermem.cli.measure import measure_machine
 from tiermem.planner import workload as planned
+from tiermem.planner.machine import Machine
 
 THEME = "prediction"
 PACKAGES = ("torch", "transformers", "numpy")
@@ -97,10 +101,12 @@ class Course:
         self._steps = steps
         self._quick = quick
         self._works: dict[tuple[str, str], planned.Workload] = {}
+        self._machines: dict[tuple[str, str], Machine] = {}
         self._last: tuple[tuple[str, str], Calibration, float] | None = None
 
     def once(self, case: Case) -> dict[str, Any]:
         """One try at a configuration."""
+        by_plan = predict(case, self._planning(case))
         before = self._before(case)
         foreseen = predict(case, before)
         measured = measure(self._models[case.model], case, before, self._folder, self._steps)
@@ -113,6 +119,10 @@ class Course:
             "predicted_after": again.seconds,
             "error": foreseen.seconds / measured.median - 1,
             "error_after": again.seconds / measured.median - 1,
+            "planned": by_plan.seconds,
+            "error_planned": by_plan.seconds / measured.median - 1,
+            "planned_read": by_plan.bytes_read,
+            "planned_written": by_plan.bytes_written,
             "moved": again.seconds / foreseen.seconds - 1,
             "before": before.rates,
             "after": after.rates,
@@ -134,6 +144,13 @@ class Course:
         )
         return found
 
+    def _planning(self, case: Case) -> Calibration:
+        """What `tiermem plan` makes its prediction from."""
+        key = case.model, case.dtype
+        if key not in self._machines:
+            self._machines[key] = measure_machine([self._folder])
+        return Calibration(self._machines[key], self._work(key))
+
     def _before(self, case: Case) -> Calibration:
         key = case.model, case.dtype
         if self._last is not None and self._last[0] == key and time.monotonic() - self._last[2] < FRESH:
@@ -142,12 +159,17 @@ class Course:
 
     def _calibrate(self, case: Case) -> Calibration:
         model, key = self._models[case.model], (case.model, case.dtype)
-        if key not in self._works:
-            self._works[key] = work_of(model, *key)
-            train_once(model, self._works[key], self._folder)
-        found = calibrate(model, self._works[key], self._folder, quick=self._quick)
+        found = calibrate(model, self._work(key), self._folder, quick=self._quick)
         self._last = key, found, time.monotonic()
         return found
+
+    def _work(self, key: tuple[str, str]) -> planned.Workload:
+        """The step of a model in a dtype, which has been trained for a while when it is first asked for."""
+        if key not in self._works:
+            model = self._models[key[0]]
+            self._works[key] = work_of(model, *key)
+            train_once(model, self._works[key], self._folder)
+        return self._works[key]
 
 
 def not_settled(tries: Sequence[Mapping[str, Any]], most: int) -> bool:
@@ -185,12 +207,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     tries = sum(len(line["tries"]) for line in rows)
     errors = [abs(each["error"]) for each in counting]
     moved = sum(abs(each["moved"]) > MOVED for each in counting)
+    by_plan = [abs(each["error_planned"]) for each in counting]
     nearest = sum(min(abs(each["error"]), abs(each["error_after"])) <= MOVED for each in counting)
     return (
         f"{sum(error <= 0.1 for error in errors)} of {len(rows)} configurations within 10 %, median error "
         f"{statistics.median(errors):.1%}, largest {max(errors):.1%}; {nearest} within 10 % by the calibration before "
-        f"or the one after. {moved} were measured on a moving machine at each try (marked *). {tries} tries in all, "
-        "every one in the JSON file."
+        f"or the one after. By what `tiermem plan` measures: {sum(error <= 0.1 for error in by_plan)}, median error "
+        f"{statistics.median(by_plan):.1%}, largest {max(by_plan):.1%}. {moved} were measured on a moving machine at "
+        f"each try (marked *). {tries} tries in all, every one in the JSON file."
     )
 
 
@@ -198,12 +222,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The result as Markdown."""
     explanation = (
         "Measured: median of the steps (fastest to slowest). Predicted: from a calibration made right before; "
-        "afterwards: from one made right after. Drive: reads, writes, both, GB/s, as training had it in the "
-        "calibrations. Bytes: measured / predicted."
+        "afterwards: from one made right after. Plan: from what `tiermem plan` measures by itself. Drive: reads, "
+        "writes, both, GB/s, as training had it in the calibrations. Bytes: measured / predicted."
     )
     columns = (
         "| model | dtype | update | budget | files | device | measured s | predicted s | error | afterwards s | error "
-        "| try | drive before | drive after | read GB | wrote GB |"
+        "| plan s | error | try | drive before | drive after | read GB | wrote GB |"
     )
     lines = [
         summary(rows),
@@ -211,7 +235,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         explanation,
         "",
         columns,
-        "|---" * 16 + "|",
+        "|---" * 18 + "|",
     ]
     for line in rows:
         tried = line["tries"][line["counts"]]
@@ -223,7 +247,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| {line['model']} | {line['dtype']} | {line['update']} | {line['share']:.0%} | {line['directories']} "
             f"| {line['device'].removeprefix('simulated:bandwidth=')} | {tried['measured']:.3f} ({spread}) "
             f"| {tried['predicted']:.3f} | {tried['error']:+.1%} | {tried['predicted_after']:.3f} "
-            f"| {tried['error_after']:+.1%} | {line['counts'] + 1} of {len(line['tries'])}{mark} "
+            f"| {tried['error_after']:+.1%} | {tried['planned']:.3f} | {tried['error_planned']:+.1%} "
+            f"| {line['counts'] + 1} of {len(line['tries'])}{mark} "
             f"| {drive(tried['before'])} | {drive(tried['after'])} | {read} | {written} |"
         )
     return "\n".join(lines)
