@@ -157,7 +157,8 @@ class CommitStore:
 
         `entries` must come from a mark that is live until then, whose writes have ended ("Keep both marks"); `user` is
         what JSON holds, with text for keys. `generation` must exceed that of the last commit. Writes to other extents
-        may go on meanwhile. Raises SwapIOError, SwapFullError, TypeError or ValueError for an unfit `user`.
+        may go on meanwhile. Raises SwapIOError, SwapFullError, SwapError where no commit is possible; TypeError or
+        ValueError for an unfit `user`, ValueError for a `generation` that is not above the last.
         """
         self.prepare(generation, entries, user, space=space)
         self.publish()

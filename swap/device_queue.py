@@ -4,7 +4,7 @@ Owns the queued parts of one device, the count of what is in flight on it, and t
 Does not know threads, locks or system calls: the engine calls it with its lock held. Guarantees:
 
 1. At most `depth` blocks and `max_bytes_in_flight` bytes are with the device (one block may be larger than that).
-2. Within one operation, a better priority goes first, and equals go in order of submission.
+2. Within one operation, a better priority goes first, and equals go in the order in which they came to it.
 3. Between reads and writes the better priority goes first, but the other operation keeps a share ("Reserved share").
 
 Reserved share. While both reads and writes are queued, the operation in front may fill all of the depth but
@@ -147,7 +147,7 @@ class DeviceQueue:
         return -(-unissued // self._block_size)
 
     def move(self, part: Part, priority: Priority) -> None:
-        """Put what is queued of a part into the lane of another priority, in order of submission among newcomers."""
+        """Put what is queued of a part into the lane of another priority, behind what is there."""
         if self._lane(part.request).pop(part.sequence, None) is not None:
             self._lanes[part.request.operation][priority][part.sequence] = part
 

@@ -120,8 +120,8 @@ class Engine:
         The request holds the buffer until it is done. `on_done(request)` is called once, on the thread that finished
         it; it must be quick, and may start requests. With `checksum` that thread first computes `request.checksum`;
         with `expected` (a checksum) it also compares, and the request fails with ChecksumError. Raises ValueError for a
-        buffer or span that is not aligned and SwapClosedError after `close`; everything later is recorded in the
-        request.
+        buffer or span that is not aligned, SwapClosedError after `close`, SwapError in a forked child and where no
+        thread can be started; everything later is recorded in the request.
         """
         if self.is_foreign:
             raise foreign()
@@ -170,8 +170,8 @@ class Engine:
     def close(self) -> None:
         """Fail what is queued, wait for what is with the device, stop the backend. Idempotent.
 
-        Waits at most `stall_seconds`; then raises SwapTimeoutError naming what the device still holds. Raises the first
-        error that escaped from an `on_done`, if one did.
+        Waits at most `stall_seconds` and three more; then raises SwapTimeoutError naming what the device still holds.
+        Raises a SwapError with the first error that escaped from an `on_done` as its cause, if one did.
         """
         if self.is_foreign:
             return

@@ -1,8 +1,9 @@
 """The errors and the one warning of the swap engine.
 
 Owns the exception classes and the wording of a failed transfer. Knows nothing of who raises them. Guarantees one root,
-`SwapError`, and that an error about a file carries operation, path, offset, length and errno both as attributes and in
-its message. Errors are recorded by worker threads and raised by whoever waits, so building one never fails.
+`SwapError` (arguments that cannot be meant are a ValueError), and that an error about a file carries operation, path,
+offset, length and errno both as attributes and in its message. Errors are recorded by worker threads and raised by
+whoever waits, so building one never fails.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ADVICE = {
 
 
 class SwapError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Root of what goes wrong in this package. What cannot be meant, such as an unaligned buffer, is a ValueError."""
 
 
 class SwapIOError(SwapError, OSError):
@@ -113,7 +114,7 @@ class SwapFullError(SwapError):
 
 
 class FormatError(SwapError):
-    """A file is not what its name promises: foreign, damaged, or of another version. It has been left as it was."""
+    """Files are not what their names promise: foreign, damaged, or of another version or run. They are left as is."""
 
 
 class SwapInUseError(SwapError):

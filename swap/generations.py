@@ -99,7 +99,8 @@ class Generations:
     def extent_for_write(self, key: Hashable, nbytes: int) -> Extent:
         """The extent the next bytes of `key` go to: its current one, or another if a mark holds that. Never waits.
 
-        Asked again before `written` or `failed`, it returns the same. Raises SwapFullError if a copy does not fit.
+        Asked again before `written` or `failed`, it returns the same; for another size SwapError. Raises SwapFullError
+        if a copy does not fit.
         """
         nbytes = align_up(nbytes)
         with self._lock:

@@ -44,7 +44,7 @@ class DirectoryLock:
         return self._fd >= 0
 
     def release(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
-        """Give the lock back; remove its file if asked. Idempotent.
+        """Give the lock back; remove its file if asked. Idempotent. Raises SwapIOError if removing or closing fails.
 
         Where threads of `after` are stuck in a call, the lock is given back when the last of them has ended, and this
         returns at once. A process that ends before keeps it as well: the kernel closes its descriptors only when all

@@ -66,7 +66,10 @@ class Recovered:
 
 
 def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCalls | None = None) -> Leftovers:
-    """What earlier runs left in existing directories. Changes nothing. Raises FormatError for foreign, damaged ones."""
+    """What earlier runs left in existing directories. Changes nothing.
+
+    Raises FormatError for foreign or damaged files, SwapIOError for a directory that cannot be read.
+    """
     system = system or SystemCalls()
     paths = [os.path.join(os.fspath(directory), name) for directory in directories]
     locked = (f"{path}.{kind}" for path in paths for kind in ("lock", "swapfile"))

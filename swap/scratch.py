@@ -55,7 +55,8 @@ class ScratchSpace:
     def allocate(self, nbytes: int) -> tuple[SwapSpace, Extent]:
         """Take room for `nbytes`, rounded up to 4096; the space to transfer it by, and the extent.
 
-        Opens more files if there is no room. Raises SwapFullError if the disk has none either, SwapIOError.
+        Opens more files if there is no room. Raises SwapFullError if the disk has none either, SwapIOError, and
+        SwapClosedError after `close`.
         """
         with self._lock:
             if self._closed:

@@ -60,7 +60,9 @@ class DeviceStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Totals since the engine was made, over all `devices`; `seconds_busy` is their sum."""
+    """Totals since the engine was made, over all `devices`; but `high_water_bytes_in_flight` is that of one device, the
+    largest.
+    """
 
     bytes_read: int
     bytes_written: int

@@ -97,7 +97,8 @@ class SwapSpace:
         or as in the run whose files are kept. A directory without room for its part leaves the rest to the others.
         `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise data left there is
         forgotten. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if O_DIRECT
-        is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`.
+        is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`; ValueError for
+        no directories, one twice, or weights that are not one positive number each.
         """
         if not directories:
             raise ValueError("expected one or more swap directories, found none")
@@ -138,7 +139,10 @@ class SwapSpace:
         return all(file.direct for file in self._files)
 
     def allocate(self, nbytes: int) -> Extent:
-        """Take room for `nbytes`, rounded up to 4096, at most one piece per directory. Raises SwapFullError."""
+        """Take room for `nbytes`, 1 or more, rounded up to 4096; at most one piece a directory. Raises SwapFullError.
+
+        After `close` SwapClosedError.
+        """
         if nbytes <= 0:
             raise ValueError(f"expected a positive number of bytes, found {nbytes}")
         nbytes = align_up(nbytes)

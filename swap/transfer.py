@@ -15,7 +15,7 @@ from swap.errors import SwapError, SwapIOError
 from swap.requests import Block, Operation
 from swap.syscalls import SystemCalls
 
-_ATTEMPTS = 64  # fruitless calls in a row; with the pauses below, about ten seconds
+_ATTEMPTS = 64  # fruitless calls in a row; with the pauses below, about fifteen seconds
 _ENDINGS = 3  # calls in a row that moved nothing
 _LONGEST_PAUSE = 0.25  # seconds
 

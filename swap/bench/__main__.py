@@ -1,4 +1,4 @@
-"""`python -m swap.bench DIRECTORY ...`: the instrument without anything else installed.
+"""`python -m swap.bench DIRECTORY ...`: the instrument without torch.
 
 Owns a small command line. Does not measure. Guarantees one line on stderr for an error and an exit code that says so;
 `tiermem bench` is the same with plots, a progress bar and the accelerator.
