@@ -15,6 +15,11 @@ from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
 
 
+class PlainCommit:
+    def wait(self) -> None:
+        pass
+
+
 class PlainRuntime:
     def __init__(self, config: Config, committed: dict[str, Any] | None = None) -> None:
         self.config = config
@@ -35,10 +40,11 @@ class PlainRuntime:
             path.write_text("[]")
         return explain_stalls([])
 
-    def commit(self, extra: Any) -> None:
+    def commit(self, extra: Any) -> PlainCommit:
         self.calls.append(f"commit {extra['step']}")
         self.extras.append(extra["batches"])
         Path(self.config.swap_dirs[0], "committed").touch()
+        return PlainCommit()
 
     def close(self, *, remove: bool | None = None) -> None:
         self.calls.append(f"close remove={remove}")

@@ -156,6 +156,12 @@ def test_what_does_not_fit_needs_as_much_disk_as_what_does(
     assert little["swap_bytes"] == pytest.approx(enough["swap_bytes"], rel=0.001)
 
 
+def test_what_is_committed_in_the_end_counts_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    report = trained(capsys, "llama-tiny", "--host-memory", "64MiB", "--steps", "1", "--keep")
+    assert [step["bytes_written"] for step in report["steps"]] == [0], "all of it fits"
+    assert report["wear"]["bytes_written"] >= 12 * report["parameters"]
+
+
 def test_a_committed_run_is_refused_with_the_option_that_replaces_it(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--host-memory", "1MiB", "--steps", "1")
     trained(capsys, "llama-tiny", *arguments, "--keep")

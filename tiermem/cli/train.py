@@ -41,6 +41,7 @@ from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.tiers import Tier
+from tiermem.runtime.commits import PendingCommit
 from tiermem.settings_file import read_settings
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
@@ -81,6 +82,7 @@ class Training:
         )
         self.done = 0
         self.computes = False  # whether the model has been seen to
+        self._committing: PendingCommit | None = None  # the latest
         try:
             if self.runtime.committed is not None:
                 self._go_on(self.runtime.committed)
@@ -105,7 +107,7 @@ class Training:
             group["lr"] = peak * factor
 
     def step(self, number: int) -> StepReport:
-        """Do optimizer step `number`: `accumulate` batches forward and backward, one update. Waits for all of it."""
+        """Do optimizer step `number`: `accumulate` batches forward and backward, one update, which may end later."""
         options = self.options
         stalled = self.runtime.statistics().total.stall_seconds
         started = time.perf_counter()
@@ -165,7 +167,13 @@ class Training:
     def commit(self) -> None:
         """Commit what has been done so far, beside what comes next."""
         batches = {name: getattr(self.options, name) for name in _BATCHES}
-        self.runtime.commit({"step": self.done, "scheduler": self.scheduler.state_dict(), "batches": batches})
+        record = {"step": self.done, "scheduler": self.scheduler.state_dict(), "batches": batches}
+        self._committing = self.runtime.commit(record)
+
+    def end_commit(self) -> None:
+        """Wait for the commit under way, whose writing is to be reported too. Raises its error."""
+        if self._committing is not None:
+            self._committing.wait()
 
     def close(self) -> None:
         """End the runtime; its swap files go unless the run commits and has committed something."""
@@ -226,6 +234,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         run_steps(training, steps, progress)
         if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
             training.commit()
+        training.end_commit()
         overlap, found = training.runtime.timeline(), training.runtime.statistics()
         lost = write_timeline(training.runtime, options.timeline if launch.rank == 0 else None)
     finally:
