@@ -60,7 +60,7 @@ class Config:
     queue_depth: I/O submissions in flight per device.
     io_backend: "threads"; "inline" performs I/O in the caller, for tests; "aiofiles" goes through the page cache.
     direct: whether to bypass the page cache (O_DIRECT); "auto" does where the file system can.
-    tile_size: bytes of optimizer state that are read, updated and written as one.
+    tile_size: bytes of optimizer state that are read, updated and written as one; "auto" plans it.
     look_ahead: bytes fetched ahead of the computation; "auto" plans it.
     verify: when checksums of what is read are compared: on "resume", "always" or "never".
     commits: whether `Runtime.commit` can be used; keeps two copies of all state on disk. False needs half the disk.
@@ -145,7 +145,10 @@ class Config:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, swap_dirs: Directory | Sequence[Directory] = ()) -> Self:
-        """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own. Raises ConfigError."""
+        """Read a `.toml` or `.json` file of knobs, with `swap_dirs`, if given, for its own.
+
+        Raises ConfigError, also where the file cannot be read.
+        """
         file = settings_path(path)
         settings = read_settings(file)
         try:
@@ -162,7 +165,10 @@ class Config:
         return values | {"swap_dirs": list(values["swap_dirs"])}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write every knob to a `.toml` or `.json` file, which `load` reads back as an equal Config."""
+        """Write every knob to a `.toml` or `.json` file, which `load` reads back as an equal Config.
+
+        Raises ConfigError for another ending, OSError where it cannot be written.
+        """
         write_settings(settings_path(path), self.to_dict())
 
 
@@ -171,6 +177,7 @@ def resolve_host_memory(config: Config, available: int) -> int:
 
     "auto" leaves a quarter, but no less than 2 GiB, to activations, gradients in flight, the interpreter and the
     model's code; of less than 4 GiB it takes half. `tiermem.memory.machine.available_host_memory` gives `available`.
+    Raises ConfigError if that leaves less than a page.
     """
     if config.host_nbytes is not None:
         return config.host_nbytes

@@ -1,7 +1,7 @@
 """The errors tiermem raises.
 
 Owns the exception classes above the byte line (errors about bytes on disk are `swap.SwapError` and below). Knows
-nothing of who raises them. Guarantees one root, `TiermemError`, so that a caller can catch all of them at once.
+nothing of who raises them. Guarantees one root, `TiermemError`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 
 
 class TiermemError(Exception):
-    """Root of everything tiermem raises on purpose."""
+    """Root of tiermem's own errors. Besides them: `swap.SwapError`, and OSError for a file that the caller names."""
 
 
 class CapacityError(TiermemError):

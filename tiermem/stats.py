@@ -135,7 +135,7 @@ def _add_edges(left: EdgeStatistics, right: EdgeStatistics) -> EdgeStatistics:
 class Statistics:
     """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
-    `last` is None before the first step closed. `total` includes what happened since.
+    `last` is None before the first step closed. `total` includes what happened since. `look_ahead`: the one in use.
     """
 
     last: StepStatistics | None = None

@@ -42,6 +42,10 @@ class AdamW(torch.optim.Optimizer):
     Moments are pages of the model, not of the optimizer: one made for parameters that have another already takes them
     over with their step counts, and the other one can step no more. Change settings in `param_groups` instead.
 
+    Attributes:
+        max_grad_norm: may be changed between steps; None does not clip.
+        skipped: how many steps were skipped because a gradient was not finite.
+
     Raises:
         ConfigError: a hyperparameter is of another kind or out of range, or the parameters do not belong to one
             offloaded model. It is a ValueError, as torch's; for an unknown argument a TypeError too.
@@ -76,11 +80,14 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Global gradient norm, before clipping, of the last step or `clip_grad_norm_` call; None if neither asked."""
+        """Global gradient norm, before clipping, of the last step or `clip_grad_norm_` call that had it taken: 0-dim.
+
+        None before the first.
+        """
         return self._last.grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; as torch's, and the parameters must belong to the same runtime as the others."""
+        """Add a group, as torch's. Raises ConfigError as the constructor; all parameters are of one runtime."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -108,6 +115,12 @@ class AdamW(torch.optim.Optimizer):
         here, by the next use of its unit or by the next step. A gradient norm that is not finite skips the step; with
         update="backward" and no clipping it may be too late for that, which raises TiermemError and ends the step.
         `grad_scaler` is given by `torch.amp.GradScaler.step`: gradients are unscaled first, before any clipping.
+
+        Raises:
+            ConfigError: a parameter has a `.grad`, or another optimizer since; a setting is not a finite number; loss
+                scaling with update="backward".
+            TiermemError: as above, somebody keeps a view of a parameter, or the runtime is closed.
+            Exception: the error of an update that failed.
         """
         loss = None
         if closure is not None:
@@ -161,16 +174,20 @@ class AdamW(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step has used."""
+        """Forget gradients that no step has used. Raises TiermemError if the runtime is closed.
+
+        Where update="backward" has used some already that counts, which a RuntimeWarning says.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in `_refuse_plain_gradients`
             super().zero_grad(set_to_none)
         self._runtime().drop_gradients(self)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip this optimizer's gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; return the norm.
+        """Clip this optimizer's gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; return it, 0-dim.
 
-        Raises `ConfigError` when update="backward" has used gradients up that the norm needs: it keeps them once it has
-        seen a call of this, so call it in every step, or set `max_grad_norm`.
+        Raises `ConfigError` for a `max_norm` that is negative or no number, and when update="backward" has used
+        gradients up that the norm needs: it keeps them once it has seen a call of this, so call it in every step, or
+        set `max_grad_norm`.
         """
         norm = self._runtime().clip_gradients(self, as_number("max_norm", max_norm))
         self._last = StepResult(norm, self._last.skipped)
@@ -197,7 +214,7 @@ class AdamW(torch.optim.Optimizer):
             self._steps[index] = self._steps.get(index, 0) + 1
 
     def steps_of(self, parameter: torch.Tensor) -> int:
-        """How many updates a parameter has had (or has queued)."""
+        """How many updates a parameter has had (or has queued). Raises KeyError for one that it does not have."""
         return self._steps.get(self._index_of[parameter], 0)
 
     def step_counts(self) -> Mapping[int, int]:
@@ -219,7 +236,7 @@ class AdamW(torch.optim.Optimizer):
 
         float32, each of its parameter's shape, in ordinary memory: 8 bytes a parameter. Give the model the values of
         `runtime.master(parameter)`, or `Runtime.close(restore_model=True)` if they are float32. Collective: every rank
-        gets all of it. Raises TiermemError between backward and step.
+        gets all of it. Raises TiermemError between backward and step, once there are moments.
         """
         packed = self.state_dict()
         for group in packed["param_groups"]:

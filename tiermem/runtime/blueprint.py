@@ -193,7 +193,7 @@ def draw(
     Raises:
         ResumeError: the model is not the one that was committed, or its tiles do not fit into the budget.
         ConfigError: the model or a setting cannot be served.
-        BudgetError: the host budget is too small; names the largest unit and the least that works.
+        BudgetError: a budget is too small; names the largest unit and the least that works.
     """
     keeping = keeping or Keeping()
     beginning = beginning or Beginning()

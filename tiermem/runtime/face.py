@@ -1,7 +1,7 @@
 """What users hold in their hands: the `Runtime` that `offload` returns.
 
 Owns the public verbs and the state open/closed. Does not do their work: every verb is a few calls into the rooms.
-Guarantees that a closed runtime says so, and that closing twice is harmless.
+Guarantees that a closed runtime says so wherever pages are needed, and that closing twice is harmless.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Runtime(Closing):
             raise
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the parameter's values, in its dtype, after all updates; waits for them. Collective."""
+        """A copy of the parameter's values, of its shape and dtype, after all updates; waits for them. Collective."""
         unit, _ = self._places.find(parameter)
         house = self._open()
         house.scheduler.let_go_between()
@@ -186,9 +186,9 @@ class Runtime(Closing):
             return parameter.detach().clone()
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the fp32 master of a trainable parameter, after all updates; waits for them. Collective.
+        """A copy of the float32 master of a parameter, of its shape, after all updates; waits for them. Collective.
 
-        Raises TiermemError inside `gathered(write=True)` of its unit: masters follow what is written at the end of it.
+        Of a frozen one its values. TiermemError inside `gathered(write=True)` of its unit: it follows at the end of it.
         """
         unit, slot = self._places.find(parameter)
         house = self._open()
@@ -210,7 +210,7 @@ class Runtime(Closing):
         return whole.as_strided(slot.shape, slot.stride)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient accumulated so far in this step, the mean over ranks, or None. Waits. Collective."""
+        """A copy of this step's gradient so far, the mean over ranks, shaped as the parameter; or None. Collective."""
         unit, slot = self._places.find(parameter)
         house = self._open()
         house.ledger.line_up()
@@ -226,7 +226,8 @@ class Runtime(Closing):
 
         Values of trainable parameters written here become their masters; moments stay as they are. Collective: every
         rank writes the same values, and each keeps those of its shard. Raises ConfigError for what is not of the model,
-        CapacityError where these units do not fit into memory together.
+        CapacityError where these units do not fit into memory together; with `write` TiermemError between backward and
+        step where update="backward" has used gradients up.
         """
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
@@ -282,7 +283,8 @@ class Runtime(Closing):
                 `model(**micro_batch).loss` divided by their number.
 
         Returns the losses, detached. Raises the error of the first micro-batch that fails, after the others have ended;
-        `optimizer.zero_grad()` forgets what they left, as after any backward that fails.
+        `optimizer.zero_grad()` forgets what they left, as after any backward that fails. ConfigError for arguments of
+        another kind, TiermemError under `torch.no_grad`.
         """
         return forward_backward(self._open(), micro_batches, loss)
 

@@ -75,9 +75,10 @@ def offload(
 
     Raises:
         ConfigError: the model or the configuration cannot be served.
-        BudgetError: the host budget is too small; names the largest unit and the least that works.
+        BudgetError: a budget is too small; names the largest unit and the least that works.
+        CapacityError: the system, or the device, does not have as much memory as a budget says.
         ResumeError: there is nothing to continue, it is of another model, or a commit would be replaced.
-        swap.SwapError: a swap directory is missing, read-only, full, in use, or holds foreign or damaged files.
+        swap.SwapError: a swap directory is missing, read-only, full, in use; files in it, or of weights, are damaged.
     """
     _check_config(config)
     company = find_company(config, mesh)
