@@ -1,9 +1,9 @@
 """A CUDA device: its memory, and copies that run beside the computation.
 
 Owns the allocation that device frames lie in, a stream for each direction, and the events that order them. Does not
-know pages or policy. Guarantees that nobody waits for the device as a whole: a copy waits on its own stream for the
-fences of its frames, and its end is noticed by asking its event now and then; and that a frame is written by a copy
-only after the work that its last holder asked for.
+know pages or policy. Guarantees that nobody waits for the device as a whole while it is in use: a copy waits on its own
+stream for the fences of its frames, and its end is noticed by asking its event now and then; and that a frame is
+written by a copy only after the work that its last holder asked for.
 
 Why nobody records streams on tensors: torch's allocator never hears of single frames. They lie in one allocation that
 lives as long as the arena, and their order is the business of the fences.
