@@ -2,8 +2,8 @@
 
 Owns the order: simulate many settings, train a few steps with the best of them and with the default, choose, write
 a file. Does not know how to search (the planner does) or to train (`train.py` does). Guarantees that the file it writes
-is one `Config.load` reads, that nothing is chosen over the default which was not measured to be faster, and that the
-training of its trials leaves nothing behind.
+is one `Config.load` reads, that nothing is chosen over the default which was not measured to be faster (with
+`--steps 0`: simulated), and that the training of its trials leaves nothing behind.
 """
 
 from __future__ import annotations
