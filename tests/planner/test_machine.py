@@ -45,6 +45,7 @@ def test_every_shipped_profile_loads_and_says_where_it_comes_from(name: str) -> 
         (lambda table: table["drive"].pop("write"), r"\[drive\]: expected write"),
         (lambda table: table.pop("drive"), r"expected a table \[drive\]"),
         (lambda table: table["drive"].update(read=-1.0), "drive.read: expected a number above zero"),
+        (lambda table: table["drive"].update(latency=-1.0), "drive.latency: expected a number of zero or more"),
         (lambda table: table["drive"].update(read="fast"), "drive.read: expected a number"),
         (lambda table: table["drive"].update(count=0), "drive.count: expected a whole number"),
         (lambda table: table["host"].update(memory="4GB!"), "host.memory: expected a size"),

@@ -232,7 +232,8 @@ def _positive(where: str, value: object, *, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{where}: expected a number, found {value!r}")
     if value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{where}: expected a number above zero, found {value!r}")
+        least = "of zero or more" if zero else "above zero"
+        raise ConfigError(f"{where}: expected a number {least}, found {value!r}")
     return float(value)
 
 
