@@ -247,6 +247,24 @@ def test_parameters_replaced_by_ones_without_values_are_noticed_and_undone(repla
         assert runtime.parameter(model.head.weight).isfinite().all()
 
 
+@pytest.mark.parametrize("coalesce", [0, "auto"])  # "auto": all of the model is there when a part of it is called
+def test_weights_tied_after_offload_are_an_error_and_parted_again(tmp_path, coalesce):
+    model = nn.Sequential(nn.Embedding(40, 12), nn.Linear(12, 12), nn.Linear(12, 40, bias=False))
+    x = tokens()
+    expected = model(x).detach()
+    with tiermem.offload(model, config_for(tmp_path, 8 * MIB, "forward"), coalesce=coalesce) as runtime:
+        own = model[2].weight
+        model[2].weight = model[0].weight
+        with pytest.raises(tiermem.TiermemError, match=r"2\.weight was replaced after offload by another parameter"):
+            model(x)
+        assert model[2].weight is own
+        with runtime.gathered(model):
+            model[2].weight = model[0].weight
+            with pytest.raises(tiermem.TiermemError, match="tie weights before"):
+                model(x)
+        assert torch.equal(model(x), expected)
+
+
 def test_to_empty_is_noticed_and_undone(tmp_path):
     model = Stack()
     x = tokens()

@@ -2,10 +2,11 @@
 
 Owns, for each module, which of its attributes were offloaded parameters. Does not know their values. Guarantees that a
 call of a module in which something without values has taken their place (`model.to("meta")`, `to_empty`, a parameter
-made from a placeholder) is an error, and that theirs are registered again then; and that so is a call of a module in
-which their place is empty, and what was put beside it is NaN, because it was computed while they were paged out
-(`weight_norm`, `spectral_norm`, pruning). Others with values, which users put there on purpose
-(`torch.func.functional_call`, another head), are left alone.
+made from a placeholder), or another offloaded parameter (weights tied too late: what has gone would be saved as it
+was), is an error, and that theirs are registered again then; and that so is a call of a module in which their place is
+empty, and what was put beside it is NaN, because it was computed while they were paged out (`weight_norm`,
+`spectral_norm`, pruning). Others with values, which users put there on purpose (`torch.func.functional_call`, another
+head), are left alone.
 """
 
 from __future__ import annotations
@@ -33,11 +34,17 @@ class RegisteredParameters:
         self._looked_at: set[int] = set()  # modules with an empty place, beside which there are values
 
     def check(self, module: nn.Module) -> None:
-        """Raise TiermemError if a parameter of the module's own was replaced by one that has no values."""
+        """Raise TiermemError if a parameter of the module's own was replaced by one without values, or by another."""
         for place, parameter in self._own.get(id(module), ()):
             found = module._parameters.get(place.attribute)  # noqa: SLF001 - getattr would compute what is parametrized
             if found is None:
                 self._check_beside(place)
+            elif self._is_other(found, parameter):
+                self._put_back()
+                raise TiermemError(
+                    f"parameter {place.name} was replaced after offload by another parameter of the model (tied "
+                    "weights?), and would be saved as it was; that is undone: tie weights before tiermem.offload"
+                )
             elif _is_lost(found, parameter):
                 self._put_back()
                 raise TiermemError(
@@ -65,8 +72,11 @@ class RegisteredParameters:
         for places in self._own.values():
             for place, parameter in places:
                 found = place.module._parameters.get(place.attribute)  # noqa: SLF001 - as above
-                if found is not None and _is_lost(found, parameter):
+                if found is not None and (self._is_other(found, parameter) or _is_lost(found, parameter)):
                     setattr(place.module, place.attribute, parameter)
+
+    def _is_other(self, found: nn.Parameter, parameter: nn.Parameter) -> bool:
+        return found is not parameter and id(found) in self._offloaded
 
 
 def _is_lost(found: nn.Parameter, parameter: nn.Parameter) -> bool:
