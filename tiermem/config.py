@@ -49,7 +49,8 @@ class Config:
         of host memory behind a link of given speed, see `tiermem.memory.links.parse_link`.
     device_memory: model state on the accelerator; "auto" plans it. Means nothing on a CPU.
     host_memory: model state in host memory, a hard budget; "auto" plans it, see `resolve_host_memory`.
-    swap_dirs: one or more directories; what is paged out is striped over them. Kept as a tuple of text.
+    swap_dirs: one or more directories that exist; what is paged out is striped over them, and the first one says what
+        is committed. Kept as a tuple of text.
     param_dtype: what forward and backward compute in; a torch dtype is accepted and kept as its name.
     moments: how AdamW's moments are kept: "float32", or "int8" in blocks (small ones and embeddings stay float32).
     update: when a unit is updated: "backward", "forward", "step" or "auto". The same bits, other overlap.
@@ -281,7 +282,7 @@ def parse_dtype(name: str, value: object) -> torch.dtype:
 def _directories(name: str, value: object) -> object:
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
-        _refuse(name, "one or more directories", value, "name a directory on each drive to use, the fastest first")
+        _refuse(name, "one or more directories", value, "name a directory on each drive to use")
     directories = []
     for item in given:
         directory = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
