@@ -45,8 +45,7 @@ class SwapFile:
         self.nbytes = block.nbytes
         self.device = file_system_of(fd)
         self.direct = False
-        self.created = False
-        self.reserved = False
+        self.created = self.reserved = False
         self._failed_sync: OSError | None = None
         self._before: int | None = None  # bytes of the file that was found; None: they are kept
         self._fd = fd
@@ -119,11 +118,12 @@ class SwapFile:
             raise
         return file
 
-    def begin(self) -> None:
-        """The second part of `open`: from now on the file is of this run. Raises SwapFullError and SwapIOError."""
+    def begin(self, *, direct: bool = True) -> None:
+        """The second part of `open`, with `direct` by O_DIRECT if that can be. Raises SwapFullError and SwapIOError."""
         if self._before:
             self._write_superblock()
-        self._choose_direct()
+        if direct:
+            self._choose_direct()
         if self._before is not None and self._before > DATA_OFFSET + self.nbytes:
             self._truncate(DATA_OFFSET + self.nbytes)
 

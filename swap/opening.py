@@ -56,7 +56,7 @@ def open_files(
         if keep:
             _check_kept(files, nbytes)
         for file in files:  # all have room: whoever ends this before leaves them to the run they were of
-            file.begin()
+            file.begin(direct=settings.direct)
     except BaseException:
         give_back(files)
         raise

@@ -22,7 +22,8 @@ class EngineSettings:
     """How bytes are moved.
 
     `block_size` bytes per submission; `queue_depth` submissions and `max_bytes_in_flight` bytes at once per device;
-    `stall_seconds` without progress before waiting raises.
+    `stall_seconds` without progress before waiting raises. `direct`: whether the files of a space bypass the page cache
+    (O_DIRECT) where the file system can.
     """
 
     backend: str = "threads"
@@ -30,6 +31,7 @@ class EngineSettings:
     queue_depth: int = 8
     max_bytes_in_flight: int = 64 << 20
     stall_seconds: float = STALL_SECONDS
+    direct: bool = True
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

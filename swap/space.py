@@ -97,8 +97,8 @@ class SwapSpace:
         or as in the run whose files are kept. A directory without room for its part leaves the rest to the others.
         `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise data left there is
         forgotten. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if O_DIRECT
-        is refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`; ValueError for
-        no directories, one twice, or weights that are not one positive number each.
+        is wanted and refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`;
+        ValueError for no directories, one twice, or weights that are not one positive number each.
         """
         if not directories:
             raise ValueError("expected one or more swap directories, found none")
@@ -114,7 +114,7 @@ class SwapSpace:
             give_back(files)
             raise
         buffered = [file.path for file in files if not file.direct]
-        if buffered:
+        if buffered and settings.direct:
             warnings.warn(
                 f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and "
                 "outside the memory budget; choose a directory on a local file system such as ext4 or xfs",
@@ -135,7 +135,7 @@ class SwapSpace:
 
     @property
     def direct(self) -> bool:
-        """Whether every directory takes O_DIRECT."""
+        """Whether the file in every directory is open with O_DIRECT."""
         return all(file.direct for file in self._files)
 
     def allocate(self, nbytes: int) -> Extent:

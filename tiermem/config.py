@@ -60,7 +60,7 @@ class Config:
     block_size: bytes per I/O submission.
     queue_depth: I/O submissions in flight per device.
     io_backend: "threads"; "inline" performs I/O in the caller, for tests; "aiofiles" goes through the page cache.
-    direct: whether to bypass the page cache (O_DIRECT); "auto" does where the file system can.
+    direct: whether to bypass the page cache (O_DIRECT); "auto" does where the file system can, True insists.
     tile_size: bytes of optimizer state that are read, updated and written as one; "auto" plans it.
     look_ahead: bytes fetched ahead of the computation; "auto" plans it.
     verify: when checksums of what is read are compared: on "resume", "always" or "never".

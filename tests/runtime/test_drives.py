@@ -81,3 +81,26 @@ def test_a_drive_without_direct_io_is_used_unless_that_was_asked_for(
     with pytest.warns(swap.DirectIOWarning), pytest.raises(tiermem.ConfigError, match="direct=True, but a swap"):
         Training(make_config(tmp_path, direct=True))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error::swap.DirectIOWarning")
+def test_who_wants_no_direct_io_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = swap.SystemCalls.open, []
+
+    def noting(calls: swap.SystemCalls, path: str, flags: int, mode: int = 0o600) -> int:
+        asked.append(bool(flags & os.O_DIRECT))
+        return real(calls, path, flags, mode)
+
+    monkeypatch.setattr(swap.SystemCalls, "open", noting)
+    training = Training(make_config(tmp_path, direct=False))
+    training.step()
+    assert training.runtime.statistics().total.bytes_written > 0
+    training.close()
+    assert asked
+    assert not any(asked)
+
+
+def test_direct_io_is_not_to_be_had_of_aiofiles(tmp_path: Path) -> None:
+    with pytest.raises(tiermem.ConfigError, match="direct=True, but io_backend"):
+        Training(make_config(tmp_path, direct=True, io_backend="aiofiles"))
+    assert list(tmp_path.iterdir()) == []

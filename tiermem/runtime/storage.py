@@ -162,7 +162,7 @@ def open_storage(
     waits for this process while it commits.
 
     Raises:
-        ConfigError: direct I/O was insisted on and is refused.
+        ConfigError: direct I/O was insisted on, and is refused or what the backend does not do.
         ResumeError: the commit does not fit its files.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
@@ -175,6 +175,8 @@ def open_storage(
 
 
 def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None, *, alone: bool) -> Storage:
+    if config.direct is True and config.io_backend == "aiofiles":
+        raise ConfigError("direct=True, but io_backend='aiofiles' goes through the page cache; use 'threads'")
     timeline = Timeline(capacity=_TIMELINE_EVENTS)
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
     rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
@@ -221,6 +223,7 @@ def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes
         queue_depth=config.queue_depth,
         max_bytes_in_flight=config.block_nbytes * config.queue_depth,
         stall_seconds=config.stall_timeout,
+        direct=config.direct is not False,
     )
     manifest = beginning.manifest
     if manifest is not None:
