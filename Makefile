@@ -51,7 +51,7 @@ venv: $(READY)lint $(READY)test
 
 # In an environment of its own. What these libraries need themselves is the newest that they allow.
 oldest:
-	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv .venv-oldest
 	@$(PYTHON) tools/oldest.py > .venv-oldest/constraints.txt
 	@echo "installing into .venv-oldest: the oldest that are allowed"
 	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 \
@@ -65,7 +65,8 @@ oldest:
 $(READY)%: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; fi
 	@echo "installing into .venv: torch (a large download, once)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@# Asked for pip: an environment whose making was broken off, or refused (Debian without python3-venv), has none.
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@$(PIP) torch==2.13.0
 	@echo "installing into .venv: tiermem[$*]"
 	@$(PIP) --editable '.[$*]'
