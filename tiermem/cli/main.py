@@ -21,6 +21,7 @@ import swap
 from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
+from tiermem.cli.shortage import shortage_of
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if is_interrupt(error):
             return fail("interrupted", INTERRUPTED)
+        if (shortage := shortage_of(error)) is not None:
+            return fail(shortage, 1)
         # Wrong usage. The class comes from click or from typer's own copy of it, depending on typer's version.
         format_message = getattr(error, "format_message", None)
         if format_message is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tiermem.cli.shortage import shortage_of
 from tiermem.errors import ConfigError, TiermemError
 
 BYTE_VOCABULARY = 256
@@ -95,6 +96,8 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str 
         # Code that comes with a model is not run, and nobody is asked on stdout whether it shall be.
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # every architecture checks its values in its own way
+        if shortage_of(error) is not None:
+            raise
         raise ConfigError(f"{model} is not a Hugging Face model configuration: {reason_of(error)}") from error
     known = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if known is not None and known < vocabulary:
@@ -137,6 +140,8 @@ def empty_model(config: Any) -> Any:
         with torch.device("meta"):
             model = build_model(config)
     except Exception as error:  # whatever a model does with sizes that do not fit together
+        if shortage_of(error) is not None:
+            raise
         raise ConfigError(
             f"no {config.model_type} can be built with this configuration: {reason_of(error)}; correct its sizes"
         ) from error
@@ -148,7 +153,7 @@ def is_models_own(error: Exception) -> bool:
     """Whether a model has raised this, such as for sizes that do not go together, and not what is around it."""
     if not isinstance(error, (LookupError, RuntimeError, TypeError, ValueError)):
         return False
-    if isinstance(error, (torch.OutOfMemoryError, TiermemError)) or _is_the_devices(error):
+    if isinstance(error, TiermemError) or shortage_of(error) is not None or _is_the_devices(error):
         return False
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return names[-1].partition(".")[0] not in ("tiermem", "swap")
