@@ -69,6 +69,25 @@ def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
     assert json.loads(report.to_json())["steps"][0]["loss"] is None
 
 
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ((4.0,), "4.000 at first, 4.000 at last │"),
+        ((4.0, 2.0), "4.000 at first, 3.000 at last (mean of 2 steps)"),
+        ((9.0, 5.0, 4.0, 3.0, 2.0, 1.0), "9.000 at first, 3.000 at last (mean of 5 steps)"),
+    ],
+)
+def test_the_table_says_what_the_loss_at_last_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], said: str
+) -> None:
+    """It is not that of the last step, which is on stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+    one = {"seconds": 1.0, "stall_seconds": 0.0, "bytes_read": 0, "bytes_written": 0, "tokens": 1}
+    report = TrainReport("m", 1, 16, 4096, 1, 2, tuple(StepReport(loss, **one) for loss in losses))
+    main.show_training(report, json=False, with_overlap=False)
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_with_no_step_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     report = TrainReport("m", 1, 16, 4096, 1, 2, ())
     main.show_training(report, json=False, with_overlap=True)

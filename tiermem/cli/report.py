@@ -23,6 +23,7 @@ from tiermem.wear import Wear
 # AdamW with everything in memory, per parameter: fp32 weight, gradient and two moments; or, in mixed precision,
 # 2 bytes of weight, 2 of gradient and 12 of master weight and moments.
 STATE_BYTES_PER_PARAMETER = 16
+_LAST = 5  # steps whose mean is the loss at last
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,13 @@ class TrainReport:
         if self.wear is not None:
             table.add_row("wear of the drives", describe_wear(self.wear))
         first, last = self.loss_span()
-        table.add_row("loss", f"{first:.3f} at first, {last:.3f} at last")
+        averaged = min(_LAST, len(self.steps))
+        mean = f" (mean of {averaged} steps)" if averaged > 1 else ""
+        table.add_row("loss", f"{first:.3f} at first, {last:.3f} at last{mean}")
 
     def loss_span(self) -> tuple[float, float]:
-        """Return the loss of the first step and the mean of the last five, which differ in their batches."""
-        last = [step.loss for step in self.steps[-5:]]
+        """Return the loss of the first step and the mean of the last few, which differ in their batches."""
+        last = [step.loss for step in self.steps[-_LAST:]]
         return self.steps[0].loss, statistics.fmean(last)
 
     def to_sentence(self) -> str:
