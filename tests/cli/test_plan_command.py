@@ -117,6 +117,7 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     for words in ("bottleneck", "Twice as much of", "tokens a second", "The plan of a step", "described"):
         assert words in out
+    assert "-0 %" not in out
 
 
 @pytest.mark.parametrize(

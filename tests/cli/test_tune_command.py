@@ -91,6 +91,16 @@ def test_the_default_stays_unless_something_is_measured_to_be_faster() -> None:
     assert asked[0] == report.config == tiermem.Config(host_memory="6MiB", swap_dirs=["."], update="forward")
 
 
+def test_a_terminal_of_eighty_columns_has_room_for_the_table() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tuned_by(lambda config: 1.0).to_table())
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    for word in ("changed", "look-ahead", "(default)", "tile", "depth", "block", "measured"):
+        assert word in shown
+
+
 def test_a_measurement_overrules_the_simulation(tmp_path: Path) -> None:
     asked: list[tiermem.Config] = []
 

@@ -301,7 +301,7 @@ def _relief(prediction: Prediction) -> Table:
     table.add_column("faster by", justify="right")
     now = simulation.seconds if simulation else 0.0
     for relief in prediction.relief:
-        table.add_row(relief.resource, f"{relief.seconds:.3g}", f"{100 * (1 - relief.seconds / now):.0f} %")
+        table.add_row(relief.resource, f"{relief.seconds:.3g}", f"{round(100 * (1 - relief.seconds / now))} %")
     return table
 
 

@@ -30,6 +30,17 @@ from tiermem.planner.workload import Workload
 WARM_UP = 3
 
 
+# What can be set, and its name in a table that a terminal of 80 columns has room for.
+_COLUMNS = {
+    "update": "update",
+    "look_ahead": "look-ahead",
+    "tile_size": "tile",
+    "queue_depth": "depth",
+    "block_size": "block",
+}
+_KNOBS = {"": "(default)", "tile_nbytes": "tile"} | _COLUMNS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
     """What was tried and what was chosen.
@@ -89,14 +100,17 @@ class TuneReport:
         """Return the curve and the choice for a terminal."""
         times = {id(trial): seconds for trial, seconds in self.measured}
         title = f"{self.model}: seconds of a step"
-        columns = ("changed", "update", "look-ahead", "tile", "depth", "block", "simulated", "measured")
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("changed", *_COLUMNS.values()):
+            table.add_column(name, no_wrap=True)
+        for name in ("simulated", "measured"):
+            table.add_column(name, justify="right", no_wrap=True)
         for trial in sorted(self.tuning.trials, key=lambda trial: trial.seconds):
             settings = changed(trial.settings)
             measured = times.get(id(trial))
             table.add_row(
-                trial.knob or "(default)",
-                *(str(settings[name]) for name in ("update", "look_ahead", "tile_size", "queue_depth", "block_size")),
+                _KNOBS[trial.knob],
+                *(str(settings[name]) for name in _COLUMNS),
                 f"{trial.seconds:.3f}",
                 "" if measured is None else f"{measured:.3f}",
                 style="bold" if trial is self.chosen else None,
