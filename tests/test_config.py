@@ -75,7 +75,7 @@ def test_home_is_expanded_in_paths_only() -> None:
         ("swap_dirs", b"a", "one or more directories"),
         ("swap_dirs", 3, "one or more directories"),
         ("swap_dirs", ["a", "./a"], "each directory once"),
-        ("swap_dirs", ["bad\udcff"], "paths of directories"),
+        ("swap_dirs", ["bad\udcff"], "paths of directories that are UTF-8"),
         ("param_dtype", "float8", "'float32', 'bfloat16', 'float16'"),
         ("param_dtype", torch.int8, "found 'int8'"),
         ("moments", "int4", "'float32', 'int8'"),

@@ -286,8 +286,11 @@ def _directories(name: str, value: object) -> object:
     directories = []
     for item in given:
         directory = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
-        if not isinstance(directory, str) or not directory or "\0" in directory or not _is_text(directory):
+        if not isinstance(directory, str) or not directory or "\0" in directory:
             _refuse(name, "paths of directories", item, "give text or pathlib paths")
+        if not _is_text(directory):
+            advice = "rename it, or set PYTHONUTF8=1 if it is and the locale has another encoding"
+            _refuse(name, "paths of directories that are UTF-8", item, advice)
         directories.append(directory)
     if len({os.path.realpath(os.path.expanduser(directory)) for directory in directories}) < len(directories):
         _refuse(name, "different directories", value, "name each directory once")
