@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 LINT := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary
 READY := .venv/.ready-
 
-.PHONY: help demo test lint bench venv oldest clean
+.PHONY: help demo test lint bench venv oldest clean interpreter
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -60,9 +60,17 @@ oldest:
 		--constraint .venv-oldest/constraints.txt
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_ARGS)
 
+# An environment that is there already is of one interpreter; another that was asked for would silently not be used.
+VERSION := -c 'import sys; print("Python %d.%d" % sys.version_info[:2])'
+interpreter:
+ifeq ($(origin PYTHON),command line)
+	@test ! -e .venv/pyvenv.cfg || { has=`$(BIN)/python $(VERSION)`; asked=`$(PYTHON) $(VERSION)`; \
+		test "$$has" = "$$asked" || { echo "make: .venv is of $$has, $(PYTHON) is not: make clean first" >&2; exit 1; }; }
+endif
+
 # What is needed for a target and no more: the extra of pyproject.toml named in the mark's name.
 # torch first and by exact version: asked for with the rest, the resolver may fetch several builds of it.
-$(READY)%: pyproject.toml constraints.txt
+$(READY)%: pyproject.toml constraints.txt | interpreter
 	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; fi
 	@echo "installing into .venv: torch (a large download, once)"
 	@# Asked for pip: an environment whose making was broken off, or refused (Debian without python3-venv), has none.

@@ -17,6 +17,9 @@ echo "$@" >> asked
 """
 
 
+NEEDS_MAKE = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
 @pytest.mark.parametrize("package", ["tiermem", "swap"])
 def test_a_folder_of_its_name_is_not_taken_for_the_package(tmp_path: Path, package: str) -> None:
     """Such as the checkout, seen from the folder that it lies in."""
@@ -26,7 +29,7 @@ def test_a_folder_of_its_name_is_not_taken_for_the_package(tmp_path: Path, packa
     assert found.stdout.strip() == str(ROOT / package / "__init__.py")
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@NEEDS_MAKE
 def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
     """Debian's Python leaves one where python3-venv is not installed yet."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -40,3 +43,19 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / "made").read_text().split() == ["-m", "venv", ".venv"]
     assert "--editable .[hf]" in (tmp_path / "asked").read_text()
+
+
+@NEEDS_MAKE
+@pytest.mark.parametrize(("of", "code"), [(sys.executable, 0), ("/bin/echo", 2)])
+def test_an_environment_of_another_python_is_not_taken_for_the_one_asked_for(
+    tmp_path: Path, of: str, code: int
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(of)
+    (tmp_path / ".venv" / "pyvenv.cfg").touch()
+    command = ["make", f"PYTHON={sys.executable}", "interpreter"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("make clean first" in done.stderr) is (code != 0)
