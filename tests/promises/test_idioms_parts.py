@@ -490,3 +490,28 @@ def test_weights_are_no_inference_tensors_in_inference_mode(tmp_path: Path) -> N
     check(offloaded(Gated, script, tmp_path, update="step", budget="tight"), plain(Gated, script))
     assert seen
     assert not any(seen)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_offloaded_and_given_back_in_inference_mode_a_model_can_be_trained(deferred, update, tmp_path):
+    def make() -> nn.Module:
+        with tiermem.deferred_init() if deferred else contextlib.nullcontext():
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+    found = []
+    for mode in (contextlib.nullcontext, torch.inference_mode):
+        torch.manual_seed(0)
+        model = make()
+        with mode():
+            runtime = tiermem.offload(model, config_for(tmp_path, "1MiB", update), coalesce=0)
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(torch.randn(3, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with mode():
+            runtime.close(restore_model=True)
+        model(torch.randn(3, WIDTH)).square().mean().backward()
+        found.append([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))

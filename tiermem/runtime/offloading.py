@@ -26,6 +26,7 @@ from tiermem.runtime.company import Company, find_company, leave_directories, ma
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
 from tiermem.runtime.paged_moments import with_moments
+from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.guards import refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.keep import Keep, Keeping
@@ -83,13 +84,14 @@ def offload(
     _check_config(config)
     company = find_company(config, mesh)
     try:
-        company.together("take the model", lambda: _check_kinds(model, weights, init))
-        own = own_directories(config, company)
-        beginning = _find_beginning(own, company, resume)
-        source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
-        blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
-        require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
-        return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
+        with outside_inference():  # what the runtime keeps will be written outside of it
+            company.together("take the model", lambda: _check_kinds(model, weights, init))
+            own = own_directories(config, company)
+            beginning = _find_beginning(own, company, resume)
+            source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
+            blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
+            require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
+            return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
     except BaseException as error:
         _give_up(error, config, company)
         raise

@@ -6,9 +6,10 @@ torch which moved one of them is reported by name, as a TiermemError, at the fir
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -144,6 +145,21 @@ def unwatched(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return carried_out
+
+
+def outside_inference() -> contextlib.AbstractContextManager[object]:
+    """Tensors made in the body are ordinary ones, also within `torch.inference_mode()`, of which the rest stays.
+
+    One that is made in inference mode has no key of autograd: torch has other kernels for it, with other last bits, no
+    graph can save it, and nobody may write into it later.
+    """
+    return _ordinary() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _ordinary() -> Iterator[None]:
+    with torch.inference_mode(mode=False), torch.no_grad():  # the former would turn gradients on
+        yield
 
 
 def viewers(tensor: torch.Tensor) -> int:

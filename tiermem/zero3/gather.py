@@ -11,7 +11,6 @@ a node of the graph is just using it): the lease stays, the unit *lingers*, and 
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tiermem.errors import InvariantError, TiermemError
 from tiermem.interrupts import empty_kept_frames
 from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
-from tiermem.zero3.engine import unwatched, viewers
+from tiermem.zero3.engine import outside_inference, unwatched, viewers
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.layout import Slot, UnitLayout, slot_of, slot_view, typed_views
 from tiermem.zero3.looks import FirstLooks, written_through
@@ -199,8 +198,7 @@ class Gatherer:
         self._placeholders.check(f"unit {state.layout.name}")
         if state.presence is not Presence.GATHERED and not state.between:
             self._check_converted(state)
-        # A tensor made in inference mode has no key of autograd, and torch other kernels for it: other last bits.
-        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        with outside_inference():
             base = state.base if state.base is not None else self._take(state, writable=writable)
             state.between = True
             views = typed_views(base, state.layout.slots)

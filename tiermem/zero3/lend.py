@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.layout import Slot, UnitLayout
 from tiermem.zero3.looks import sum_of_bits, written_through
@@ -75,7 +76,8 @@ def restore(
     """
     for layout in layouts:
         with lend(gatherer, layouts, [layout.unit], needed=needed):
-            copies = [parameters[slot.parameter].data.to("cpu", copy=True) for slot in layout.slots]
+            with outside_inference():
+                copies = [parameters[slot.parameter].data.to("cpu", copy=True) for slot in layout.slots]
         for slot, values in zip(layout.slots, copies, strict=True):
             parameters[slot.parameter].data = values
 
