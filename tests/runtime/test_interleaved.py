@@ -93,6 +93,15 @@ class Frozen(Chain):
         return third(x + y.detach())
 
 
+class Inferred(Chain):
+    """How large the rows are to be is found in inference mode."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            size = float(super().forward(x).square().mean())
+        return super().forward(x / size)
+
+
 FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("FACTOR", default=1.0)
 
 
@@ -136,7 +145,7 @@ class Caught(Chain):
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(
-    "make", [Modes, Dispatched, Cast, Packed, Frozen, Variables, Checkpointed, CheckpointedByNesting, Caught]
+    "make", [Modes, Dispatched, Cast, Packed, Frozen, Inferred, Variables, Checkpointed, CheckpointedByNesting, Caught]
 )
 def test_each_micro_batch_has_its_own_surroundings(make, update, tmp_path):
     beside = Beside(make, tmp_path, update=update)
@@ -144,6 +153,7 @@ def test_each_micro_batch_has_its_own_surroundings(make, update, tmp_path):
         for _ in range(4):
             beside.step(rows(4))
             assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
             assert not torch.is_autocast_enabled("cpu")
             assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

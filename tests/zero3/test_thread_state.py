@@ -38,6 +38,8 @@ def state() -> tuple[Any, ...]:
     product = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
     return (
         torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        product.is_inference(),
         torch._C._is_fwd_grad_enabled(),
         torch.autograd.is_multithreading_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -59,6 +61,7 @@ def also_identity(tensor: torch.Tensor) -> torch.Tensor:
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
     "no forward gradients": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
     "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),

@@ -1,7 +1,7 @@
 """What torch keeps for each thread, put aside while another computation has the thread.
 
-Owns the list of it: grad mode and its like, autocast, saved-tensor hooks, function and dispatch modes. Does not know
-who has the thread when. Guarantees that nothing the one leaves behind reaches the other.
+Owns the list of it: grad mode and its like, inference mode, autocast, saved-tensor hooks, function and dispatch modes.
+Does not know who has the thread when. Guarantees that nothing the one leaves behind reaches the other.
 
 Not in the list: the current device and stream, profilers' ranges, functorch's transforms.
 """
@@ -26,6 +26,9 @@ def put_thread_aside() -> Callable[[], None]:
     stacks = [(push, _emptied(length, pop)) for length, pop, push in _stacks()]
     switches = _switches()
     before = [(switch, ask()) for switch, ask, _ in switches]
+    # Its end makes it as it was now, with all dispatch keys; so it comes behind the stacks, and before the rest.
+    inference = torch.inference_mode(mode=False)
+    inference.__enter__()
     nesting = _set_nesting(0)
     for switch, _, new in switches:
         switch(new)
@@ -33,6 +36,7 @@ def put_thread_aside() -> Callable[[], None]:
     def put_back() -> None:
         for length, pop, _ in _stacks():
             _emptied(length, pop)
+        inference.__exit__(None, None, None)
         _set_nesting(nesting)
         for switch, value in before:
             switch(value)
