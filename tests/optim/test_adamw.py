@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
@@ -446,6 +447,41 @@ def test_an_error_of_an_update_surfaces(schedule: str) -> None:
     with pytest.raises(OSError, match="bad block"):
         ours.step()
     harness.close()
+
+
+def taken_out(ours: AdamW) -> None:
+    ours.param_groups[0]["params"].pop()
+
+
+def put_in(ours: AdamW) -> None:
+    ours.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3)))
+
+
+def held_twice(ours: AdamW) -> None:
+    ours.param_groups.append(dict(ours.param_groups[0]))
+
+
+@pytest.mark.parametrize("change", [taken_out, put_in, held_twice])
+def test_parameters_put_into_groups_or_taken_out_by_hand_are_an_error(harness: Harness, change: Callable) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    harness.backward(0)
+    change(ours)
+    with pytest.raises(ConfigError, match="by hand"):
+        ours.step()
+    harness.check_same()  # nothing was updated
+
+
+def test_a_state_that_is_emptied_by_hand_is_an_error_that_says_how_to_begin_anew(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    harness.backward(0)
+    ours.step()
+    for forget in (ours.state.clear, ours.state.popitem, lambda: ours.state.pop(harness.faces[0], None)):
+        with pytest.raises(TiermemError, match="full_state_dict"):
+            forget()
+    harness.backward(1)
+    ours.state = defaultdict(dict)
+    with pytest.raises(TiermemError, match="full_state_dict"):
+        ours.step()
 
 
 def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:

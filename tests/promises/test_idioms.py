@@ -65,6 +65,44 @@ def groups_change(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
+def groups_replaced(trainee: Trainee) -> None:
+    """As callbacks do that rebuild groups: other dictionaries, and parameters that go from one to another."""
+    parameters = list(trainee.model.parameters())
+    optimizer = trainee.adamw([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-3}], lr=1e-2)
+    for step in range(6):
+        backward(trainee, trainee.model(tokens()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        groups = optimizer.param_groups
+        if step == 0:
+            groups[0] = {**groups[0], "lr": 0.1}
+        if step == 1:
+            optimizer.param_groups = [{**group, "lr": 1e-3, "weight_decay": 0.5} for group in groups]
+        if step == 2:
+            groups[1]["params"].append(groups[0]["params"].pop())
+            groups[0]["lr"] = 0.0
+        if step == 3:
+            groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
+        if step == 4:
+            optimizer.param_groups = [{**groups[1], "params": parameters}]
+
+
+def moments_forgotten(trainee: Trainee) -> None:
+    optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+    for step in range(4):
+        backward(trainee, trainee.model(tokens()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and isinstance(optimizer, tiermem.AdamW):
+            state = optimizer.full_state_dict()
+            for entry in state["state"].values():
+                for tensor in entry.values():
+                    tensor.zero_()
+            optimizer.load_state_dict(state)
+        elif step == 1:
+            optimizer.state.clear()
+
+
 def two_optimizers(trainee: Trainee) -> None:
     parts = trainee.model.layers[:1], nn.ModuleList([*trainee.model.layers[1:], trainee.model.head])
     optimizers = [trainee.adamw(part.parameters(), lr=lr) for part, lr in zip(parts, (1e-2, 1e-3), strict=True)]
@@ -268,6 +306,8 @@ def compiled_step(trainee: Trainee) -> None:
 
 SCRIPTS: dict[str, Script] = {
     "groups change": groups_change,
+    "groups replaced": groups_replaced,
+    "moments forgotten": moments_forgotten,
     "two optimizers": two_optimizers,
     "other numbers of batches": other_numbers_of_batches,
     "clipped across groups": clipped_across_groups,

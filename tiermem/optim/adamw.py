@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError, CopyError, TiermemError
+from tiermem.optim.byhand import Membership, NoState, moments_elsewhere
 from tiermem.optim.hyperparameters import (
     SETTINGS,
     UNSUPPORTED,
@@ -70,13 +71,14 @@ class AdamW(torch.optim.Optimizer):
         self._in_a_row = 0  # of the latest steps, how many were skipped
         self._service: UpdateService | None = None
         self._index_of: dict[torch.Tensor, int] = {}
-        self._group_of: dict[int, dict[str, Any]] = {}
+        self._members = Membership()
         self._steps: dict[int, int] = {}
         self._groups = GroupReader()
         self._last = StepResult(None, skipped=False)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
         super().__init__(params, defaults)
+        self.state = NoState()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -100,9 +102,8 @@ class AdamW(torch.optim.Optimizer):
         if service is None:  # a group without parameters came first, as scripts that sort them by name may have it
             return
         self._service = service
-        for parameter, index in zip(group["params"], indices, strict=True):
-            self._index_of[parameter] = index
-            self._group_of[index] = group
+        self._index_of.update(zip(group["params"], indices, strict=True))
+        self._members.add(group, indices)
         self._steps.update(service.attach_optimizer(self, indices) or {})
 
     # torch.amp.GradScaler looks for these: it then leaves unscaling and skipping to `step`.
@@ -127,6 +128,9 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_plain_gradients()
+        if not isinstance(self.state, NoState):
+            raise moments_elsewhere()
+        self._members.follow(self.param_groups, self._index_of, closely=True)
         for group in self.param_groups:  # all of them, before the first update is queued
             self._groups.read(group)
         if grad_scaler is None:
@@ -196,12 +200,13 @@ class AdamW(torch.optim.Optimizer):
     def settings(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
         """For the runtime: settings of these parameters for their next update; counts nothing.
 
-        Raises ConfigError for what has been written into `param_groups` that is not a number.
+        Raises ConfigError for what has been written into `param_groups` that is not a number or no parameter of ours.
         """
         settings: dict[int, Settings] = {}
         read: dict[int, Numbers] = {}
+        self._members.follow(self.param_groups, self._index_of, closely=False)
         for index in parameters:
-            group = self._group_of[index]
+            group = self._members.group_of(index)
             found = read.get(id(group))
             if found is None:
                 found = read[id(group)] = self._groups.read(group)
@@ -274,11 +279,8 @@ class AdamW(torch.optim.Optimizer):
         store()
         # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
         self._steps.update({self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()})
-        self.state.clear()
-        # The base class has replaced the groups by new dictionaries.
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._group_of[self._index_of[parameter]] = group
+        self.state = NoState()
+        self._members.note(self.param_groups, self._index_of)  # the base class has replaced them by new dictionaries
 
     def _prepare_moments(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check the moments in a state, and return what stores them. Torch sees to the numbers of parameters."""
