@@ -21,7 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 
-from swap.requests import Block, Operation, Part, Priority, Request
+from swap.requests import Block, Operation, Part, Priority
 from swap.settings import DeviceStatistics
 
 _SHARE = 0.25  # of the depth, kept for the operation behind
@@ -93,7 +93,7 @@ class DeviceQueue:
         if not self.in_flight and not self.queued:
             self.progressed = now
         part.sequence = next(sequences)
-        self._lane(part.request)[part.sequence] = part
+        self._lane(part)[part.sequence] = part
 
     def take(self, now: float) -> Block | None:
         """Give out the next block, or None if nothing is queued or the device has enough."""
@@ -107,7 +107,7 @@ class DeviceQueue:
         block = Block(part, part.issued, nbytes, now)
         part.issued += nbytes
         if part.issued == part.nbytes:
-            del self._lane(part.request)[part.sequence]
+            del self._lane(part)[part.sequence]
         if not self.in_flight:
             self.counters.seconds_busy -= now  # completed in `finish`
         self.in_flight.add(block)
@@ -141,19 +141,19 @@ class DeviceQueue:
 
     def drop(self, part: Part) -> int:
         """Take what is queued of a part out again; return the number of blocks that will never be issued."""
-        if self._lane(part.request).pop(part.sequence, None) is None:
+        if self._lane(part).pop(part.sequence, None) is None:
             return 0
         unissued = part.nbytes - part.issued
         return -(-unissued // self._block_size)
 
     def move(self, part: Part, priority: Priority) -> None:
         """Put what is queued of a part into the lane of another priority, behind what is there."""
-        if self._lane(part.request).pop(part.sequence, None) is not None:
+        if self._lane(part).pop(part.sequence, None) is not None:
             self._lanes[part.request.operation][priority][part.sequence] = part
 
     def holds(self, part: Part) -> bool:
         """Whether some of a part is queued here."""
-        return part.sequence in self._lane(part.request)
+        return part.sequence in self._lane(part)
 
     def parts(self) -> list[Part]:
         """Everything queued."""
@@ -173,8 +173,10 @@ class DeviceQueue:
             high_water_bytes_in_flight=counters.high_water_bytes_in_flight,
         )
 
-    def _lane(self, request: Request) -> OrderedDict[int, Part]:
-        return self._lanes[request.operation][request.priority]
+    def _lane(self, part: Part) -> OrderedDict[int, Part]:
+        """What a part is queued among, if it is; one whose request is done is nowhere."""
+        lane = part.lane
+        return OrderedDict() if lane is None else self._lanes[lane[0]][lane[1]]
 
     def _head(self, operation: Operation) -> Part | None:
         for lane in self._lanes[operation]:

@@ -247,10 +247,10 @@ class Engine:
 
     def finish(self, queue: DeviceQueue, block: Block, error: SwapError | None) -> None:
         """Report a block; completes its request, and calls its `on_done`, if it was the last one."""
-        request = block.part.request
         with self._lock:
             if block not in queue.in_flight:  # abandoned by `close`
                 return
+            request = block.part.request
             block.view.release()  # explicitly: a traceback may keep the block alive
             queue.finish(block, time.monotonic(), failed=error is not None)
             request.pending -= 1

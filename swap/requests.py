@@ -59,10 +59,10 @@ Span = tuple[BlockFile, int, int]
 class Part:
     """The stretch of a request that lies in one file: what is queued. `issued` bytes of it were given to the device."""
 
-    __slots__ = ("file", "issued", "nbytes", "offset", "request", "sequence", "view")
+    __slots__ = ("_request", "file", "issued", "nbytes", "offset", "sequence", "view")
 
     def __init__(self, file: BlockFile, offset: int, view: memoryview) -> None:
-        self.request: Request
+        self._request: Request | None = None
         self.file = file
         self.offset = offset
         self.nbytes = view.nbytes
@@ -70,11 +70,32 @@ class Part:
         self.issued = 0
         self.sequence = 0
 
+    @property
+    def request(self) -> Request:
+        """The one this is a part of, until that is done. Raises RuntimeError behind it."""
+        if self._request is None:
+            raise RuntimeError(f"what was asked for a part of, {self}, is done")
+        return self._request
+
+    @request.setter
+    def request(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def lane(self) -> tuple[Operation, Priority] | None:
+        """Which way it goes, and how urgently; None once its request is done."""
+        request = self._request
+        return None if request is None else (request.operation, request.priority)
+
     def release(self) -> None:
-        """Let go of the buffer, even if a traceback somewhere keeps this object alive."""
+        """Let go of the buffer, even if a traceback somewhere keeps this object alive, and of the request.
+
+        They know each other, and would wait for the cycle collector, which programs switch off.
+        """
         if self.view is not None:
             self.view.release()
             self.view = None
+        self._request = None
 
     def __str__(self) -> str:
         return f"{self.nbytes} bytes at offset {self.offset} in {self.file.path!r}"
@@ -83,12 +104,13 @@ class Part:
 class Block:
     """One submission to the device: `view` is to be filled from, or written to, byte `offset` of `file`."""
 
-    __slots__ = ("nbytes", "offset", "part", "started", "view")
+    __slots__ = ("nbytes", "offset", "operation", "part", "started", "view")
 
     def __init__(self, part: Part, start: int, nbytes: int, started: float) -> None:
         if part.view is None:
             raise RuntimeError(f"a block of {part} was asked for after the request had let go of its buffer")
         self.part = part
+        self.operation = part.request.operation  # which `close` may have given up by the time the transfer ends
         self.offset = part.offset + start
         self.nbytes = nbytes
         self.view = part.view[start : start + nbytes]
@@ -98,11 +120,6 @@ class Block:
     def file(self) -> BlockFile:
         """The file this block lies in."""
         return self.part.file
-
-    @property
-    def operation(self) -> Operation:
-        """The direction of the transfer."""
-        return self.part.request.operation
 
 
 def part_of(spans: Sequence[Span], begin: int, end: int) -> list[Span]:

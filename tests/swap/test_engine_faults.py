@@ -269,6 +269,27 @@ def test_the_buffer_is_held_until_done_and_no_longer(file: SwapFile) -> None:
     engine.close()
 
 
+def test_a_request_that_is_done_leaves_nothing_to_the_cycle_collector(engine: Engine, file: SwapFile) -> None:
+    """Programs switch it off, so as not to be stopped by it."""
+    buffer = filled()
+    gc.collect()
+    gc.disable()
+    try:
+        for start in (engine.start_write, engine.start_read):
+            request = start(file, 4096, buffer.view, checksum=True, priority=Priority.WRITE_BACK)
+            request.wait()
+            request.promote(Priority.DEMAND)  # too late, and harmless
+            assert str(file.path) in str(request)
+            del request
+        deadline = time.monotonic() + 30
+        while any(isinstance(found, swap.Request) for found in gc.get_objects()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # the worker drops its last block just after completing it
+    finally:
+        gc.enable()
+    buffer.close()
+
+
 @pytest.mark.parametrize("code", [0, errno.EIO])
 def test_workers_let_go_of_the_buffer(engine: Engine, file: SwapFile, system: FaultySystemCalls, code: int) -> None:
     class Watched(AlignedBuffer):
