@@ -307,7 +307,8 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(
                 f"a parameter of shape {tuple(found.shape)} has a .grad, which would be ignored: gradients of "
                 "an offloaded model are pages. Either it was frozen when it was offloaded (set requires_grad "
-                "before tiermem.offload), or .grad was assigned (change gradients with parameter.register_hook)"
+                "before tiermem.offload), or .grad was assigned (change gradients with parameter.register_hook), or "
+                "was there before tiermem.offload and got nothing since (call zero_grad() first)"
             )
 
     def _parameters(self) -> list[torch.Tensor]:
