@@ -54,8 +54,8 @@ def offload(
             its parameters stay truthful (floating-point ones become `config.param_dtype`, kept ones `keep_dtype`);
             their values are there while a module that reads them runs.
         config: budgets, swap directories and how to update.
-        units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's own
-            hint (Hugging Face's `_no_split_modules`), else the children of ModuleLists; what is left becomes units.
+        units: what is gathered together: modules, class names, or a predicate on modules. Default: the model's hint
+            (Hugging Face's `_no_split_modules`), else children of ModuleLists; what is left becomes units.
         coalesce: bytes up to which small units in a row become one, but for those `units` asks for; 0: none do. "auto":
             1 MiB, or a 128th of the smallest budget; in a resume as in the commit. See zero3/coalesce.py.
         keep: parameters that stay in host memory, within its budget: a function of (name, parameter), a size
