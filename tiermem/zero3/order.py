@@ -150,7 +150,7 @@ class OrderRecorder:
         self._batches[unit] += 1
         coming = Access(unit, Phase.GRADIENT)
         held = next((access for access in reversed(self._accesses) if access.unit not in self._apart), None)
-        if unit in self._apart or held != coming:
+        if held != coming:
             self.access(unit, Phase.GRADIENT)
         else:
             self._together = True

@@ -1,0 +1,140 @@
+"""The order of a step: what it expects next, and what of the past it forgets."""
+
+from __future__ import annotations
+
+from tiermem.pager.page import Kind, PageKey
+from tiermem.zero3.order import Access, OrderRecorder, Phase
+
+FORWARD, BACKWARD, GRADIENT = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENT
+STEP = ((0, FORWARD), (1, FORWARD), (1, BACKWARD), (1, GRADIENT), (2, GRADIENT), (0, BACKWARD), (0, GRADIENT))
+
+
+def after(*done: tuple[int, Phase], apart: tuple[int, ...] = ()) -> OrderRecorder:
+    """A second step that has done so much of what the first one did."""
+    order = OrderRecorder(apart)
+    for unit, phase in STEP:
+        order.access(unit, phase)
+    order.finish()
+    for unit, phase in done:
+        order.access(unit, phase)
+    return order
+
+
+def accesses(order: OrderRecorder) -> list[tuple[int, Phase]]:
+    return [(access.unit, access.phase) for access in order.finish().accesses]
+
+
+def evaluate(order: OrderRecorder, *units: int) -> None:
+    for unit in units:
+        order.access(unit, FORWARD, gradless=True)
+
+
+def test_the_next_unit_is_that_of_the_next_access_that_gathers():
+    assert [after(*STEP[:done]).upcoming() for done in range(8)] == [0, 1, 1, 0, 0, 0, None, None]
+
+
+def test_the_next_gradients_are_announced_where_nothing_is_gathered_before():
+    found = [after(*STEP[:done]).upcoming_gradients() for done in range(8)]
+    assert found == [None, None, None, 1, 2, None, 0, None]
+    found = [after(*STEP[:done], apart=(2,)).upcoming_gradients() for done in range(8)]
+    assert found == [None, None, None, 1, None, None, 0, None]
+    found = [after(*STEP[:done], apart=(0, 1)).upcoming_gradients() for done in range(8)]
+    assert found == [2, 2, 2, 2, 2, None, None, None]
+
+
+def test_nothing_is_expected_behind_a_surprise_until_the_next_step():
+    for wrong in ((1, BACKWARD), (0, FORWARD)):
+        order = after(STEP[0], wrong, STEP[2])
+        assert order.upcoming() is None
+        assert order.upcoming_gradients() is None
+        order.finish()
+        assert order.upcoming() == 0
+
+
+def test_an_evaluation_may_use_other_units_in_every_batch():
+    order = after(*STEP[:2])
+    evaluate(order, 0, 1, 0, 3, 1)
+    assert order.upcoming() is None, "as long as it goes on, nobody knows"
+    for unit, phase in STEP[2:]:
+        order.access(unit, phase)
+    assert accesses(order) == list(STEP)
+
+
+def test_behind_an_evaluation_units_used_without_gradients_belong_to_the_step_again():
+    order = OrderRecorder()
+    evaluate(order, 0, 0)
+    order.access(1, FORWARD)
+    evaluate(order, 0)
+    assert accesses(order) == [(1, FORWARD), (0, FORWARD)]
+    evaluate(order, 0, 0)  # the step ends behind it
+    order.finish()
+    evaluate(order, 0)
+    assert accesses(order) == [(0, FORWARD)]
+
+
+def test_what_an_evaluation_keeps_for_backward_ends_it():
+    order = OrderRecorder()
+    evaluate(order, 0)
+    order.touch(PageKey(0, Kind.ACTIVATION))
+    evaluate(order, 0)
+    assert accesses(order) == [(0, FORWARD)] * 2
+
+
+def test_a_step_that_begins_again_expects_what_the_last_one_began_with():
+    order = after(*STEP)
+    assert order.upcoming() is None
+    order.begin_again()
+    assert order.upcoming() == 0
+    for unit, phase in STEP:
+        order.access(unit, phase)
+    assert accesses(order) == list(STEP)
+
+
+def test_a_step_that_begins_again_is_no_evaluation():
+    order = OrderRecorder()
+    evaluate(order, 0, 0)
+    order.begin_again()
+    evaluate(order, 0)
+    assert accesses(order) == [(0, FORWARD)]
+
+
+def test_activations_of_what_was_dropped_are_forgotten():
+    order = after(STEP[0], STEP[2])
+    order.touch(PageKey(0, Kind.ACTIVATION))
+    order.begin_again()
+    assert order.finish().touches == ()
+    order.touch(PageKey(0, Kind.ACTIVATION))
+    assert order.finish().touches == ((0, PageKey(0, Kind.ACTIVATION)),)
+    assert order.finish().touches == ()
+
+
+def test_gradients_have_arrived_where_there_are_as_many_as_before_and_one_at_least():
+    order = OrderRecorder()
+    order.contribution(7)
+    order.finish()
+    assert not order.all_arrived((8,)), "it has none"
+    assert not order.all_arrived((7, 8))
+    order.contribution(7)
+    assert order.all_arrived((7, 8))
+    order.contribution(7)
+    assert not order.all_arrived((7, 8)), "this step brings more, and nobody knows how many"
+
+
+def test_a_step_without_gradients_says_nothing_of_the_next():
+    order = OrderRecorder()
+    order.contribution(7)
+    order.finish()
+    assert order.finish().contributions == {7: 1}
+    order.contribution(7)
+    assert order.all_arrived((7,))
+
+
+def test_whether_batches_went_together_is_of_one_step():
+    order = OrderRecorder()
+    for expected in (True, False):
+        for _ in range(1 + expected):
+            order.gradient(0, 7)
+            order.contribution(7)
+        step = order.finish()
+        assert step.together == expected
+        assert step.accesses == (Access(0, GRADIENT),)
