@@ -82,8 +82,24 @@ def test_what_a_bucket_sends_is_what_the_rank_owns(layout):
             at += length
             expected = shard.begin + tile * layout.tile_numel + torch.arange(length)
             assert bool(((sent == -1) | (sent == expected)).all())
-    assert at == bucket.numel()
+    assert at == bucket.numel() == shards[0].bucket_nbytes // layout.dtype.itemsize
     assert int((bucket >= 0).sum()) == sum(slot.numel for slot in layout.trainable)
+
+
+@given(layout=layouts(), whole=st.booleans())
+def test_pages_hold_what_they_have_to_and_exchanges_are_the_same_everywhere(layout, whole):
+    shards = [Shard(layout, rank, whole) for rank in range(layout.ranks)]
+    assert len({(each.nbytes, each.exchanges, each.bucket_nbytes, each.received_nbytes) for each in shards}) == 1
+    for shard in shards:
+        assert shard.nbytes > 0, "a page of nothing is none"
+        assert all(piece.length for piece in shard.held())
+        lengths = [shard.tile_length(tile) for tile in range(shard.tiles)]
+        assert sum(lengths) == shard.trainable_numel
+        assert all(0 < length <= layout.tile_numel for length in lengths)
+        gathered = [key for key, _ in shard.transit_pages() if key == shard.gathered_key]
+        assert len(gathered) == (layout.ranks > 1 and not whole), "the page is the unit where it holds all of it"
+        assert all(nbytes > 0 for _, nbytes in shard.transit_pages())
+    assert layout.ranks > 1 or not shards[0].transit_pages()
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 63, 64, 65, 2048, 5000])

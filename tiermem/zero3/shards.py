@@ -114,8 +114,6 @@ class Shard:
     @property
     def received_nbytes(self) -> int:
         """Bytes that arrive in the largest exchange, and beside them what is added up over copies."""
-        if not self.exchanges:
-            return 0
         return arriving_nbytes(self.exchange_length(0), self.layout.dtype.itemsize, self.layout.ranks, self.copies)
 
     @property
