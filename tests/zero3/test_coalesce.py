@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -34,6 +34,7 @@ PARTS = st.lists(
 
 @settings(max_examples=200)
 @given(PARTS, st.integers(0, 4000))
+@example([([1], trained, False, False) for trained in (True, False, False, True)], 4000)
 def test_groups_are_rows_of_one_kind_within_the_size(drawn, most):
     parts = [part(str(n), numels, trained=trained, kept=kept) for n, (numels, trained, kept, _) in enumerate(drawn)]
     asked = {id(each.root) for each, (*_, wish) in zip(parts, drawn, strict=True) if wish}
@@ -52,6 +53,13 @@ def test_groups_are_rows_of_one_kind_within_the_size(drawn, most):
         kinds = {member.parameter.requires_grad for each in both for member in each.members}
         nbytes = sum(2 * member.parameter.numel() for each in both for member in each.members)
         assert not free or len(kinds) > 1 or nbytes > most
+
+
+def test_parts_that_are_trained_and_frozen_stay_apart():
+    parts = [part(name, [4, 4], trained=True) for name in "abc"]
+    for each in parts[:2]:
+        each.members[1].parameter.requires_grad_(False)
+    assert [[each.name for each in group] for group in coalesced(parts, MIB, None, asked=())] == [["a"], ["b"], ["c"]]
 
 
 def test_parts_of_one_root_stay_apart():
