@@ -144,7 +144,9 @@ class Conductor:
         self._serve = serve
 
     def start(self, operation: Operation[T]) -> Future[T]:
-        """Queue an operation; the future has its result or its error."""
+        """Queue an operation; the future has its result or its error. Raises TiermemError after `close`."""
+        if self._closed and self._broken is not None:
+            raise self._broken
         return self._issuer.submit(self._carry_out, operation)
 
     def run(self, operation: Operation[T]) -> T:
