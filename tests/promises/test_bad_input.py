@@ -795,6 +795,9 @@ def test_values_assigned_while_lent_for_writing_count(tmp_path):
         message = r"0\.bias was given values of shape \(3,\) and torch.float32 .*expected \(8,\)"
         with pytest.raises(tiermem.TiermemError, match=message), runtime.gathered(model[0], write=True):
             model[0].bias.data = torch.ones(3)
+        message = r"0\.bias was given values of .*torch.float64 .*expected .*torch.float32"
+        with pytest.raises(tiermem.TiermemError, match=message), runtime.gathered(model[0], write=True):
+            model[0].bias.data = torch.ones(8, dtype=torch.float64)
         assert runtime.parameter(model[0].bias).shape == (8,)
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from tiermem.interrupts import empty_all_frames
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.layout import Slot, UnitLayout
@@ -43,8 +44,13 @@ def lend(
             gatherer.count_leaks()
 
     def look(unit: int, before: torch.Tensor, written: Written) -> None:
-        gatherer.take_in(unit)
-        _report(layouts[unit], gatherer.gather(unit), before, written)
+        try:
+            gatherer.take_in(unit)
+            _report(layouts[unit], gatherer.gather(unit), before, written)
+        except BaseException as error:
+            # Its frames have views of the unit, and ExitStack makes a circle of it: they would be kept.
+            empty_all_frames(error)
+            raise
 
     gatherer.recheck()  # what lingers because a view of it was kept, which may be gone by now
     with ExitStack() as last:  # every unit is let go of, whatever happens to the others
