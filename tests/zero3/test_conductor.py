@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.grid import one_copy
 
-WAIT = 30
+WAIT = 20
 
 
 class Line:
@@ -243,12 +244,19 @@ def test_who_leaves_together_says_so_and_who_leaves_alone_says_why():
     ranks = [Rank(line, number) for number in range(2)]
     ranks[0].conductor.close(ValueError("had enough"))
     assert line.left == {0: "closed its runtime because of ValueError: had enough"}
+    assert not ranks[1].conductor.ended_well(ranks[1].conductor.start(ranks[1].operation(Act.SETTLE)))
     with pytest.raises(TiermemError, match="had enough"):
         ranks[1].do(Act.SETTLE)
     for rank in ranks:
         rank.conductor.close()
         assert rank.conductor.is_closed
     assert list(line.left) == [0, 1]
+
+    line = Line(2)
+    rank = Rank(line, 1)
+    with pytest.raises(KeyError), contextlib.closing(rank.conductor):
+        raise KeyError("batch")
+    assert line.left == {1: "closed its runtime because of KeyError: 'batch'"}
 
 
 def test_after_closing_everything_says_so_and_closing_again_does_nothing():
@@ -266,9 +274,8 @@ def test_waiting_for_others_is_counted_as_a_stall():
     late = threading.Event()
 
     def early(rank: Rank) -> None:
-        future = rank.conductor.start(rank.operation(Act.SETTLE))
         threading.Timer(0.05, late.set).start()
-        assert rank.conductor.ended_well(future)
+        rank.do(Act.SETTLE)
 
     ranks = together(early, lambda rank: late.wait(WAIT) and rank.do(Act.SETTLE))
     assert [rank.error for rank in ranks] == [None, None]
