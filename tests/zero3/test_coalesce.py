@@ -122,6 +122,21 @@ def test_the_size_is_counted_in_the_dtype_of_pages():
     assert len(find_units(model, small=bfloat16).units) > 1
 
 
+def test_numbers_that_are_not_floating_keep_their_size():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_(False)
+    model[1].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    nbytes = 16 * 2 + 16
+    assert len(find_units(model, small=nbytes, dtype=torch.bfloat16).units) == 1
+    assert len(find_units(model, small=nbytes - 1, dtype=torch.bfloat16).units) == 2
+
+
+def test_small_layers_are_coalesced_unless_the_user_asks_for_them():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    assert [unit.name for unit in find_units(model, small=MIB).units] == ["layers.0, layers.1, layers.2"]
+    assert len(find_units(model, "Linear", small=MIB).units) == 3
+
+
 def test_what_the_user_asks_for_stays():
     model = convolutions()
     assert [unit.name for unit in find_units(model, [model[1]], small=MIB).units] == ["0", "1", "3, 4"]

@@ -62,7 +62,7 @@ def test_wishes():
         "head",
     ]
     assert names(model, [model]) == ["Tied"]
-    for wrong in (["Missing"], [nn.ReLU()], lambda module: False):
+    for wrong in (["Missing"], ["Sequential", "Missing"], [nn.ReLU()], [model.norm, nn.ReLU()], lambda module: False):
         with pytest.raises(ConfigError):
             find_units(model, wrong)
 
@@ -79,6 +79,37 @@ def test_wishes_in_every_form():
 def test_what_is_no_wish_is_refused(wanted):
     with pytest.raises(ConfigError, match="expects modules, classes or their names, or a predicate, found"):
         find_units(Tied(), wanted)
+
+
+def test_a_unit_inside_another_is_gathered_for_its_own_calls():
+    model = Tied()
+    divided = find_units(model, [model, model.layers[1]])
+    assert [unit.name for unit in divided.units] == ["Tied", "layers.1"]
+    assert [borrowed(divided, number) for number in range(2)] == [(), ()]
+
+
+def test_hints_are_of_the_outermost_modules():
+    model = Tied()
+    model._no_split_modules = ["Sequential", "Linear"]
+    assert names(model) == ["embed", "layers.0", "layers.1", "norm", "head"]
+
+
+class Called(nn.ModuleList):
+    def forward(self, x):
+        return x
+
+
+def test_a_list_that_is_called_is_a_module_like_others():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Called([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ReLU()])
+    assert names(model) == ["blocks.0"]
+    assert names(nn.Sequential(Called([nn.Linear(2, 2), nn.Linear(2, 2)]))) == ["0.0", "0.1"]
+
+
+def test_composites_of_torch_inside_a_unit_belong_to_it():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4)) for _ in range(2))
+    assert names(model) == ["layers.0", "layers.1"]
 
 
 def test_composites_of_torch_are_atomic():
@@ -105,6 +136,12 @@ def test_hook_points_cover_every_module_that_owns_parameters():
     assert points[id(model.head)] == (0, 4)
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ParameterList(nn.ParameterList([torch.ones(2)]) for _ in range(2))
+
+
 def test_parameters_registered_in_lists():
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -112,6 +149,15 @@ def test_parameters_registered_in_lists():
             self.items = nn.ParameterList([torch.ones(2), torch.ones(3)])
 
     assert names(Holder()) == ["items"]
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), Nested()) for _ in range(2))
+    model.apart = Nested()
+    divided = find_units(model)
+    points = {id(point.module): point.units for point in divided.points}
+    for layer, units in zip(model.layers, [(0,), (1,)], strict=True):
+        assert points[id(layer[1])] == units, "called by itself it reads what its lists hold"
+    assert {divided.units[unit].name for unit in points[id(model.apart)]} == {"apart.items.0", "apart.items.1"}
 
 
 def test_a_frozen_part_that_is_larger_than_what_is_trained_is_a_unit_of_its_own():
@@ -136,3 +182,11 @@ def test_a_frozen_part_that_is_larger_than_what_is_trained_is_a_unit_of_its_own(
     assert points[id(model.layers[0][2])] == (2, 1)
     model.requires_grad_(False)
     assert names(model) == names(Tied())
+
+
+def test_what_is_frozen_is_measured_in_bytes():
+    model = nn.Linear(4, 4)  # 16 elements, of 4 bytes, and 4
+    model.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    assert names(model) == ["Linear"]
+    model.weight = nn.Parameter(torch.ones(4, 5, dtype=torch.int8), requires_grad=False)
+    assert names(model) == ["Linear", "Linear (frozen)"]
