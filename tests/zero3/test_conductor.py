@@ -195,14 +195,14 @@ def test_gradients_that_some_have_are_added_up_by_all():
     def some(rank: Rank) -> None:
         rank.do(Act.REDUCE, 1, bucket="mine")
         rank.do(Act.REDUCE, 0, bucket="more")
-        rank.do(Act.SETTLE)
+        rank.do(Act.STEP, alike="lr=1")
 
     def none(rank: Rank) -> None:
-        rank.do(Act.SETTLE)
+        rank.do(Act.STEP, alike="lr=1")
 
     def one(rank: Rank) -> None:
         rank.do(Act.REDUCE, 0, bucket="its own")
-        rank.do(Act.SETTLE)
+        rank.do(Act.STEP, alike="lr=1")
 
     ranks = together(some, none, one)
     assert [rank.error for rank in ranks] == [None] * 3
@@ -211,9 +211,9 @@ def test_gradients_that_some_have_are_added_up_by_all():
     assert ranks[1].served == [(0, None, first), (1, None, second), (0, None, second)]
     assert ranks[2].served == [(0, "its own", first), (1, None, second), (0, None, second)]
     assert [rank.done for rank in ranks] == [
-        [(Act.REDUCE, 1), (Act.REDUCE, 0), (Act.SETTLE, -1)],
-        [(Act.SETTLE, -1)],
-        [(Act.REDUCE, 0), (Act.SETTLE, -1)],
+        [(Act.REDUCE, 1), (Act.REDUCE, 0), (Act.STEP, -1)],
+        [(Act.STEP, -1)],
+        [(Act.REDUCE, 0), (Act.STEP, -1)],
     ]
     assert {rank.conductor.announced for rank in ranks} == {3}
 
