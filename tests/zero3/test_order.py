@@ -54,10 +54,20 @@ def test_nothing_is_expected_behind_a_surprise_until_the_next_step():
 def test_an_evaluation_may_use_other_units_in_every_batch():
     order = after(*STEP[:2])
     evaluate(order, 0, 1, 0, 3, 1)
-    assert order.upcoming() is None, "as long as it goes on, nobody knows"
+    assert order.upcoming() is None
     for unit, phase in STEP[2:]:
         order.access(unit, phase)
     assert accesses(order) == list(STEP)
+
+
+def test_nothing_is_expected_as_long_as_an_evaluation_goes_on():
+    order = after()
+    evaluate(order, 0, 1)
+    assert order.upcoming() == 1, "so the step begins, too"
+    evaluate(order, 0)
+    assert order.upcoming() is None
+    order.access(0, FORWARD)
+    assert order.upcoming() == 1
 
 
 def test_behind_an_evaluation_units_used_without_gradients_belong_to_the_step_again():
@@ -81,7 +91,7 @@ def test_what_an_evaluation_keeps_for_backward_ends_it():
 
 
 def test_a_step_that_begins_again_expects_what_the_last_one_began_with():
-    order = after(*STEP)
+    order = after(*STEP[:2], (0, BACKWARD))
     assert order.upcoming() is None
     order.begin_again()
     assert order.upcoming() == 0
