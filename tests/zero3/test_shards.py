@@ -102,10 +102,18 @@ def test_pages_hold_what_they_have_to_and_exchanges_are_the_same_everywhere(layo
     assert layout.ranks > 1 or not shards[0].transit_pages()
 
 
+def single(numel, ranks=1):
+    infos = [ParameterInfo(0, ("p",), (numel,), (1,), torch.float32, True)]
+    return plan_layout(0, "u", infos, dtype=torch.float32, tile_numel=2048, ranks=ranks)
+
+
+def test_a_unit_without_elements_has_a_page_all_the_same():
+    assert [Shard(single(0, 2), rank).nbytes for rank in range(2)] == [1, 1]
+
+
 @pytest.mark.parametrize("numel", [0, 1, 3, 63, 64, 65, 2048, 5000])
 def test_one_rank_owns_the_whole_without_padding(numel):
-    infos = [ParameterInfo(0, ("p",), (numel,), (1,), torch.float32, True)]
-    layout = plan_layout(0, "u", infos, dtype=torch.float32, tile_numel=2048)
+    layout = single(numel)
     assert layout.nbytes == max(1, numel * 4)
     assert Shard(layout).nbytes == layout.nbytes
     assert [(piece.begin, piece.length) for piece in Shard(layout).owned()] == ([(0, numel)] if numel else [])
