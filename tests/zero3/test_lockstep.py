@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Container, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ class FakeGatherer:
     def __init__(self) -> None:
         self.holds: dict[int, int] = {}
         self.brought: list[int] = []
+        self.resharded: list[int] = []
 
     def hold(self, unit: int) -> None:
         self.holds[unit] = self.holds.get(unit, 0) + 1
@@ -38,6 +40,7 @@ class FakeGatherer:
 
     def reshard(self, unit: int) -> bool:
         assert not self.holds[unit]
+        self.resharded.append(unit)
         return True
 
 
@@ -56,6 +59,7 @@ class Script:
         try:
             for place, unit in enumerate(self.way):
                 if place == self.failing:
+                    self.world.failed_at = len(self.world.used)
                     raise ValueError("mine")
                 self.world.lockstep.turn(unit)
                 self.world.lockstep.arrived(unit)
@@ -85,8 +89,8 @@ class Script:
     def strayed(self) -> None:
         raise AssertionError("nothing is computed again")
 
-    def keeps_back(self, _: object) -> bool:
-        return False
+    def keeps_back(self, parameter: object) -> bool:
+        return parameter == self.number
 
     def resume(self) -> None:
         assert self.away
@@ -99,6 +103,7 @@ class Script:
 
 class World:
     def __init__(self, stacks: bool, resident: Container[int] = ()) -> None:
+        self.stacks = stacks
         self.gatherer = FakeGatherer()
         self.complete: list[int] = []
         self.kept = threading.local()  # what is kept for each thread: how often a unit was used in it
@@ -106,12 +111,15 @@ class World:
         run_in = partial(OwnStack, aside=[self.put_aside]) if stacks else OwnThread
         self.lockstep = Lockstep(self.gatherer, self.complete.append, run_in, resident)
         self.used: list[tuple[int, int]] = []
+        self.failed_at: int | None = None
         self.busy = threading.Lock()
 
     def use(self, script: Script, unit: int) -> None:
         assert self.busy.acquire(blocking=False), "two run at once"
         assert self.gatherer.holds[unit] == 1
         assert not script.away
+        assert self.lockstep.keeps_back(script.number), "it is asked, and no other"
+        assert not self.lockstep.keeps_back(-1)
         self.used.append((script.number, unit))
         if not script.unwound:
             self.kept.count = getattr(self.kept, "count", 0) + 1
@@ -132,6 +140,7 @@ class World:
         assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-micro-batch"]
 
 
+RESIDENT = 98
 OTHER = 99  # a unit that is not the one all go back through: nobody holds it
 WAYS = st.lists(st.integers(0, 3), max_size=8)
 
@@ -156,7 +165,7 @@ def test_units_are_brought_once_where_all_agree_and_passed_in_order(stacks: bool
     world = World(stacks)
     world.lockstep.run([Script(world, number, way) for number in range(count)])
     passes = [unit for unit, _ in itertools.groupby(way)]
-    assert world.gatherer.brought == passes
+    assert world.gatherer.brought == world.gatherer.resharded == passes
     order = [who for who, _ in itertools.groupby(who for who, _ in world.used)]
     if count > 1:
         assert order == list(range(count)) * len(passes)
@@ -220,9 +229,71 @@ def test_an_error_ends_everybody_where_they_are(stacks: bool, ways: list[list[in
     else:
         with pytest.raises(ValueError, match="mine"):
             world.lockstep.run(scripts)
+        assert len(world.used) == world.failed_at, "nobody goes on"
     world.check_rest()
+    assert world.gatherer.resharded == world.gatherer.brought
     started = {number for number, _ in world.used}
     assert all(script.unwound for script in scripts if script.number in started)
+
+
+def test_those_who_go_back_on_different_ways_meet_again(stacks: bool) -> None:
+    world = World(stacks)
+    backs = [[1, 9, 5], [9, 5], [2, 3, 9, 5]]
+    world.lockstep.run([Script(world, number, [7], back) for number, back in enumerate(backs)])
+    assert sorted(world.gatherer.brought) == [1, 2, 3, 5, 7, 9]
+
+
+class Straying(Script):
+    """Computes other units again, beside the one it needs, and uses a unit by several calls."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.strays = 0
+        self.entered: list[object] = []
+
+    def strayed(self) -> None:
+        self.strays += 1
+
+    def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.entered.append((call, unit, args, kwargs))
+        return (unit,), {}
+
+    def run(self) -> None:
+        lockstep = self.world.lockstep
+        for unit in self.way:
+            lockstep.turn(unit)
+            lockstep.arrived(unit)
+            assert lockstep.enter("outer", (1,), {"a": 2}) == ((unit,), {})
+            assert lockstep.enter("inner", (), {}) is None, "only the first call is another one"
+            self.stray(unit, may_wait=not self.world.stacks)
+            assert lockstep.keeps_one, "the others need it"
+
+    def go_back(self) -> None:
+        lockstep, unit = self.world.lockstep, self.left.pop()
+        lockstep.turn(unit)
+        lockstep.arrived(unit)
+        assert lockstep.enter("outer", (), {}) is None
+        self.stray(unit, may_wait=False)
+        assert not lockstep.keeps_one, "there may be no room for both"
+
+    def stray(self, unit: int, *, may_wait: bool) -> None:
+        before = self.strays
+        for needed in (unit, RESIDENT):
+            self.world.lockstep.make_way(needed)
+        assert self.strays == before
+        assert self.world.lockstep.keeps_one
+        self.world.lockstep.make_way(OTHER)
+        assert self.strays == before + (not may_wait)
+
+
+def test_units_computed_again_beside_the_one_that_is_due(stacks: bool) -> None:
+    world = World(stacks, resident={RESIDENT})
+    scripts = [Straying(world, number, [3, 4], [4, 3]) for number in range(2)]
+    world.lockstep.make_way(OTHER)  # nobody is at it
+    assert world.lockstep.enter("before", (), {}) is None
+    world.lockstep.run(scripts)
+    assert [script.entered for script in scripts] == [[("outer", unit, (1,), {"a": 2}) for unit in (3, 4)]] * 2
+    world.check_rest()
 
 
 def test_nobody_waits_for_a_unit_that_is_always_there(stacks: bool) -> None:
