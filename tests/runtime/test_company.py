@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import tiermem
-from tiermem.runtime.company import together
+from tiermem.runtime.company import Company, together
+from tiermem.zero3.collectives import SingleProcess
+from tiermem.zero3.grid import one_copy
 from tiermem.zero3.ranks import Ranks
 
 
@@ -62,6 +65,42 @@ def test_what_failed_here_is_told_and_not_undone() -> None:
     with pytest.raises(OSError, match="full"):
         together(ranks, "open", fail, found.append)
     assert (ranks.mine, found) == ("OSError: full", [])
+
+
+def test_what_failed_here_leaves_nothing_in_doubt() -> None:
+    def fail() -> str:
+        raise OSError("full")
+
+    found: list[Any] = []
+    ranks: Any = Told(tiermem.TiermemError("silent"))
+    with pytest.raises(tiermem.TiermemError, match="silent"):
+        together(ranks, "open", fail, found.append, doubt=lambda *each: found.append(each))
+    assert (ranks.mine, found) == ("OSError: full", [])
+
+
+class Line(SingleProcess):
+    """One of three ranks, the second."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str | None] = []
+
+    @property
+    def size(self) -> int:
+        return 3
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [[3], list(numbers), [4]]
+
+    def close(self, reason: str | None = None) -> None:
+        self.reasons.append(reason)
+
+
+def test_ranks_agree_on_the_least_and_leave_both_lines() -> None:
+    computing, committing = Line(), Line()
+    company = Company(one_copy(computing), committing)
+    assert (company.least(2), company.least(7)) == (2, 3)
+    company.close("had enough")
+    assert (computing.reasons, committing.reasons) == (["had enough"], ["had enough"])
 
 
 def test_who_leaves_before_the_first_word_leaves_no_word_of_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
