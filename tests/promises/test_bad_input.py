@@ -718,6 +718,11 @@ def test_parameters_tied_by_their_data_are_refused(tmp_path):
     model = tied_by_data(frozen=False)
     with refused(tiermem.ConfigError, r"0\.weight and 1\.weight are two parameters in one memory", model, tmp_path):
         offload(model, tmp_path)
+    for number in range(2):  # one of them would be trained, and the other keep its values
+        model[number].weight.requires_grad_(False)
+        with refused(tiermem.ConfigError, "two parameters in one memory", model, tmp_path):
+            offload(model, tmp_path)
+        model[number].weight.requires_grad_()
     frozen = tied_by_data(frozen=True)
     expected = frozen(torch.ones(2, 8))
     with offload(frozen, tmp_path, param_dtype="float32"):
@@ -727,6 +732,9 @@ def test_parameters_tied_by_their_data_are_refused(tmp_path):
 def test_a_buffer_that_is_a_view_of_a_parameter(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model[1].register_buffer("row", model[0].weight.detach()[3])
+    with refused(tiermem.ConfigError, r"buffer 1\.row is a view of parameter 0\.weight", model, tmp_path):
+        offload(model, tmp_path)
+    model[1].row = model[0].weight.detach().flatten()[-1:]  # its last element
     with refused(tiermem.ConfigError, r"buffer 1\.row is a view of parameter 0\.weight", model, tmp_path):
         offload(model, tmp_path)
     model[0].weight.requires_grad_(False)  # never changes, so the copy stays right
@@ -745,9 +753,10 @@ def test_an_attribute_that_is_a_view_of_a_parameter(tmp_path):
 
 
 def test_a_buffer_beside_a_parameter_in_one_storage(tmp_path):
-    model, whole = nn.Linear(8, 8, bias=False), torch.randn(2, 64)
-    model.weight.data = whole[0].view(8, 8)
-    model.register_buffer("beside", whole[1])
+    model, whole = nn.Linear(8, 8, bias=False), torch.randn(3, 64)
+    model.weight.data = whole[1].view(8, 8)
+    model.register_buffer("before", whole[0])
+    model.register_buffer("behind", whole[2])
     offload(model, tmp_path).close()
 
 
