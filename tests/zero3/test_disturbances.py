@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tiermem.errors import TiermemError
+from tiermem.zero3.gather import Presence
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "other", "inner"])
@@ -55,6 +56,24 @@ class Leaving(nn.Linear):
 
 def keep(tensor):
     return tensor
+
+
+def test_calls_that_were_interrupted_are_forgotten_and_loans_are_not():
+    gatherer = Sharded(Stack()).gatherer
+    for unit in range(2):
+        gatherer.gather(unit)
+        gatherer.hold(unit)
+    gatherer.hold(0, lent=True)
+    gatherer.forget_calls()
+    assert [gatherer.holds(unit) for unit in range(2)] == [1, 0]
+    assert [gatherer.presence(unit) for unit in range(2)] == [Presence.GATHERED, Presence.SHARDED]
+    assert gatherer.unhold(0, lent=True) == 0
+    assert gatherer.reshard(0)
+    gatherer.gather(0)
+    gatherer.hold(0)
+    gatherer.forget_calls()
+    assert gatherer.holds(0) == 0
+    assert gatherer.presence(0) is Presence.SHARDED, "the loan is over"
 
 
 @pytest.mark.parametrize("pushed", [1, 2])
