@@ -48,9 +48,11 @@ def test_deepcopy_is_refused_unless_gathered_and_then_gives_a_plain_model(tmp_pa
     model = Stack()
     plain = copy.deepcopy(model)
     x = tokens()
-    with offload(model, tmp_path) as runtime:
+    with tiermem.offload(model, config_for(tmp_path, 8 * MIB, "forward"), coalesce=0) as runtime:
         with pytest.raises(tiermem.TiermemError, match="gathered"):
             copy.deepcopy(model)
+        with runtime.gathered(model.embed), pytest.raises(tiermem.TiermemError, match="gathered"):
+            copy.deepcopy(model)  # a part of it is not enough
         with runtime.gathered(model):
             twin = copy.deepcopy(model)
         assert same_state(twin.state_dict(), plain.state_dict())
