@@ -140,6 +140,49 @@ def test_a_part_called_alone_stays_until_something_else_is_needed(tmp_path):
         assert same(runtime.parameter(several.model.left.weight), before)
 
 
+class Adversaries(nn.Module):
+    """Two small models in one, each with an optimizer of its own: one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def alternate(trainee) -> None:
+    generator, judge = trainee.model.generator, trainee.model.judge
+    generators, judges = (trainee.adamw(each.parameters(), lr=1e-2) for each in (generator, judge))
+    for _ in range(4):
+        made = generator(torch.randn(3, 8))
+        judges.zero_grad()
+        (judge(made.detach()) - judge(torch.randn(3, 8))).mean().backward()
+        judges.step()
+        generators.zero_grad()
+        loss = -judge(made).mean()  # through what was made before the other optimizer's step
+        loss.backward()
+        trainee.note(loss)
+        generators.step()
+
+
+@UPDATES
+@pytest.mark.parametrize("coalesce", ["auto", 0])
+def test_a_graph_of_one_part_outlives_the_update_of_another(update, coalesce, tmp_path):
+    found = offloaded(Adversaries, alternate, tmp_path, budget="generous", update=update, coalesce=coalesce)
+    check(found, plain(Adversaries, alternate))
+
+
+@UPDATES
+def test_a_graph_kept_over_the_update_of_a_part_that_it_needs_is_refused(update, tmp_path):
+    model = Adversaries()
+    with tiermem.offload(model, config_for(tmp_path, 8 * MIB, update)):
+        optimizers = [tiermem.AdamW(each.parameters()) for each in (model.generator, model.judge)]
+        loss = model.judge(model.generator(torch.randn(3, 8))).mean()
+        loss.backward(retain_graph=True)
+        optimizers[1].step()  # the other gradients of the unit wait for their optimizer
+        with pytest.raises(RuntimeError, match="optimizer has updated"):
+            loss.backward()
+
+
 def test_an_exception_in_forward_leaves_a_model_that_goes_on(tmp_path):
     several = Several(tmp_path)
     torch.manual_seed(3)

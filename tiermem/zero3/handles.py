@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,16 @@ _TIDY_AT = 64
 
 
 class Tally:
-    """Which handles on a unit are alive, and how often its values have changed since the start.
+    """Which handles on a unit are alive, how often its values have changed since the start, and which of them when.
 
     Weak references, and no counting in `__del__`: an interrupt there would be swallowed, and the count wrong for good.
     """
 
-    __slots__ = ("_handles", "_tidy_at", "generation")
+    __slots__ = ("_changed", "_handles", "_tidy_at", "generation")
 
     def __init__(self) -> None:
         self.generation = 0
+        self._changed: dict[int, tuple[int, int]] = {}  # by a parameter's first byte: that behind its last, and when
         self._handles: list[weakref.ref[Handle]] = []
         self._tidy_at = _TIDY_AT
 
@@ -43,6 +44,22 @@ class Tally:
         self._handles.append(weakref.ref(handle))
         if len(self._handles) >= self._tidy_at:
             self._tidy_at = max(_TIDY_AT, 2 * self.alive)
+
+    def change(self, slot: Slot) -> None:
+        """Note that a parameter has other values from now on."""
+        self.generation += 1
+        self._changed[slot.offset] = slot.offset + slot.nbytes, self.generation
+
+    def is_stale(self, handle: Handle) -> bool:
+        """Whether something of what the handle views has changed since it was made."""
+        if handle.generation == self.generation:
+            return False
+        begin = handle.offset * handle.dtype.itemsize
+        reach = sum((size - 1) * stride for size, stride in zip(handle.shape, handle.stride, strict=True))
+        last = begin + reach * handle.dtype.itemsize
+        return any(
+            when > handle.generation and start <= last and begin < end for start, (end, when) in self._changed.items()
+        )
 
     @property
     def alive(self) -> int:
@@ -172,6 +189,7 @@ class SavedTensorHooks:
     ) -> None:
         self._frames = frames
         self._slots = slots
+        self._places = {slot.parameter: (unit, slot) for unit, slot in slots.values()}
         self._demand = demand
         self._tallies = tuple(Tally() for _ in range(units))
         self._stack = _Stack()
@@ -228,9 +246,11 @@ class SavedTensorHooks:
         """How many saved views of this unit a living graph still has."""
         return self._tallies[unit].alive
 
-    def values_changed(self, unit: int) -> None:
-        """Say that the unit was updated: handles made before are stale from now on."""
-        self._tallies[unit].generation += 1
+    def values_changed(self, parameters: Iterable[int]) -> None:
+        """Say that these were updated: handles on them made before are stale; those on others of their unit are not."""
+        for number in parameters:
+            unit, slot = self._places[number]
+            self._tallies[unit].change(slot)
 
     def recognise(self, tensor: torch.Tensor) -> Handle | None:
         """Return a handle if `tensor` views the frame of a gathered unit, or is an absent parameter."""
@@ -251,7 +271,7 @@ class SavedTensorHooks:
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """Return the view again, on whatever frame the unit has now; waits if it has none."""
-        if handle.generation != handle.tally.generation:
+        if handle.tally.is_stale(handle):
             raise RuntimeError(
                 f"the graph kept parameters of unit {handle.unit} that the optimizer has updated since: a backward "
                 "through a graph built before optimizer.step() would use the wrong values (plain PyTorch refuses too)"

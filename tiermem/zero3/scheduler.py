@@ -110,9 +110,8 @@ class GatherScheduler:
     def finish_step(self, *, updated: bool = True) -> None:
         """Begin a new step: the gradients have been taken over. `updated`: parameters with gradients change value."""
         self.settle()
-        for unit in self._touched:
-            if updated:
-                self.saved.values_changed(unit)
+        for unit in self._touched if updated else ():
+            self.saved.values_changed(self.gradients.numbers(unit))
         self._touched.clear()
         self.gradients.reset()
         self.order.finish()
@@ -131,16 +130,16 @@ class GatherScheduler:
     def forget(self, parameters: Sequence[int], *, updated: bool = False) -> None:
         """Forget these parameters' gradients while the step goes on for others. `updated`: their values change."""
         self.settle()
+        if updated:
+            self.saved.values_changed(parameters)
         self.gradients.forget(parameters)
         for unit in [unit for unit in self._touched if not self.gradients.numbers(unit)]:
             del self._touched[unit]
-            if updated:
-                self.saved.values_changed(unit)
 
     def take_back(self, units: Iterable[int]) -> None:
         """The updates of these units were undone: more gradients may come, and graphs on the new values are stale."""
         for unit in units:
-            self.saved.values_changed(unit)
+            self.saved.values_changed(self.gradients.trainable(unit))
             self._touched[unit] = False
 
     def close(self) -> None:
