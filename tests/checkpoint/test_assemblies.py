@@ -1,0 +1,99 @@
+"""Parameters made by turning, dividing or joining tensors of a file: which rows go where, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiermem.checkpoint.pieces import Assembly, Divide, Join, Operation, Origin, Recipe, Stack, Transpose, assemble
+from tiermem.checkpoint.tensor_file import TensorInfo
+
+Shape = tuple[int, ...]
+
+
+def assembled(operation: Operation, found: Shape, *shapes: Shape, names: tuple[str, ...] = ("x",)) -> list[Assembly]:
+    """What becomes of tensors of one shape in bfloat16, each at byte 100; two targets where it is divided."""
+    targets = ("a", "b") if isinstance(operation, Divide) else ("a",)
+    recipe = Recipe(("x",), targets, (operation,))
+    infos = {name: TensorInfo(name, torch.bfloat16, found, 100) for name in names}
+    wanted = dict(zip(targets, shapes, strict=False))
+    return assemble([Origin(name, "a", recipe) for name in names], infos, wanted)
+
+
+def test_a_square_tensor_is_turned_though_it_would_fit_as_it_is():
+    (found,) = assembled(Transpose(0, 1), (3, 3), (3, 3))
+    assert found.pieces[0].turned == (0, 1)
+    (found,) = assembled(Transpose(0, 1, if_needed=True), (3, 3), (3, 3))
+    assert found.pieces[0].turned is None
+    (found,) = assembled(Transpose(0, 1, if_needed=True), (2, 3), (3, 2))
+    assert (found.pieces[0].turned, found.shapes) == ((0, 1), [])
+
+
+def test_what_has_not_the_dimensions_is_not_turned():
+    (found,) = assembled(Transpose(0, 1), (3,), (3,))
+    assert (found.pieces[0].turned, found.shapes) == (None, [])
+    (found,) = assembled(Transpose(0, 2), (2, 3, 4), (3, 2))
+    assert found.shapes == ["x (expected [3, 2], found [2, 3, 4])"]
+
+
+def test_rows_of_one_tensor_go_to_each_target():
+    first, second = assembled(Divide(equal=False), (5, 2), (2, 2), (3, 2))
+    assert [(each.pieces[0].info.shape, each.pieces[0].info.offset) for each in (first, second)] == [
+        ((2, 2), 100),
+        ((3, 2), 100 + 2 * 2 * 2),
+    ]
+    assert first.shapes == second.shapes == first.surplus == []
+
+
+def test_rows_of_another_length_than_a_target_has_are_named():
+    first, second = assembled(Divide(equal=False), (5, 2), (2, 2), (3, 4))
+    assert first.shapes == []
+    assert second.shapes == ["x (expected [3, 4], found [3, 2])"]
+
+
+@pytest.mark.parametrize(
+    ("equal", "found", "shapes", "named"),
+    [
+        (False, (4, 2), [(2, 2), (3, 2)], "x (expected [5, 2], found [4, 2])"),
+        (True, (5, 2), [(2, 2), (3, 2)], "x (expected [5, 2], found [5, 2])"),
+    ],
+)
+def test_rows_that_do_not_go_round_are_named(equal: bool, found: Shape, shapes: list[Shape], named: str):
+    first, second = assembled(Divide(equal=equal), found, *shapes)
+    assert first.shapes == [named]
+    assert first.pieces == second.pieces == ()
+
+
+@pytest.mark.parametrize("shapes", [[(4, 2)], [(4, 2), ()], []])
+def test_what_has_not_all_targets_in_the_model_is_left_over(shapes: list[Shape]):
+    assert assembled(Divide(equal=False), (4, 2), *shapes)[0].surplus == ["x"]
+
+
+@pytest.mark.parametrize("operation", [Transpose(0, 1), Divide(equal=True)])
+def test_further_tensors_of_a_recipe_for_one_are_left_over(operation: Operation):
+    found = assembled(
+        operation, (2, 2), (2, 2) if isinstance(operation, Transpose) else (1, 2), (1, 2), names=("x", "y")
+    )
+    assert [each.pieces[0].info.name for each in found] == ["x"] * len(found)
+    assert found[0].surplus == ["y"]
+
+
+def merged(operation: Operation, found: Shape, shape: Shape) -> Assembly:
+    """What becomes of two tensors of one shape and without numbers."""
+    recipe = Recipe(("x", "y") if isinstance(operation, Join) else ("x",), ("a",), (operation,))
+    infos = {name: TensorInfo(name, torch.bfloat16, found, 0) for name in ("x", "y")}
+    origins = [Origin(name, "a", recipe, number % len(recipe.sources)) for number, name in enumerate(infos)]
+    (assembly,) = assemble(origins, infos, {"a": shape})
+    return assembly
+
+
+def test_what_is_joined_has_to_fill_the_parameter():
+    assert merged(Join(0), (2, 2), (4, 2)).shapes == []
+    assert merged(Join(0), (2, 2), (5, 2)).shapes == ["x and others (expected [5, 2] together, found 8 elements)"]
+
+
+def test_what_is_stacked_without_numbers_is_counted():
+    assert merged(Stack(0), (2, 2), (2, 2, 2)).shapes == []
+    for count in (1, 3):
+        named = merged(Stack(0), (2, 2), (count, 2, 2)).shapes
+        assert named == [f"x and those like it (expected {count}, found 2)"]
