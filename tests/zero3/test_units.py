@@ -103,7 +103,9 @@ def test_a_list_that_is_called_is_a_module_like_others():
     model = nn.Module()
     model.blocks = nn.ModuleList([Called([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ReLU()])
     assert names(model) == ["blocks.0"]
-    assert names(nn.Sequential(Called([nn.Linear(2, 2), nn.Linear(2, 2)]))) == ["0.0", "0.1"]
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))]
+    assert names(nn.Sequential(Called(layers))) == ["0.0.0", "0.0.1"]
+    assert names(nn.Sequential(nn.ModuleList(layers))) == ["0.0"]
 
 
 def test_composites_of_torch_inside_a_unit_belong_to_it():
