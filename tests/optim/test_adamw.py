@@ -588,6 +588,36 @@ def test_a_state_of_another_optimizer_is_refused(harness: Harness, entry: dict[s
     assert ours.param_groups[0]["lr"] == 0.01
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"state": {"0": {"step": 3}}}, "parameter '0', which none of its groups has; JSON makes text of numbers"),
+        ({"state": {99: {"step": 3}}}, "parameter 99, which none of its groups has"),
+        ({"state": {0: None}}, "expected a dictionary, found NoneType"),
+        ({"state": {0: {"step": None}}}, "step of parameter 0: expected a number"),
+        ({"state": {0: {"step": "3"}}}, "step of parameter 0: expected a number"),
+        ({"state": {0: {"step": -1}}}, "expected a whole number from 0 on, found -1"),
+        ({"state": {0: {"step": 2.5}}}, "expected a whole number from 0 on, found 2.5"),
+        ({"state": {0: {"step": math.nan}}}, "expected a whole number from 0 on, found nan"),
+        ({"state": None}, "expected 'state' and 'param_groups'"),
+        ({"param_groups": None}, "expected 'state' and 'param_groups'"),
+        ({"param_groups": []}, r"parameter groups of \[6\], found \[\]: of another model"),
+    ],
+)
+def test_a_state_that_fits_no_parameters_is_refused_and_changes_nothing(
+    harness: Harness, part: dict[str, object], message: str
+) -> None:
+    """Neither counts nor groups: settings that are changed afterwards still count."""
+    ours = AdamW(harness.faces, lr=0.01)
+    saved = ours.state_dict()
+    saved["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(ConfigError, match=message):
+        ours.load_state_dict({**saved, **part})
+    assert (ours.param_groups[0]["lr"], ours.steps_of(harness.faces[0])) == (0.01, 0)
+    ours.param_groups[0]["lr"] = 0.5
+    assert ours.settings([0])[0].lr == 0.5
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_options_that_are_refused_do_not_come_with_a_state_dict(harness: Harness, option: str) -> None:
     ours, torchs = AdamW(harness.faces, lr=0.01), torch.optim.AdamW(harness.plain, lr=5.0, **{option: True})

@@ -16,15 +16,14 @@ import torch
 from tiermem.errors import ConfigError, CopyError, TiermemError
 from tiermem.optim.byhand import Membership, NoState, moments_elsewhere
 from tiermem.optim.hyperparameters import (
-    SETTINGS,
     UNSUPPORTED,
     GroupReader,
     Numbers,
     as_number,
     check_group,
     check_torch_options,
-    numbers_of,
 )
+from tiermem.optim.saved import check_state_dict, moments_of
 from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
 from tiermem.optim.service import Moments, StepResult, UpdateService
 from tiermem.optim.updates import Settings
@@ -264,30 +263,22 @@ class AdamW(torch.optim.Optimizer):
         Raises `ConfigError` for a state or groups of another optimizer or another model, or without numbers, and
         `TiermemError` between backward and step; nothing is changed then.
         """
-        for group in state_dict["param_groups"]:
-            check_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
-            if missing := sorted(SETTINGS - group.keys()):
-                raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
-            numbers_of(group)  # not their range: a cosine may end a rounding below 0
-            if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
-                raise ConfigError(
-                    "this is the state of Adam, which decays weights by way of their gradients, not AdamW's"
-                )
+        counts = check_state_dict(state_dict, [len(group["params"]) for group in self.param_groups])
         store = self._prepare_moments(state_dict)
-        steps = {number: {"step": entry["step"]} for number, entry in state_dict["state"].items() if "step" in entry}
+        steps = {number: {"step": count} for number, count in counts.items()}
         super().load_state_dict({**state_dict, "state": steps})
+        self._members.note(self.param_groups, self._index_of)  # the base class has replaced them by new dictionaries
         store()
         # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
-        self._steps.update({self._index_of[parameter]: int(entry["step"]) for parameter, entry in self.state.items()})
+        self._steps.update({self._index_of[parameter]: entry["step"] for parameter, entry in self.state.items()})
         self.state = NoState()
-        self._members.note(self.param_groups, self._index_of)  # the base class has replaced them by new dictionaries
 
     def _prepare_moments(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check the moments in a state, and return what stores them. Torch sees to the numbers of parameters."""
         given: dict[int, Moments] = {}
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             for number, parameter in zip(saved["params"], group["params"], strict=False):
-                moments = _moments(state_dict["state"].get(number, {}))
+                moments = moments_of(state_dict["state"].get(number, {}))
                 if moments is not None:
                     given[self._index_of[parameter]] = moments
         return self._runtime().prepare_moments(given) if given else lambda: None
@@ -333,17 +324,3 @@ class AdamW(torch.optim.Optimizer):
             service = found.owner
             indices.append(found.index)
         return service, indices
-
-
-def _moments(entry: Mapping[str, Any]) -> Moments | None:
-    """The moments in a parameter's state, if there are any. Raises ConfigError for a state that is not AdamW's."""
-    if set(entry) <= {"step"}:
-        return None
-    if set(entry) == {"step", "exp_avg", "exp_avg_sq"}:
-        first, second = entry["exp_avg"], entry["exp_avg_sq"]
-        if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (first, second)):
-            return first, second
-    raise ConfigError(
-        f"this optimizer state carries {sorted(entry)}; expected step and, where there are moments, exp_avg and "
-        "exp_avg_sq, as torch.optim.AdamW without amsgrad has them"
-    )
