@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from doubles_models import small_llama
 from torch import nn
 from torch.nn import functional
@@ -18,6 +20,25 @@ import tiermem
 from tiermem.zero3.ranks import Ranks
 
 ROWS, WORDS, LENGTH = 12, 50, 7
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
 CLIP = 0.5
 
 
@@ -310,6 +331,52 @@ def one_fails(directory: Path, rank: int, size: int) -> Any:
             optimizer.step()
 
 
+def calls_of_ranks(directory: Path, rank: int, size: int) -> Any:
+    """The collectives of some steps and commits, then of verbs: by line, from which thread, which, and of how much."""
+    lines: dict[str, list[tuple[str, str, int]]] = {}
+    busy: set[str] = set()
+    overlaps: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **more: Any) -> Any:
+            line, thread = more["group"].group_name, threading.current_thread().name
+            sizes = [each.numel() for each in args if isinstance(each, torch.Tensor)]
+            lines.setdefault(line, []).append((thread, name, max(sizes, default=0)))
+            if line in busy:
+                overlaps.append(f"{name} from {thread}")
+            busy.add(line)
+            try:
+                return call(*args, **more)
+            finally:
+                busy.discard(line)
+
+        return note
+
+    torch.manual_seed(1)
+    model = Odd()
+    with contextlib.ExitStack() as stack:
+        settings = {"host_memory": "256KiB", "update": "backward"}
+        runtime = stack.enter_context(tiermem.offload(model, config_for(directory, **settings), coalesce=0))
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        for step in range(3):
+            train(model, optimizer, rank=rank, size=size, steps=1, accumulate=2)
+            pending = runtime.commit({"step": step})
+        pending.wait()
+        steps = {line: list(calls) for line, calls in lines.items()}
+        for parameter in (model.scale, model.layers[0][0].weight):
+            runtime.parameter(parameter)
+            runtime.master(parameter)
+            runtime.gradient(parameter)
+        snapshot = runtime.snapshot(directory / "snapshot")
+        train(model, optimizer, rank=rank, size=size, steps=1)
+        runtime.save_pretrained(directory / "saved")
+        snapshot.wait()
+        return {"steps": steps, "all": {line: list(calls) for line, calls in lines.items()}, "overlaps": overlaps}
+
+
 def one_cannot_begin(directory: Path, rank: int, size: int) -> Any:
     """Rank 1 finds a foreign file where its swap file should be."""
     if rank == 1:
@@ -508,6 +575,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         odd_together,
         routed,
         verbs,
+        calls_of_ranks,
         sub_group,
         another_order,
         one_fails,
