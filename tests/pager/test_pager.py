@@ -431,6 +431,66 @@ def test_asking_early_is_no_standstill(make: Any, monkeypatch: pytest.MonkeyPatc
     early.wait().release()
 
 
+def test_a_kernel_that_runs_is_no_standstill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 0.001)
+    house = make(3)
+    house.add(4)
+    entered, go = threading.Event(), threading.Event()
+
+    def kernel() -> None:
+        entered.set()
+        assert go.wait(10)
+
+    async def update() -> None:
+        with await house.pager.acquire([key(0), key(1)], FRESH):
+            await house.pager.run_worker(kernel)
+
+    task = house.pager.start_task(update())
+    assert entered.wait(10)
+    pending = house.pager.start_lease([key(2), key(3)], FRESH)
+    pending.awaited = True  # as `wait` says
+    for _ in range(200):
+        house.pager.check_invariants()
+    go.set()
+    pending.wait().release()
+    task.result(10)
+
+
+def test_what_has_gone_on_since_the_last_look_is_no_standstill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody was granted something, and may give it back in a moment."""
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 1000.0)
+    house = make(3)
+    house.add(4)
+    held = house.pager.lease([key(0), key(1)], FRESH)
+    pending = house.pager.start_lease([key(2), key(3)], FRESH)
+    pending.awaited = True
+    its = house.pager._core
+
+    def look(events: int) -> bool:
+        its._watch(its._events - events)
+        return bool(its.service.waiting)
+
+    assert its.loop.call(lambda: look(1))
+    assert not its.loop.call(lambda: look(0))
+    with pytest.raises(CapacityError):
+        pending.wait()
+    held.release()
+
+
+@pytest.mark.parametrize("intent", list(Intent))
+def test_a_lease_that_nobody_has_any_more_is_given_back(make: Any, intent: Intent) -> None:
+    """As an interrupt loses it, behind the grant, before it is stored; what was to be written anew has no contents."""
+    house = make(3)
+    house.add(4)
+    for number in range(4):
+        house.fill(number, number + 1)
+    lost = [house.pager.lease([key(0), key(1)], intent)]
+    lost.clear()
+    house.pager.lease([key(2), key(3)], FRESH).release()
+    house.pager.check_invariants()
+    assert [house.pager.is_written(key(number)) for number in range(2)] == [intent is not FRESH] * 2
+
+
 def test_a_budget_that_is_no_multiple_of_a_frame(make: Any) -> None:
     house = make(2, spare=4000)
     house.add(6, nbytes=100)
