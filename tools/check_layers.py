@@ -2,7 +2,8 @@
 
 Owns the map of the house: which package stands on which floor. Does not import what it checks, it only parses it, so
 it works on any tree and needs nothing but the standard library. Guarantees that every import counts, those inside
-functions and under TYPE_CHECKING too, and that a module without a floor is itself a violation.
+functions, under TYPE_CHECKING and by `import_module` of a text too, and that a module without a floor is itself a
+violation.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ MAY_IMPORT_SWAP = frozenset(
         "tiermem.__main__",
     }
 )
+# State of the process, or of models that have no runtime yet: there is no object that could own it.
+KEPT_IN_MODULES = frozenset({"tiermem.memory.heap._asked", "tiermem.zero3.writes._records"})
+COLLECTIONS = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
+READ_ONLY = ("Mapping", "Sequence", "Collection", "frozenset", "tuple", "Final")
 BELOW_ZERO3 = FLOORS["tiermem.zero3"]
 NOT_BELOW_ZERO3 = ("torch.distributed", "torch.nn")
 SKIPPED_FOLDERS = frozenset({".git", ".venv", ".venv-oldest", "build", "dist", "__pycache__", "node_modules"})
@@ -106,7 +111,8 @@ def check(root: Path) -> list[Violation]:
             message = judge(home, name, found)
             if message is not None:
                 violations.append(Violation(relative, found.line, message))
-        violations.extend(Violation(relative, line, message) for line, message in check_names_used(home, name, tree))
+        for line, message in (*check_names_used(home, name, tree), *check_kept(name, tree)):
+            violations.append(Violation(relative, line, message))
     return sorted(set(violations), key=lambda violation: (str(violation.path), violation.line, violation.message))
 
 
@@ -180,6 +186,10 @@ def imports(tree: ast.Module, name: str, is_package: bool, modules: frozenset[st
                 full = f"{base}.{alias.name}"
                 known = full in modules or full in NOT_BELOW_ZERO3
                 yield Import(full if known else base, node.lineno, id(node) in guarded)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+            yield from (
+                Import(str(each.value), node.lineno) for each in node.args[:1] if isinstance(each, ast.Constant)
+            )
 
 
 def absolute(node: ast.ImportFrom, name: str, is_package: bool) -> str:
@@ -200,6 +210,26 @@ def check_names_used(home: str, name: str, tree: ast.Module) -> Iterator[tuple[i
             continue
         if isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in NOT_BELOW_ZERO3:
             yield node.lineno, f"{name} may not use torch.{node.attr}: no ranks and no modules below zero3"
+
+
+def check_kept(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield collections that a module begins empty: they are there to be filled, which makes them globals."""
+    for node in tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None or not _is_empty(node.value):
+            continue
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(READ_ONLY):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in map(ast.unparse, targets):
+            if target != "__all__" and f"{name}.{target}" not in KEPT_IN_MODULES:
+                yield node.lineno, f"{name} keeps {target} in the module: state lives in objects"
+
+
+def _is_empty(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        called = ast.unparse(value.func).rpartition(".")[2]
+        return called in COLLECTIONS or called.startswith("Weak")
+    return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
 
 
 def check_forbidden_names(root: Path) -> Iterator[Violation]:

@@ -46,7 +46,8 @@ def tree(tmp_path: Path) -> Path:
         "tiermem/zero3/unit.py",
         "import torch.distributed\nfrom torch import nn\nfrom tiermem.pager import pager",
     )
-    plant(tmp_path, "tiermem/optim/adamw.py", "from torch import nn\nfrom tiermem.pager.pager import Pager")
+    plant(tmp_path, "tiermem/optim/adamw.py", "from torch import nn\nfrom tiermem.pager.pager import Pager\nX = {1: 2}")
+    plant(tmp_path, "tiermem/optim/none.py", "__all__ = []\nNONE: Mapping[str, int] = {}\nmade = made_of(name)")
     plant(tmp_path, "tiermem/runtime.py", "from swap import space\nfrom tiermem import zero3, optim")
     plant(tmp_path, "tiermem/cli/main.py", "import tiermem\nfrom swap.space import SwapSpace")
     return tmp_path
@@ -88,6 +89,11 @@ def test_a_tree_in_order_has_no_violation(tree: Path) -> None:
         ("tests/utils.py", "", "utils.py is no name"),
         ("tiermem/attic.py", "", "has no floor"),
         ("tiermem/zero3/bad.py", "def f():\n    global state\n    state = 1", "state lives in objects"),
+        ("tiermem/zero3/bad.py", "known: dict[str, int] = {}", "keeps known in the module: state lives in objects"),
+        ("tiermem/zero3/bad.py", "import weakref\nknown = weakref.WeakSet()", "state lives in objects"),
+        ("swap/bad.py", "known = []", "state lives in objects"),
+        ("tiermem/pager/bad.py", "import importlib\nimportlib.import_module('tiermem.runtime')", "downwards only"),
+        ("swap/bad.py", "def f():\n    import_module('torch')", "swap may not import torch"),
     ],
 )
 def test_a_planted_violation_is_found(tree: Path, name: str, text: str, message: str) -> None:
