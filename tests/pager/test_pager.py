@@ -618,6 +618,32 @@ def test_after_an_error_that_should_not_exist_everybody_gets_it(make: Any) -> No
     held.release()
 
 
+def test_who_leases_a_frame_waits_for_what_its_holders_have_asked_for(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of them: who handed the lease over, and who gave it back without having looked."""
+    held = []
+
+    class Fence:
+        def passed(self) -> bool:
+            return False
+
+        def hold(self) -> None:
+            held.append(self)
+
+    house = make(2)
+    house.add(1)
+    monkeypatch.setattr(house.arena, "fence", Fence)
+    lease = house.pager.lease([key(0)], FRESH)
+    lease.hand_over()
+    (before,) = lease.handed_over
+    lease.release()
+    with house.pager.lease([key(0)], READ) as later:
+        later.tensor(key(0))
+    assert len(held) == 2
+    assert before in held
+
+
 def test_tensors_are_views_of_the_frame(make: Any) -> None:
     house = make(2)
     house.pager.add_page(key(0), 100)

@@ -33,7 +33,10 @@ def write_stamp(file: SwapFile, stamp: bytes) -> None:
 def test_a_swap_file_is_private_preallocated_and_removed(tmp_path: Path) -> None:
     file = open_file(tmp_path)
     found = os.stat(file.path)
-    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {
+        ".swapfile": 0o600,
+        ".lock": 0o600,
+    }
     assert found.st_size == MIB + swap.DATA_OFFSET
     assert found.st_blocks * 512 >= found.st_size
     assert file.reserved
