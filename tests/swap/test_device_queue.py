@@ -1,5 +1,8 @@
 """Order: priorities, promotion, the reserved share, depth and bytes in flight; on a device driven by hand."""
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 from doubles import PaperFile, StepBackend
 from hypothesis import given
@@ -7,7 +10,8 @@ from hypothesis import strategies as st
 
 import swap
 from swap import AlignedBuffer, Engine, EngineSettings, Operation, Priority
-from swap.device_queue import SharePolicy
+from swap.device_queue import DeviceQueue, SharePolicy
+from swap.requests import cut
 
 BLOCK = 4096
 
@@ -64,6 +68,27 @@ def test_promoting_a_request_half_issued_moves_the_rest() -> None:
     assert offsets(backend.run()) == [10, 1, 2]
     assert request.done
     engine.close()
+
+
+def test_a_device_that_had_nothing_to_do_is_not_taken_for_a_silent_one() -> None:
+    """Its patience begins anew with the first part that is queued, and with none behind that."""
+    queue = DeviceQueue(0, block_size=BLOCK, depth=1, max_bytes_in_flight=BLOCK)
+    numbers = count()
+
+    def push(now: float) -> float:
+        (part,) = cut([(PaperFile(), 0, BLOCK)], buffer(1))
+        part.request = SimpleNamespace(operation=Operation.READ, priority=Priority.DEMAND)
+        queue.push(part, numbers, now)
+        return queue.progressed
+
+    assert [push(1000.0), push(1001.0)] == [1000.0, 1000.0]
+    block = queue.take(1002.0)
+    assert push(1003.0) == 1000.0
+    queue.finish(block, 1004.0, failed=False)
+    assert push(1005.0) == 1004.0
+    while (block := queue.take(1006.0)) is not None:
+        queue.finish(block, 1006.0, failed=False)
+    assert push(5000.0) == 5000.0
 
 
 def test_writes_keep_a_share_of_the_depth_under_reads() -> None:
