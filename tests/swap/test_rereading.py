@@ -56,6 +56,20 @@ def test_a_drive_that_does_not_give_the_bytes_is_an_error_and_no_checksum(tmp_pa
         assert [copy.checksum for copy in copies] == [None, None]
 
 
+def test_a_copy_of_which_only_the_first_part_was_read_has_no_checksum(tmp_path: Path) -> None:
+    """A commit that is tried again would take it for that of the whole."""
+    system, settings = FaultySystemCalls(), EngineSettings(backend="inline", block_size=8 * MIB)
+    with SwapSpace.open([tmp_path], name="r0", nbytes=32 * MIB, settings=settings, system=system) as space:
+        extent, data = write(space, 12 * MIB)
+        copy = Copy(extent, None)
+        system.inject("preadv", None, 5)
+        with pytest.raises(SwapIOError):
+            take_checksums(space, [copy])
+        assert copy.checksum is None
+        take_checksums(space, [copy])
+        assert copy.checksum == checksum(data)
+
+
 def test_a_part_of_an_extent_is_read_wherever_it_is_cut(tmp_path: Path) -> None:
     with open_striped(tmp_path) as space:
         extent, data = write(space, 6 * MIB)
