@@ -57,6 +57,11 @@ def test_this_repository_keeps_the_laws() -> None:
     assert [str(violation) for violation in check_layers.check(ROOT)] == []
 
 
+def test_every_package_has_a_page_of_its_own() -> None:
+    packages = [file.parent for name in ("swap", "tiermem") for file in (ROOT / name).rglob("__init__.py")]
+    assert [str(package) for package in packages if not (package / "README.md").exists()] == []
+
+
 def test_a_tree_in_order_has_no_violation(tree: Path) -> None:
     assert [str(violation) for violation in check_layers.check(tree)] == []
 
