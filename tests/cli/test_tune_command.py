@@ -71,8 +71,8 @@ def test_what_it_writes_is_what_train_takes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["swap", "tuned.json"]
 
 
-def tuned_by(times: Any, output: Path | None = None) -> Any:
-    config = tiermem.Config(host_memory="6MiB", swap_dirs=["."], update="forward")
+def tuned_by(times: Any, output: Path | None = None, update: Any = "forward") -> Any:
+    config = tiermem.Config(host_memory="6MiB", swap_dirs=["."], update=update)
     machine = load_profile("laptop")
     work = transformer(2_000_000, batch=1, seq=64)
     console = Console(file=io.StringIO())
@@ -113,6 +113,22 @@ def test_a_measurement_overrules_the_simulation(tmp_path: Path) -> None:
     assert report.config == asked[2]
     assert json.loads(report.to_json())["measured_seconds"] == 1.5
     assert tiermem.Config.load(tmp_path / "choice.toml") == report.config
+
+
+@pytest.mark.parametrize("best", [1, 2, 3])
+def test_what_is_reported_is_what_is_written(tmp_path: Path, best: int) -> None:
+    """Also of an update that was left to "auto", of which the search knows only how it begins."""
+    asked: list[tiermem.Config] = []
+
+    def one_is_best(config: tiermem.Config) -> float:
+        asked.append(config)
+        return 1.0 if len(asked) == best else 2.0
+
+    report = json.loads(tuned_by(one_is_best, tmp_path / "choice.toml", update="auto").to_json())
+    written = tiermem.Config.load(tmp_path / "choice.toml")
+    assert written == asked[best - 1]
+    assert {name: written.to_dict()[name] for name in report["settings"]} == report["settings"]
+    assert report.items() >= report["settings"].items()
 
 
 def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

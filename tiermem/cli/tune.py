@@ -68,7 +68,7 @@ class TuneReport:
         return self.chosen is self.tuning.default
 
     def to_json(self) -> str:
-        """Return the report as one JSON object."""
+        """Return the report as one JSON object. What is chosen is called as in the file: "auto" where that stays."""
         times = {id(trial): seconds for trial, seconds in self.measured}
         curve = [
             {
@@ -79,13 +79,14 @@ class TuneReport:
             }
             for trial in self.tuning.trials
         ]
-        default = self.tuning.default
+        default, written = self.tuning.default, self.config.to_dict()
+        settings = {name: written[name] for name in changed(self.chosen.settings)}
         return json.dumps(
             {
                 "model": self.model,
                 "machine": {"name": self.machine.name, "source": self.machine.source},
-                "settings": changed(self.chosen.settings),
-                **changed(self.chosen.settings),
+                "settings": settings,
+                **settings,
                 "predicted_seconds": self.chosen.seconds,
                 "measured_seconds": times.get(id(self.chosen)),
                 "default_predicted_seconds": default.seconds,
