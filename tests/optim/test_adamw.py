@@ -327,6 +327,20 @@ def test_without_clipping_early_updates_are_for_good(harness: Harness, ending: s
     assert harness.undo.reverts == 0
 
 
+def test_the_norm_is_added_up_in_the_order_of_the_model_whatever_the_groups(harness: Harness) -> None:
+    """Its last bit, and with it every clipped update, is that of `clip_grad_norm_(model.parameters(), ...)`."""
+    others = 0
+    ours = AdamW([{"params": harness.faces[3:]}, {"params": harness.faces[:3]}], lr=0.01)
+    for seed in range(20):
+        harness.backward(seed)
+        backwards = torch.nn.utils.get_total_norm([each.grad for each in (*harness.plain[3:], *harness.plain[:3])])
+        expected = torch.nn.utils.get_total_norm([each.grad for each in harness.plain])
+        assert torch.equal(ours.clip_grad_norm_(1.0), expected)
+        others += not torch.equal(backwards, expected)
+        ours.zero_grad()
+    assert others, "some of these sums depend on their order"
+
+
 @pytest.mark.parametrize("schedule", ["forward", "backward"])
 def test_finite_gradients_count_though_their_common_norm_overflows(schedule: str) -> None:
     harness = Harness(schedule, sizes=[[1], [1]])

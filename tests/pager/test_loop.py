@@ -58,6 +58,19 @@ def test_what_is_left_runs_at_once_while_somebody_is_hungry(mailbox: Mailbox) ->
     assert done.wait(PATIENCE)
 
 
+def test_who_gets_hungry_in_a_turn_finds_what_was_left_during_it(mailbox: Mailbox) -> None:
+    """It came behind the messages of that turn, and nobody else would have it run."""
+    mailbox.settle(hungry=False)
+    done = threading.Event()
+
+    def turn() -> None:
+        assert mailbox.loop.leave(done.set)
+        mailbox.loop.set_hungry(True)
+
+    assert mailbox.loop.post(turn)
+    assert done.wait(PATIENCE)
+
+
 def test_whoever_gets_hungry_finds_what_was_left_before(mailbox: Mailbox) -> None:
     mailbox.settle(hungry=False)
     done, started = threading.Event(), threading.Event()
