@@ -81,8 +81,7 @@ def offload(
         ResumeError: there is nothing to continue, it is of another model, or a commit would be replaced.
         swap.SwapError: a swap directory is missing, read-only, full, in use; files in it, or of weights, are damaged.
     """
-    _check_config(config)
-    company = find_company(config, mesh)
+    company = find_company(_checked(config), mesh)
     try:
         with outside_inference():  # what the runtime keeps will be written outside of it
             company.together("take the model", lambda: _check_kinds(model, weights, init))
@@ -110,9 +109,10 @@ def _give_up(error: BaseException, config: Config, company: Company) -> None:
         )
 
 
-def _check_config(config: object) -> None:
+def _checked(config: object) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
+    return config
 
 
 def _keeping(keep: Keep, keep_dtype: str | torch.dtype | None) -> Keeping:
