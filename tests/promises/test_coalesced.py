@@ -183,6 +183,25 @@ def test_a_graph_kept_over_the_update_of_a_part_that_it_needs_is_refused(update,
             loss.backward()
 
 
+@pytest.mark.parametrize("budget", [8 * MIB, MIB // 8])
+def test_a_graph_that_kept_what_is_written_by_hand_is_refused_and_one_made_behind_it_is_not(budget, tmp_path):
+    model = Adversaries()
+    with tiermem.offload(model, config_for(tmp_path, budget, "auto")) as runtime:
+        ends, other = model.generator(torch.randn(3, 8)).sum(), model.judge(torch.randn(3, 8)).sum()
+        with runtime.gathered(model.judge[0].weight, write=True), torch.no_grad():
+            model.judge[0].bias.add_(1.0)  # nobody keeps a bias
+        with runtime.gathered(model.generator, write=True), torch.no_grad():
+            model.generator[2].weight.mul_(2.0)
+        other.backward()
+        with pytest.raises(RuntimeError, match="written"):
+            ends.backward()
+        with runtime.gathered(model.generator, write=True):
+            with torch.no_grad():
+                model.generator[2].weight.mul_(0.5)
+            again = model.generator(torch.randn(3, 8)).sum()
+        again.backward()
+
+
 def test_an_exception_in_forward_leaves_a_model_that_goes_on(tmp_path):
     several = Several(tmp_path)
     torch.manual_seed(3)

@@ -227,7 +227,7 @@ class Runtime(Closing):
         Values of trainable parameters written here become their masters; moments stay as they are. Collective: every
         rank writes the same values, and each keeps those of its shard. Raises ConfigError for what is not of the model,
         CapacityError where these units do not fit into memory together; with `write` TiermemError between backward and
-        step where update="backward" has used gradients up.
+        step where update="backward" has used gradients up. Graphs that kept what is written here are stale.
         """
         house = self._open()
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
@@ -241,23 +241,23 @@ class Runtime(Closing):
         if write:
             house.coordinator.settle_early()
             house.snapshots.wait_open()
+            house.scheduler.saved.may_change(units)
             self._writing.append(units)
         self._lent += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []
-        written: Callable[[int, Slot, torch.Tensor], None] | None = None
-        if write:
 
-            def written(unit: int, slot: Slot, values: torch.Tensor) -> None:
-                changed.append((unit, slot, values.clone()))
+        def note(unit: int, slot: Slot, values: torch.Tensor) -> None:
+            changed.append((unit, slot, values.clone()))
 
         try:
-            needed, watched = house.coordinator.unit_needed, not self._writing
+            needed, written, watched = house.coordinator.unit_needed, note if write else None, not self._writing
             with lend(house.gatherer, house.layouts, units, needed=needed, written=written, watched=watched):
                 yield
         finally:
             self._lent -= 1
             if write:
                 self._writing.remove(units)
+            house.scheduler.saved.were_written(slot.parameter for _, slot, _ in changed)
             for unit, slot, values in changed:
                 for piece in house.owned(unit, slot) if slot.trainable else ():
                     own = values[piece.begin : piece.begin + piece.length]

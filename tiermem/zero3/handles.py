@@ -46,8 +46,7 @@ class Tally:
             self._tidy_at = max(_TIDY_AT, 2 * self.alive)
 
     def change(self, slot: Slot) -> None:
-        """Note that a parameter has other values from now on."""
-        self.generation += 1
+        """Note that a parameter has other values than in this generation's beginning."""
         self._changed[slot.offset] = slot.offset + slot.nbytes, self.generation
 
     def is_stale(self, handle: Handle) -> bool:
@@ -250,6 +249,18 @@ class SavedTensorHooks:
         """Say that these were updated: handles on them made before are stale; those on others of their unit are not."""
         for number in parameters:
             unit, slot = self._places[number]
+            self.may_change([unit])
+            self._tallies[unit].change(slot)
+
+    def may_change(self, units: Iterable[int]) -> None:
+        """Say that values of these are about to be written: what is saved from now on may have new ones."""
+        for unit in units:
+            self._tallies[unit].generation += 1
+
+    def were_written(self, parameters: Iterable[int]) -> None:
+        """Say which have been since `may_change`: handles made before that are stale."""
+        for number in parameters:
+            unit, slot = self._places[number]
             self._tallies[unit].change(slot)
 
     def recognise(self, tensor: torch.Tensor) -> Handle | None:
@@ -273,8 +284,9 @@ class SavedTensorHooks:
         """Return the view again, on whatever frame the unit has now; waits if it has none."""
         if handle.tally.is_stale(handle):
             raise RuntimeError(
-                f"the graph kept parameters of unit {handle.unit} that the optimizer has updated since: a backward "
-                "through a graph built before optimizer.step() would use the wrong values (plain PyTorch refuses too)"
+                f"the graph kept parameters of unit {handle.unit} that the optimizer has updated since, or that were "
+                "written inside gathered(write=True): a backward through a graph built before would use the wrong "
+                "values (plain PyTorch refuses too)"
             )
         base = self._demand(handle.unit)
         if torch.is_grad_enabled() and backward_number() >= 0:
