@@ -22,6 +22,7 @@ import torch
 from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, Workload
 
 import tiermem
+from tiermem.cli.measure import slower_together
 from tiermem.cli.modelwork import workload_of
 from tiermem.memory.links import parse_link
 from tiermem.overlap import explain_stalls
@@ -44,8 +45,6 @@ MODELS = {
 TINY = {"tiny": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=32)}
 ROOMY = 8 << 30
 PAGED = 0.25
-# Computation and kernel have a thread each on every core: beside each other, either takes twice as long.
-BESIDE = 1.0
 WARM_UP = 3
 
 
@@ -111,10 +110,12 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
     """Measure what predictions need, in training; the configurations themselves are never among what is trained here.
 
     Computation and kernel alone, unit by unit, come from update="step" where everything fits and one runs after the
-    other. What the drive gives to requests like those of training, and what a tile and moving bytes cost besides, comes
-    from "backward" with `PAGED` of the state, a budget that no configuration has.
+    other. What these two take from each other is timed by itself. What the drive gives to requests like those of
+    training, and what a tile and moving bytes cost besides, comes from "backward" with `PAGED` of the state, a budget
+    that no configuration has.
     """
-    steps, share = 2 if quick else 4, share_bytes(PAGED, work)
+    steps, share = 2 if quick else 8, share_bytes(PAGED, work)
+    beside_update, beside_compute = slower_together(getattr(torch, work.dtype))
     with tempfile.TemporaryDirectory(dir=folder) as place:
         alone, paged = (
             train_steps(model, settings_of(work, update, nbytes), [Path(place) / update], steps)
@@ -126,8 +127,10 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
         for number, unit in enumerate(work.units)
     )
     # What the other took from each of them is taken off; what remains is the bytes' and the tiles' doing.
-    taken = paged.beside * BESIDE / (1 + BESIDE)
-    kernel, computed = moving.updating - taken, computing(moving) - taken
+    kernel, computed = (
+        found - paged.beside * slower / (1 + slower)
+        for found, slower in ((moving.updating, beside_compute), (computing(moving), beside_update))
+    )
     tile_seconds = max(0.0, (kernel - seen.updating) / max(1, paged.kernels - alone.kernels))
     host = Host(
         update_rate={work.dtype: work.parameters / max(1e-9, seen.updating - tile_seconds * alone.kernels)},
@@ -135,8 +138,8 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
         lease_seconds=0.0,  # the same
         step_seconds=seen.elsewhere,
         tile_seconds=tile_seconds,
-        compute_beside_update=BESIDE,
-        update_beside_compute=BESIDE,
+        compute_beside_update=beside_update,
+        update_beside_compute=beside_compute,
         compute_beside_io=slower_beside(computing(seen), computed, paged.moving),
     )
     drive = Drive(read=moving.read, write=moving.write, mixed=moving.mixed)

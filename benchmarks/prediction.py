@@ -30,7 +30,7 @@ from calibration import MODELS, TINY, Calibration, Case, calibrate, measure, pre
 from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, write_result
 from workloads import Workload
 
-from tiermem.cli.measure import measure_machine
+from tiermem.cli.measure import measure_machine, with_rates_for
 from tiermem.planner import workload as planned
 from tiermem.planner.machine import Machine
 
@@ -125,6 +125,7 @@ class Course:
             "planned_written": by_plan.bytes_written,
             "moved": again.seconds / foreseen.seconds - 1,
             "before": before.rates,
+            "planning": Calibration(self._machines[case.model, case.dtype], before.work).rates,
             "after": after.rates,
             "measured_read": statistics.median(measured.read),
             "predicted_read": foreseen.bytes_read,
@@ -148,7 +149,8 @@ class Course:
         """What `tiermem plan` makes its prediction from."""
         key = case.model, case.dtype
         if key not in self._machines:
-            self._machines[key] = measure_machine([self._folder])
+            measured, seq = measure_machine([self._folder]), self._models[case.model].length
+            self._machines[key] = with_rates_for(measured, self._work(key), seq=seq)
         return Calibration(self._machines[key], self._work(key))
 
     def _before(self, case: Case) -> Calibration:

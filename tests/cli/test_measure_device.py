@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiermem.cli import copies, machines, main, measure_device
+from tiermem.cli import copies, machines, main, measure_device, measure_layer
 from tiermem.cli.measure import measure_machine
 from tiermem.config import Config
 from tiermem.errors import ConfigError
@@ -127,11 +127,10 @@ def test_a_layer_counts_as_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -
 
     grad = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *given: gradients.extend(grad(*given)))
-    monkeypatch.setattr(measure_device, "median_seconds", once)
+    monkeypatch.setattr(measure_layer, "median_seconds", once)
     rows, seq, width, mlp = 2, 24, 64, 96
-    found = measure_device.layer_flops(
-        torch.float32, torch.device("cpu"), 1.0, rows=rows, seq=seq, width=width, mlp=mlp
-    )
+    shape = measure_layer.LayerShape(rows=rows, seq=seq, width=width, mlp=mlp)
+    found = measure_layer.layer_flops(torch.float32, torch.device("cpu"), 1.0, shape)
     weights = 4 * width * width + 3 * width * mlp
     assert found == 3 * (2 * weights + 4 * seq * width) * rows * seq / 0.5
     assert sum(gradient.numel() for gradient in gradients) == weights + rows * seq * width

@@ -13,9 +13,10 @@ import itertools
 import platform
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import check_directory, free_together
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
-from tiermem.cli.timing import median_seconds, seconds_of
+from tiermem.cli.measure_layer import ANY_LAYER, layer_flops, layer_for, train_layer
+from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_cores, available_host_memory
@@ -35,15 +37,19 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 from tiermem.planner.machine import Drive, Host, Machine
+from tiermem.planner.workload import Workload
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.zero3.norms import gradient_norm
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# A product of the size of a small model's layers on a few hundred tokens, and a tile as training updates.
-_ROWS, _WIDTH = 512, 1024
+_CPU = torch.device("cpu")
+# A tile as training updates it.
 _TILE, _TILES = 1 << 20, 12
 # And beside a device, where threads take long turns at large ones (`optim/README.md`).
 _LARGE_TILE, _LARGE_TILES = 8 << 20, 4
+# What a tile costs the update besides its elements: not measured here, but found by training in each calibration of
+# `benchmarks/prediction.py`, 0.4 to 1.4 ms with two cores.
+_TILE_SECONDS = 7e-4
 _SECONDS = 0.25
 _DRIVE_SECONDS = 0.7
 _PROBE_BYTES = 256 << 20
@@ -69,17 +75,19 @@ def measure_machine(
     numel, update = _TILE, _update
     if beside_device:
         numel, update = _LARGE_TILE, functools.partial(_update, beside_device=True)
-    drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
+    train, renew = train_layer(torch.bfloat16, _CPU, ANY_LAYER), update(torch.bfloat16)
+    with nullcontext() if beside_device else _repeating(train):
+        drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
     products, updates, copies = {}, {}, {}
     for name, dtype in _DTYPES.items():
-        products[name] = 2.0 * _ROWS * _WIDTH * _WIDTH / median_seconds(_product(dtype), seconds)
+        products[name] = layer_flops(dtype, _CPU, seconds, ANY_LAYER)
         updates[name] = numel / median_seconds(update(dtype), seconds)
         copies[name] = _TILE * dtype.itemsize / median_seconds(_move_gradient(dtype), seconds)
-    beside_update, beside_compute = _beside(_product(torch.bfloat16), update(torch.bfloat16), seconds)
+    beside_update, beside_compute = _beside(train, renew, seconds)
+    alone = [mean_seconds(work, seconds) for work in (train, renew)]
     with _moving(directories[0]):
-        slowed = [median_seconds(work(torch.bfloat16), seconds) for work in (_product, update)]
+        slowed = [mean_seconds(work, seconds) for work in (train, renew)]
     products["float16"], updates["float16"] = products["bfloat16"], updates["bfloat16"]
-    alone = 2.0 * _ROWS * _WIDTH * _WIDTH / products["bfloat16"]
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
     conditions = [f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", rates_key(config)]
     return Machine(
@@ -91,10 +99,11 @@ def measure_machine(
             flops=products,
             update_rate=updates,
             copy_rate=min(copies.values()),
+            tile_seconds=0.0 if beside_device else _TILE_SECONDS,
             compute_beside_update=beside_update,
             update_beside_compute=beside_compute,
-            compute_beside_io=max(0.0, slowed[0] / alone - 1),
-            update_beside_io=max(0.0, slowed[1] * updates["bfloat16"] / numel - 1),
+            compute_beside_io=max(0.0, slowed[0] / alone[0] - 1),
+            update_beside_io=max(0.0, slowed[1] / alone[1] - 1),
         ),
         drive=drive,
         device=measure_device(config, products, seconds=seconds),
@@ -112,6 +121,26 @@ def with_room_now(machine: Machine, directories: Sequence[Path], config: Config)
     )
 
 
+def with_rates_for(machine: Machine, workload: Workload, *, seq: int, seconds: float = _SECONDS) -> Machine:
+    """The machine with the speed at which its processors compute this workload, of sequences of `seq` tokens.
+
+    It depends by a factor of four on a layer's width and on the tokens. Where a device computes, and for a dtype that
+    processors have no fast operations for, the machine as it is.
+    """
+    beside_device = machine.device is not None and not machine.device.simulated
+    if beside_device or workload.dtype not in _DTYPES:
+        return machine
+    shape = layer_for(workload, seq=seq)
+    flops = {**machine.host.flops, workload.dtype: layer_flops(_DTYPES[workload.dtype], _CPU, seconds, shape)}
+    device = None if machine.device is None else replace(machine.device, flops=flops)
+    return replace(machine, host=replace(machine.host, flops=flops), device=device)
+
+
+def slower_together(dtype: torch.dtype, seconds: float = _SECONDS) -> tuple[float, float]:
+    """How much longer computation takes beside the update, and the update beside computation: see `Host`."""
+    return _beside(train_layer(dtype, _CPU, ANY_LAYER), _update(dtype), seconds)
+
+
 def _host_memory(directories: Sequence[Path]) -> int:
     return resolve_host_memory(Config(swap_dirs=[str(directories[0])]), available_host_memory())
 
@@ -119,8 +148,9 @@ def _host_memory(directories: Sequence[Path]) -> int:
 def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECONDS, nbytes: int = _PROBE_BYTES) -> Drive:
     """Bandwidths of all directories together, striped as training stripes, and the latency of one small read.
 
-    Each pattern goes over the same `nbytes` again and again for `seconds`. A drive's caches and a virtual drive's
-    credits flatter a short look: measure for longer where that matters.
+    Of requests as large as tiles are, two at a time each way. Each pattern goes over the same `nbytes` again and again
+    for `seconds`. A drive's caches and a virtual drive's credits flatter a short look: measure for longer where that
+    matters.
     """
     for directory in directories:
         check_directory(directory)
@@ -136,17 +166,17 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
         one, other = range(_PIECES), range(_PIECES, 2 * _PIECES)
         moved = half * _PIECES
 
-        def read(which: range) -> list[Request]:
-            return [space.start_read(extents[index], views[index]) for index in which]
+        def read(which: range) -> Iterator[Request]:
+            return (space.start_read(extents[index], views[index]) for index in which)
 
-        def write(which: range) -> list[Request]:
-            return [space.start_write(extents[index], views[index]) for index in which]
+        def write(which: range) -> Iterator[Request]:
+            return (space.start_write(extents[index], views[index]) for index in which)
 
-        _wait(write(one) + write(other))  # the first write of a stretch also pays for the file system's bookkeeping
+        _move(write(one), write(other))  # the first write of a stretch also pays for the file system's bookkeeping
         rates = {
-            "write": moved / _mean(lambda: _wait(write(one)), seconds),
-            "read": moved / _mean(lambda: _wait(read(one)), seconds),
-            "mixed": 2 * moved / _mean(lambda: _wait([*read(one), *write(other)]), seconds),
+            "write": moved / mean_seconds(lambda: _move(write(one)), seconds),
+            "read": moved / mean_seconds(lambda: _move(read(one)), seconds),
+            "mixed": 2 * moved / mean_seconds(lambda: _move(read(one), write(other)), seconds),
         }
         small, place = space.allocate(4096), buffer.view[:4096]
         _wait([space.start_write(small, place)])
@@ -175,27 +205,33 @@ def _space(directories: Sequence[Path], nbytes: int) -> Iterator[SwapSpace]:
             directory.rmdir()
 
 
+def _move(*rows: Iterator[Request]) -> None:
+    """Start requests and wait for them: of each row two are on their way at a time, as of the tiles of an update."""
+    under_way = [deque(itertools.islice(row, 2)) for row in rows]
+    while any(under_way):
+        for row, started in zip(rows, under_way, strict=True):
+            if started:
+                started.popleft().wait()
+                started.extend(itertools.islice(row, 1))
+
+
 def _wait(requests: Sequence[Request]) -> None:
     for request in requests:
         request.wait()
 
 
-def _mean(work: Callable[[], None], seconds: float) -> float:
-    """Mean seconds of one call, over as many as fit into `seconds`, three at least."""
-    count, taken = 0, 0.0
-    while count < 3 or taken < seconds:
-        taken += seconds_of(work)
-        count += 1
-    return taken / count
-
-
 def _beside(one: Callable[[], None], other: Callable[[], None], seconds: float) -> tuple[float, float]:
-    """How much longer each takes while the other runs, in shares of its time alone."""
-    alone = (median_seconds(one, seconds), median_seconds(other, seconds))
+    """How much longer each takes while the other runs, in shares of its time alone.
+
+    Means: a thread that has lost its core waits for a while, seldom, and others with it at the end of each operation.
+    """
+    one()
+    other()
+    alone = (mean_seconds(one, seconds), mean_seconds(other, seconds))
     found: list[float] = []
     for work, beside, undisturbed in ((one, other, alone[0]), (other, one, alone[1])):
         with _repeating(beside):
-            found.append(max(0.0, median_seconds(work, seconds) / undisturbed - 1))
+            found.append(max(0.0, mean_seconds(work, seconds) / undisturbed - 1))
     return found[0], found[1]
 
 
@@ -235,16 +271,6 @@ def _moving(directory: Path) -> Iterator[None]:
             yield
         for view in views:
             view.release()
-
-
-def _product(dtype: torch.dtype) -> Callable[[], None]:
-    left, right = torch.randn(_ROWS, _WIDTH).to(dtype), torch.randn(_WIDTH, _WIDTH).to(dtype)
-    result = torch.empty(_ROWS, _WIDTH, dtype=dtype)
-
-    def multiply() -> None:
-        torch.mm(left, right, out=result)
-
-    return multiply
 
 
 def _update(dtype: torch.dtype, *, beside_device: bool = False) -> Callable[[], None]:

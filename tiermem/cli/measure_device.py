@@ -8,24 +8,23 @@ stays on the device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch.nn import functional
 
 from tiermem.cli.copies import pinned_rates
+from tiermem.cli.measure_layer import LayerShape, layer_flops
 from tiermem.cli.timing import median_seconds
 from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.memory.links import parse_link
 from tiermem.planner.machine import Device
-from tiermem.planner.workload import BACKWARD_SHARE, unit_flops
 from tiermem.runtime.devices import device_budget, own_device
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # A layer of a model of some billion parameters on some thousand tokens: less does not fill a large device, and more
 # does not fit beside others on a small one.
-_ROWS, _SEQ, _WIDTH, _MLP, _HEADS = 4, 1024, 2048, 5504, 16
+_LAYER = LayerShape(rows=4, seq=1024, width=2048, mlp=5504)
 _COPY_BYTES = 64 << 20
 
 
@@ -71,7 +70,7 @@ def measure_device(config: Config, host_flops: Mapping[str, float], *, seconds: 
         return None
     try:
         up, down = pinned_rates(device)
-        flops = {name: layer_flops(dtype, device, seconds) for name, dtype in _dtypes(device).items()}
+        flops = {name: layer_flops(dtype, device, seconds, _LAYER) for name, dtype in _dtypes(device).items()}
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{device}: no memory to measure it ({error}); end what else uses it, or name a --machine"
@@ -85,58 +84,6 @@ def measure_device(config: Config, host_flops: Mapping[str, float], *, seconds: 
         efficiency=1.0,
         count=torch.cuda.device_count(),
     )
-
-
-def layer_flops(
-    dtype: torch.dtype,
-    device: torch.device,
-    seconds: float,
-    *,
-    rows: int = _ROWS,
-    seq: int = _SEQ,
-    width: int = _WIDTH,
-    mlp: int = _MLP,
-) -> float:
-    """Operations a second that a decoder layer's forward and backward reach, counted as the planner counts them.
-
-    A layer of `width` with a gated MLP of width `mlp` and causal attention, on `rows` sequences of `seq` tokens; timed
-    for about `seconds`.
-    """
-    train, numel = _layer(dtype, device, rows, seq, width, mlp)
-
-    def train_and_wait() -> None:
-        train()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    taken = median_seconds(train_and_wait, seconds)
-    return (1 + BACKWARD_SHARE) * unit_flops(numel, rows * seq, seq=seq, width=width) / taken
-
-
-def _layer(
-    dtype: torch.dtype, device: torch.device, rows: int, seq: int, width: int, mlp: int
-) -> tuple[Callable[[], object], int]:
-    """Forward and backward of the layer, to be called, and its number of parameters."""
-
-    def random(*shape: int) -> torch.Tensor:
-        values = torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).to(dtype)
-        return values.requires_grad_()
-
-    qkv, out, gated, down = random(3 * width, width), random(width, width), random(2 * mlp, width), random(width, mlp)
-    weights = (qkv, out, gated, down)
-    inputs, gradient = random(rows, seq, width), torch.ones(rows, seq, width, dtype=dtype, device=device)
-
-    def train() -> object:
-        shape = (rows, seq, _HEADS, width // _HEADS)
-        parts = functional.linear(functional.rms_norm(inputs, (width,)), qkv).chunk(3, dim=-1)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in parts)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = inputs + functional.linear(attended.transpose(1, 2).reshape(rows, seq, width), out)
-        gate, up = functional.linear(functional.rms_norm(hidden, (width,)), gated).chunk(2, dim=-1)
-        output = hidden + functional.linear(functional.silu(gate) * up, down)
-        return torch.autograd.grad(output, (inputs, *weights), gradient)
-
-    return train, sum(weight.numel() for weight in weights)
 
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:

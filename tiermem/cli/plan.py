@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiermem.cli.machines import load_profile, this_machine
+from tiermem.cli.measure import with_rates_for
 from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -56,7 +57,7 @@ class PlanOptions:
 def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) -> Prediction:
     """Answer the options under the budgets of `config`. Raises ConfigError for what cannot be planned."""
     workload = find_workload(options, config)
-    machine = find_machine(options, config)
+    machine = find_machine(options, config, workload)
     return predict(
         workload,
         machine,
@@ -96,11 +97,12 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
     )
 
 
-def find_machine(options: PlanOptions, config: Config) -> Machine:
-    """The machine that the options name, or this one."""
+def find_machine(options: PlanOptions, config: Config, workload: Workload) -> Machine:
+    """The machine that the options name, or this one with what it gives to this workload."""
     if options.machine is not None:
         return load_profile(options.machine)
-    return this_machine(config.swap_paths, config, again=options.measure)
+    machine = this_machine(config.swap_paths, config, again=options.measure)
+    return with_rates_for(machine, workload, seq=options.seq)
 
 
 def plan_settings(

@@ -1,6 +1,6 @@
 """How long a call takes.
 
-Owns the two ways of timing that the short measurements share. Does not know what is timed.
+Owns the ways of timing that the short measurements share. Does not know what is timed.
 """
 
 from __future__ import annotations
@@ -23,3 +23,12 @@ def median_seconds(work: Callable[[], object], seconds: float) -> float:
     while len(taken) < 3 or sum(taken) < seconds:
         taken.append(seconds_of(work))
     return sorted(taken)[len(taken) // 2]
+
+
+def mean_seconds(work: Callable[[], object], seconds: float) -> float:
+    """Mean seconds of a call, over as many as fit into `seconds`, three at least."""
+    count, taken = 0, 0.0
+    while count < 3 or taken < seconds:
+        taken += seconds_of(work)
+        count += 1
+    return taken / count

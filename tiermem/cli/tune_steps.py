@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.machines import load_profile, this_machine
+from tiermem.cli.measure import with_rates_for
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.subject import TrainOptions, find_subject
 from tiermem.cli.train import Training
@@ -54,7 +55,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
     machine = (
         load_profile(choice.machine)
         if choice.machine is not None
-        else this_machine(config.swap_paths, config, again=choice.again)
+        else with_rates_for(this_machine(config.swap_paths, config, again=choice.again), workload, seq=options.seq)
     )
 
     def measure(candidate: Config) -> float:

@@ -1,0 +1,87 @@
+"""The layer that stands for a workload, and the machine that is fitted to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.cli import measure, measure_layer
+from tiermem.cli.machines import load_profile
+from tiermem.cli.measure import with_rates_for
+from tiermem.cli.measure_layer import ANY_LAYER, LayerShape, layer_for, train_layer
+from tiermem.planner.workload import transformer
+
+CPU = torch.device("cpu")
+
+
+@given(
+    parameters=st.integers(10**6, 10**12),
+    batch=st.integers(1, 64),
+    seq=st.integers(2, 4096),
+)
+def test_a_layer_is_as_large_as_most_units_and_no_larger_than_a_second_allows(
+    parameters: int, batch: int, seq: int
+) -> None:
+    work = transformer(parameters, batch=batch, seq=seq)
+    shape = layer_for(work, seq=seq)
+    tokens, units = shape.rows * shape.seq, [unit.numel for unit in work.units if unit.flops]
+    typical = max(units, key=lambda numel: numel * units.count(numel))
+    assert tokens <= min(512, work.tokens)
+    assert 2 * tokens > min(512, work.tokens), "whole sequences, as many as there may be"
+    assert shape.width % shape.heads == 0
+    assert shape.width % 64 == 0
+    if shape.width < 2048:
+        assert shape.weights == pytest.approx(typical, rel=0.25) or shape.width == 64
+    else:
+        assert typical > 0.9 * shape.weights
+
+
+def test_processors_train_more_weights_than_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LayerShape] = []
+    layer = measure_layer._layer
+
+    def counted(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Any:
+        made.append(shape)
+        return layer(dtype, device, dataclasses.replace(shape, width=64, mlp=64))
+
+    monkeypatch.setattr(measure_layer, "_layer", counted)
+    for shape, nbytes in ((ANY_LAYER, 226 << 20), (LayerShape(rows=1, seq=8, width=2048, mlp=5440), 380 << 20)):
+        made.clear()
+        train_layer(torch.float32, CPU, shape)()
+        assert len(made) > 1
+        assert len(made) * shape.weights * 4 > nbytes
+
+
+def test_a_gradient_is_that_of_every_weight() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        gradients = measure_layer._layer(dtype, CPU, LayerShape(rows=2, seq=6, width=192, mlp=128))()
+        assert isinstance(gradients, tuple)
+        assert [gradient.dtype for gradient in gradients] == [dtype] * 5
+        assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_a_machine_is_fitted_where_its_processors_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.dtype, LayerShape]] = []
+
+    def rate(dtype: torch.dtype, device: torch.device, seconds: float, shape: LayerShape) -> float:
+        asked.append((dtype, shape))
+        return 7e9
+
+    monkeypatch.setattr(measure, "layer_flops", rate)
+    laptop, gpu = load_profile("laptop"), load_profile("rtx4090")
+    work = transformer(50_000_000, batch=2, seq=128)
+    fitted = with_rates_for(laptop, work, seq=128)
+    assert fitted.flops("bfloat16") == 7e9
+    assert fitted.flops("float32") == laptop.flops("float32")
+    assert asked == [(torch.bfloat16, layer_for(work, seq=128))]
+    assert with_rates_for(gpu, work, seq=128) is gpu
+    assert with_rates_for(laptop, transformer(50_000_000, batch=2, seq=128, dtype="float16"), seq=128) is laptop
+    assert gpu.device is not None
+    played = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, simulated=True, efficiency=1.0))
+    assert with_rates_for(played, work, seq=128).flops("bfloat16") == 7e9
+    assert len(asked) == 2

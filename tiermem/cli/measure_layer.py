@@ -1,0 +1,130 @@
+"""How fast a processor or a device trains a decoder layer.
+
+Owns a layer that can be timed, and the shape of one that stands for a workload's. Does not know drives or updates.
+Guarantees that operations are counted as the planner counts them, and that processors are timed with more weights than
+their caches hold, as in training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tiermem.cli.timing import median_seconds
+from tiermem.planner.workload import BACKWARD_SHARE, Workload, unit_flops
+
+# Beyond these a processor's rate hardly changes any more, and one layer would take seconds.
+_MOST_WIDTH, _MOST_TOKENS = 2048, 512
+_STEP = 64  # widths are multiples of it
+_HEAD = 128  # elements of an attention head, about
+_BEYOND_CACHES = 256 << 20
+_MOST_LAYERS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """A layer of `width` with a gated MLP of width `mlp` and causal attention, on `rows` sequences of `seq` tokens."""
+
+    rows: int
+    seq: int
+    width: int
+    mlp: int
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the layer."""
+        return 4 * self.width * self.width + 3 * self.width * self.mlp
+
+    @property
+    def heads(self) -> int:
+        """Attention heads: as many of about 128 elements as divide the width."""
+        return next(heads for heads in range(max(1, self.width // _HEAD), 0, -1) if self.width % heads == 0)
+
+
+# What stands for any workload: wide enough for a matrix product's full speed on a few hundred tokens.
+ANY_LAYER = LayerShape(rows=1, seq=256, width=768, mlp=2048)
+
+
+def layer_for(workload: Workload, *, seq: int) -> LayerShape:
+    """A layer as large as the units that most parameters are in, on the tokens of a batch of sequences of `seq`.
+
+    Of a large one, or of many tokens, what a processor's rate still depends on.
+    """
+    sizes = Counter[int]()
+    for unit in workload.units:
+        sizes[unit.numel] += unit.numel if unit.flops else 0
+    numel = sizes.most_common(1)[0][0]
+    width = min(_MOST_WIDTH, max(_STEP, round(math.sqrt(numel / 12) / _STEP) * _STEP))
+    length = min(seq, _MOST_TOKENS)
+    rows = max(1, min(workload.tokens, _MOST_TOKENS) // length)
+    return LayerShape(rows=rows, seq=length, width=width, mlp=max(_STEP, round(8 * width / 3 / _STEP) * _STEP))
+
+
+def layer_flops(dtype: torch.dtype, device: torch.device, seconds: float, shape: LayerShape) -> float:
+    """Operations a second that a decoder layer's forward and backward reach, counted as the planner counts them.
+
+    Timed for about `seconds`.
+    """
+    taken = median_seconds(train_layer(dtype, device, shape), seconds)
+    operations = unit_flops(shape.weights, shape.rows * shape.seq, seq=shape.seq, width=shape.width)
+    return (1 + BACKWARD_SHARE) * operations / taken
+
+
+def train_layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Callable[[], None]:
+    """Forward and backward of a layer, to be called again and again; on processors of several layers in turn."""
+    nbytes = shape.weights * dtype.itemsize
+    count = max(2, min(_MOST_LAYERS, _BEYOND_CACHES // nbytes)) if device.type == "cpu" else 1
+    turn = itertools.cycle([_layer(dtype, device, shape) for _ in range(count)])
+
+    def train() -> None:
+        next(turn)()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return train
+
+
+def _layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Callable[[], object]:
+    width, mlp = shape.width, shape.mlp
+
+    def random(*sizes: int) -> torch.Tensor:
+        values = torch.rand(*sizes, device=device).sub_(0.5).mul_((12 / sizes[-1]) ** 0.5)
+        return values.to(dtype).requires_grad_()
+
+    qkv, out, gated, down = random(3 * width, width), random(width, width), random(2 * mlp, width), random(width, mlp)
+    weights = (qkv, out, gated, down)
+    inputs = random(shape.rows, shape.seq, width)
+    angles = torch.rand(shape.seq, width // shape.heads, device=device)
+    turns = angles.cos().to(dtype), angles.sin().to(dtype)
+    gradient = torch.ones(shape.rows, shape.seq, width, dtype=dtype, device=device)
+
+    def train() -> object:
+        parted = (shape.rows, shape.seq, shape.heads, width // shape.heads)
+        parts = functional.linear(_normed(inputs), qkv).chunk(3, dim=-1)
+        query, key, value = (part.view(parted).transpose(1, 2) for part in parts)
+        query, key = _turned(query, *turns), _turned(key, *turns)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = inputs + functional.linear(attended.transpose(1, 2).reshape(inputs.shape), out)
+        gate, up = functional.linear(_normed(hidden), gated).chunk(2, dim=-1)
+        output = hidden + functional.linear(functional.silu(gate) * up, down)
+        return torch.autograd.grad(output, (inputs, *weights), gradient)
+
+    return train
+
+
+def _normed(values: torch.Tensor) -> torch.Tensor:
+    """By their root mean square, in float32 and operation by operation, as models write it."""
+    wide = values.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(values.dtype)
+
+
+def _turned(values: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """By rotary position embeddings, operation by operation, as models write it."""
+    first, second = values.chunk(2, dim=-1)
+    return values * cosines + torch.cat((-second, first), dim=-1) * sines
