@@ -203,7 +203,8 @@ def machine_with(case: Case, calibration: Calibration) -> Machine:
     if link is None:
         return calibration.machine
     memory = device_bytes(calibration.work)
-    device = Device(memory=memory, flops={}, to_device=link.up, to_host=link.down, simulated=True)
+    flops = calibration.machine.host.flops
+    device = Device(memory=memory, flops=flops, efficiency=1.0, to_device=link.up, to_host=link.down, simulated=True)
     return dataclasses.replace(calibration.machine, device=device)
 
 

@@ -27,6 +27,9 @@ from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_cores
 from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
 
+# Raised where something else is measured, or in another way: what an older version has kept is not taken for it.
+_HOW = 2
+
 
 def profile_names() -> list[str]:
     """The profiles that come with the package."""
@@ -89,7 +92,8 @@ def cache_file(directories: Sequence[Path], device: str = "") -> Path | None:
     None for a user without a home, such as a number that a container runs as.
     """
     drives = sorted({directory.stat().st_dev for directory in directories if directory.exists()})
-    key = json.dumps([drives, len(directories), available_cores(), torch.get_num_threads(), torch.__version__, device])
+    kind = [_HOW, drives, len(directories), available_cores(), torch.get_num_threads(), torch.__version__, device]
+    key = json.dumps(kind)
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
