@@ -247,10 +247,9 @@ class SavedTensorHooks:
 
     def values_changed(self, parameters: Iterable[int]) -> None:
         """Say that these were updated: handles on them made before are stale; those on others of their unit are not."""
-        for number in parameters:
-            unit, slot = self._places[number]
-            self.may_change([unit])
-            self._tallies[unit].change(slot)
+        numbers = list(parameters)
+        self.may_change({self._places[number][0] for number in numbers})
+        self.were_written(numbers)
 
     def may_change(self, units: Iterable[int]) -> None:
         """Say that values of these are about to be written: what is saved from now on may have new ones."""
