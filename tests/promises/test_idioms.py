@@ -638,3 +638,44 @@ def test_one_that_comes_too_late_is_told_and_comes_in_time_from_then_on(budget, 
         )
     assert len([each for each in caught if "settings" in str(each.message)]) == 1
     check(found, plain(Stack, rate_set_before_the_step(1e-3, 1e-3, 3e-3, 4e-3)))  # early updates begin in the second
+
+
+class Normed(nn.Module):
+    """Norms, each a unit, whose bias no graph keeps: nothing says that its gradient comes behind the weight's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.LayerNorm(8)))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def frozen_in_part(*, thawed_early: bool, dropped: bool) -> Script:
+    """A bias of each unit is frozen in the second step, until before that step or until the next one begins."""
+
+    def script(trainee: Trainee) -> None:
+        biases = [layer.bias for layer in trainee.model.layers]
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for step in range(4):
+            for bias in biases:
+                bias.requires_grad_(step != 1)
+            for batch in range(2 if dropped and step == 2 else 1):
+                backward(trainee, trainee.model(torch.randn(4, 8)).square().mean())
+                if dropped and step == 2 and batch == 0:
+                    optimizer.zero_grad()
+            for bias in biases:
+                bias.requires_grad_(thawed_early or step != 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+@pytest.mark.parametrize("thawed_early", [True, False])
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_a_part_of_a_unit_that_is_frozen_in_one_step_and_trained_in_the_next(thawed_early, update, dropped, tmp_path):
+    compare(Normed, frozen_in_part(thawed_early=thawed_early, dropped=dropped), tmp_path, update)

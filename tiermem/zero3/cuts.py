@@ -35,7 +35,7 @@ import torch
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.engine import has_hooks, node_number, sequence_number, version
-from tiermem.zero3.reduce import take_gradient
+from tiermem.zero3.step_gradients import take_gradient
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

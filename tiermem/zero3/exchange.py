@@ -27,9 +27,9 @@ from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.norms import gradient_norm, norm_dtype
-from tiermem.zero3.reduce import StepGradients, plain, take_gradient
 from tiermem.zero3.shards import Shard, bucket_ranges
 from tiermem.zero3.sources import Pager
+from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
 from tiermem.zero3.sums import mean_over_ranks
 
 
@@ -119,8 +119,9 @@ class RankGradients(StepGradients):
         if exchanged or (self._buckets.two and self._under_way is not None and self._under_way[0].shard.unit != unit):
             self._buckets.ask(self._shards[unit])
 
-    def backward_ended(self, *, together: bool) -> None:  # noqa: ARG002 - what is added up when is of all ranks
+    def backward_ended(self, *, together: bool) -> None:
         """Start adding up what was written last."""
+        super().backward_ended(together=together)
         self.release()
 
     def batch_complete(self, unit: int) -> None:

@@ -1,6 +1,6 @@
 """What the scheduler asks of its neighbours: where gradients go, and who has to know.
 
-Owns the two protocols. Does not know who implements them: gradients go to `reduce.GradientStore` or, with several
+Owns the protocols. Does not know who implements them: gradients go to `reduce.GradientStore` or, with several
 ranks, to `exchange.RankGradients`; the listener is the runtime's. Guarantees nothing by itself.
 """
 
@@ -33,7 +33,20 @@ class Listener(Protocol):
         """Units whose gradients no update took because a device was not through with them, and now it is."""
 
 
-class Gradients(Protocol):
+class Norms(Protocol):
+    """What is known of the size of this step's gradients."""
+
+    def norm(self, parameter: int) -> torch.Tensor:
+        """The L2 norm of a gradient accumulated so far, 0-d."""
+
+    def are_known(self, parameters: Sequence[int]) -> bool:
+        """Whether these norms can be read without waiting for a device; else they are on their way from now on."""
+
+    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
+        """The norms, in host memory if all of them are known."""
+
+
+class Gradients(Norms, Protocol):
     """Where gradients go: `reduce.GradientStore`, or with several ranks `exchange.RankGradients`."""
 
     @property
@@ -82,17 +95,11 @@ class Gradients(Protocol):
     def trainable(self, unit: int) -> tuple[int, ...]:
         """All the unit's trainable parameters, by place."""
 
-    def norm(self, parameter: int) -> torch.Tensor:
-        """The L2 norm of a gradient accumulated so far, 0-d."""
-
-    def are_known(self, parameters: Sequence[int]) -> bool:
-        """Whether these norms can be read without waiting for a device; else they are on their way from now on."""
-
-    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
-        """The norms, in host memory if all of them are known."""
-
     def read(self, parameter: int) -> torch.Tensor | None:
         """A copy of a gradient in the parameter's shape."""
+
+    def are_thawed(self, unit: int) -> bool:
+        """Whether one of the unit's that was frozen in the step before is trained now, and nobody expected it."""
 
     def reset(self) -> None:
         """Begin a new step: the pages now belong to whoever took note of them."""

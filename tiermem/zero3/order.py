@@ -188,8 +188,9 @@ class OrderRecorder:
         if self._expected is None:
             return False
         before = self._expected.contributions
-        return any(self._contributions[number] for number in parameters) and all(
-            self._contributions[number] == before.get(number, 0) for number in parameters
+        # In this order: what comes last is mostly the first of them, and then one look is enough.
+        return all(self._contributions[number] == before.get(number, 0) for number in parameters) and any(
+            self._contributions[number] for number in parameters
         )
 
     def batch_arrived(self, unit: int, parameters: tuple[int, ...]) -> bool:
@@ -199,10 +200,9 @@ class OrderRecorder:
         """
         if self._expected is None:
             return False
-        batches = self._batches[unit]
-        before = [self._expected.contributions.get(number, 0) for number in parameters]
-        return batches <= max(before, default=0) and all(
-            self._contributions[number] >= min(batches, count) for number, count in zip(parameters, before, strict=True)
+        batches, before = self._batches[unit], self._expected.contributions
+        return all(self._contributions[number] >= min(batches, before.get(number, 0)) for number in parameters) and any(
+            before.get(number, 0) >= batches for number in parameters
         )
 
     def finish(self) -> StepOrder:

@@ -1,8 +1,7 @@
 """Gradients of one rank, from autograd into pages (of several: `exchange`).
 
-Owns the leases on GRAD tiles, and for each parameter the flag, the count and the norm of this step's gradient. Does
-not know modules, the order of units or the update. Guarantees the bits of plain accumulation (old plus new, in the
-parameter's dtype), that `p.grad` is None afterwards, and that a tile is read only after it was written in this step.
+Owns the leases on GRAD tiles. Does not know modules, the order of units or the update. Guarantees the bits of plain
+accumulation (old plus new, in the parameter's dtype) and that a tile is read only after it was written in this step.
 
 A tile holds several parameters: the first write of a step takes it FRESH, every later one WRITE. What lies in the gaps,
 and in the place of a parameter without gradient, is undefined; `numbers` says which parameters count.
@@ -18,82 +17,14 @@ from torch import nn
 
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, PageKey
-from tiermem.zero3.conductor import Act
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
-from tiermem.zero3.norm_reader import NormReader
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
 from tiermem.zero3.sources import Lease, Pager, PendingLease
+from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
 from tiermem.zero3.waiting import Waiting
 
 # A norm that is taken from the pages, if anybody asks.
 _NOT_YET = torch.tensor(float("nan"), dtype=torch.float32, device="cpu")
-
-
-class StepGradients:
-    """What is known of this step's gradients, wherever they come from: their norms, and the pages they were put in."""
-
-    apart: Container[int] = ()
-
-    def __init__(self, pager: Pager, layouts: Sequence[UnitLayout], parameters: Sequence[nn.Parameter]) -> None:
-        self._pager = pager
-        self._parameters = tuple(parameters)
-        self._trainable = tuple(tuple(slot.parameter for slot in layout.trainable) for layout in layouts)
-        self._written: set[PageKey] = set()
-        self._norms: dict[int, torch.Tensor] = {}
-        self._reader = NormReader()
-
-    def numbers(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of the unit's parameters that have a gradient in this step (on some rank), by place."""
-        norms = self._norms
-        return tuple([number for number in self._trainable[unit] if number in norms]) if norms else ()
-
-    def trainable(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of all the unit's trainable parameters, by place."""
-        return self._trainable[unit]
-
-    def norm(self, parameter: int) -> torch.Tensor:
-        """The L2 norm of the whole gradient accumulated so far: 0-d float32 (float64 for float64)."""
-        return self._norms[parameter]
-
-    def are_known(self, parameters: Sequence[int]) -> bool:
-        """Whether these norms can be read without waiting for a device; else they are on their way from now on."""
-        return self._reader.are_known({number: self.norm(number) for number in parameters})
-
-    def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
-        """The norms, in host memory if all of them are known."""
-        return self._reader.read({number: self.norm(number) for number in parameters})
-
-    def reset(self) -> None:
-        """Begin a new step: the pages now belong to whoever took note of them."""
-        self._end()
-        self._written.clear()
-        self._norms.clear()
-        self._reader.clear()
-
-    def drop(self) -> None:
-        """Forget this step's gradients and their pages."""
-        self._end()
-        pages = list(self._written)
-        self.reset()
-        if pages:
-            self._pager.start_discard(pages)
-
-    def drop_unfinished(self) -> None:
-        """Forget pages in which an error or an interrupt has left gradients that do not count yet."""
-        unfinished = [key for key in self._written if not self.numbers(key.unit)]
-        self._written.difference_update(unfinished)
-        if unfinished:
-            self._pager.start_discard(unfinished)
-
-    def catch_up(self, unit: int) -> None:
-        """Nothing is left to be said later, where there are no other ranks."""
-
-    def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
-        """Wait for other ranks: there are none."""
-
-    def _end(self) -> None:
-        """Have nothing open or under way."""
-        raise NotImplementedError
 
 
 class GradientStore(StepGradients):
@@ -212,6 +143,7 @@ class GradientStore(StepGradients):
 
     def backward_ended(self, *, together: bool) -> None:
         """Let go of everything, unless the tiles that are held are about to be wanted again: see `Gradients`."""
+        super().backward_ended(together=together)
         if not together:
             self.release()
 
@@ -333,17 +265,3 @@ class GradientStore(StepGradients):
                 lease.fail(error)
                 raise
         return None if measuring is None else measuring.squares
-
-
-def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd has left in `parameter.grad`, which is None from then on."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
-        gradient, parameter.grad = parameter.grad, None
-    return gradient
-
-
-def plain(gradient: torch.Tensor) -> torch.Tensor:
-    """Dense, and free of a graph of its own (backward with create_graph), in which case it is not changed either."""
-    if gradient.layout is not torch.strided:
-        gradient = gradient.detach().to_dense()
-    return gradient.detach().clone() if gradient.requires_grad else gradient

@@ -327,7 +327,7 @@ class GatherScheduler:
         """
         if not self._early or self._touched.get(unit, True):
             return
-        if not self.order.all_arrived(self.gradients.trainable(unit)):
+        if not self.order.all_arrived(self.gradients.trainable(unit)) or self.gradients.are_thawed(unit):
             return
         if self.saved.outstanding(unit) or self._gatherer.holds(unit):
             return
