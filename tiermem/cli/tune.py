@@ -38,7 +38,8 @@ _COLUMNS = {
     "queue_depth": "depth",
     "block_size": "block",
 }
-_KNOBS = {"": "(default)", "tile_nbytes": "tile"} | _COLUMNS
+# What a trial calls otherwise than `Config` does.
+_SETTINGS = {"tile_nbytes": "tile_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class TuneReport:
         times = {id(trial): seconds for trial, seconds in self.measured}
         curve = [
             {
-                "changed": trial.knob,
+                "changed": _SETTINGS.get(trial.knob, trial.knob),
                 **changed(trial.settings),
                 "predicted_seconds": trial.seconds,
                 "measured_seconds": times.get(id(trial)),
@@ -110,7 +111,7 @@ class TuneReport:
             settings = changed(trial.settings)
             measured = times.get(id(trial))
             table.add_row(
-                _KNOBS[trial.knob],
+                _COLUMNS[_SETTINGS.get(trial.knob, trial.knob)] if trial.knob else "(default)",
                 *(str(settings[name]) for name in _COLUMNS),
                 f"{trial.seconds:.3f}",
                 "" if measured is None else f"{measured:.3f}",
