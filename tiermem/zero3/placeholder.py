@@ -22,6 +22,7 @@ class Placeholders:
     def __init__(self) -> None:
         self._scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._expanded: dict[tuple[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
+        self._addresses: set[int] = set()
         self._watches: list[Callable[[], bool]] = []  # whether each scalar is still what it was
 
     def of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -31,14 +32,14 @@ class Placeholders:
             scalar = self._scalars.get((dtype, device))
             if scalar is None:
                 scalar = self._scalars[dtype, device] = _marker(dtype, device)
+                self._addresses.add(scalar.data_ptr())
                 self._watches.append(_watch(scalar))
             found = self._expanded[shape, dtype, device] = scalar.expand(shape)
         return found
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of these placeholders, shows what they show (`model.half().float()`), or nothing."""
-        address = tensor.data_ptr()
-        if tensor.numel() == 0 or any(scalar.data_ptr() == address for scalar in self._scalars.values()):
+        if tensor.data_ptr() in self._addresses or tensor.numel() == 0:
             return True
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - absent.py is not to see this
             values = tensor.detach()
