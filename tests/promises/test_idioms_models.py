@@ -531,6 +531,8 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
             lambda: torch.isnan(model[0].weight).any(),
             lambda: average.lerp_(model[0].weight, 0.1),
             lambda: torch.stack([model[0].bias, model[0].bias]),
+            lambda: torch.ones(2, 6) @ model[0].weight.T,
+            lambda: model[0].weight.data.mT,
             lambda: model[0].weight.detach().clone(),
             lambda: average.mul_(0.9).add_(model[0].weight.detach(), alpha=0.1),
             lambda: average.mul_(0.9).add_(model[0].weight.data, alpha=0.1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,37 @@ def test_what_is_read_to_be_written_elsewhere_has_its_values(tmp_path: Path) -> 
         expected = model(tokens)
         with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, "tight"), "auto"), coalesce=0):
             assert torch.equal(model(tokens), expected)
+
+
+def penalised(result: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat([result, weight]).square().mean()
+
+
+def penalised_by_name(result: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat(tensors=(weight, result)).square().mean()
+
+
+def penalised_flat(result: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(result.mean(0, keepdim=True).expand_as(weight), target=weight)
+
+
+@pytest.mark.parametrize("penalty", [penalised, penalised_by_name, penalised_flat])
+def test_a_loss_behind_the_model_may_borrow(penalty: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    """Whether the graph comes in an argument, or in a list of them."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def train(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for _ in range(3):
+            loss = penalty(trainee.model(torch.randn(4, WIDTH)), trainee.model[0].weight)
+            loss.backward()
+            trainee.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(offloaded(make, train, tmp_path, update="auto", budget="tight"), plain(make, train))
 
 
 class Late(nn.Module):

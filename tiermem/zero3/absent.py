@@ -122,12 +122,15 @@ def is_absent(tensor: Any) -> bool:
     return issubclass(type(tensor), _Absent)
 
 
+def each_in(arguments: Sequence[Any]) -> Iterator[Any]:
+    """The arguments, and in place of a list what is in it."""
+    for argument in arguments:
+        yield from argument if isinstance(argument, (list, tuple)) else (argument,)
+
+
 def absent_in(arguments: Sequence[Any]) -> Iterator[nn.Parameter]:
     """The absent parameters among arguments, also those in a list."""
-    for argument in arguments:
-        for each in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if is_absent(each):
-                yield each
+    return filter(is_absent, each_in(arguments))
 
 
 def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.absent import Operation, absent_in, is_absent
+from tiermem.zero3.absent import Operation, absent_in, each_in, is_absent
 from tiermem.zero3.calls import CallStack
 from tiermem.zero3.engine import backward_number
 from tiermem.zero3.layout import Slot
@@ -38,8 +38,8 @@ _MAKING = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
 )
-# What computes nothing; `view_as` is how torch asks for a leaf's node of the graph.
-_ASIDE = frozenset(("detach", "view_as", "numpy", "__array__", "__dlpack__"))
+# What computes nothing; `view_as` is how torch asks for a leaf's node of the graph. What is made of `data` is told of.
+_ASIDE = frozenset(("data", "detach", "view_as", "numpy", "__array__", "__dlpack__"))
 # What is done to all parameters of a model: `Module.to`, and the like.
 _CONVERTING = frozenset(
     ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "pin_memory")
@@ -101,7 +101,9 @@ class Borrowing:
         if self._stack.calls or backward_number() >= 0:
             return True
         return torch.is_grad_enabled() and any(
-            isinstance(each, torch.Tensor) and each.grad_fn is not None for each in arguments if not is_absent(each)
+            isinstance(each, torch.Tensor) and each.grad_fn is not None
+            for each in each_in(arguments)
+            if not is_absent(each)
         )
 
 
@@ -114,8 +116,8 @@ def _attribute(function: Callable[..., Any]) -> str:
 
 def _warn(function: Callable[..., Any]) -> None:
     """Warn of numbers made of placeholders; not of what shows or converts a whole model, which has no use for them."""
-    name = getattr(function, "__name__", "")
-    if name in _ASIDE or name in _CONVERTING or name.startswith("_has_") or _attribute(function):
+    name = _attribute(function) or getattr(function, "__name__", "")
+    if name in _ASIDE or name in _CONVERTING or name.startswith("_has_"):
         return
     frame, level = sys._getframe(), 1  # noqa: SLF001 - documented
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("tiermem", "torch"):
