@@ -166,16 +166,30 @@ def test_of_memory_in_one_piece_only_what_lies_in_the_place_that_is_cleared_is_w
     assert bench.on(HOST) == {0, 1, 2, 3, 4, 5} - written
 
 
-def test_what_lies_between_two_holes_goes_although_it_is_on_its_way_up_when_nothing_else_would_help() -> None:
-    bench = Bench(30, device=20, arena=SteppedSlab, reserve=0)
-    for asked in [bench.ask(number, lane=Lane.UPDATE) for number in (0, 1, 2)]:
+def bring_to_host(bench: Bench, *numbers: int, intent: Intent = READ) -> None:
+    for asked in [bench.ask(number, intent=intent, lane=Lane.UPDATE) for number in numbers]:
         bench.settle()
         asked.give_back()
+
+
+def claim_host(bench: Bench) -> Asked:
+    """A demand for all of HOST that waits for a lease there: nothing comes down from the DEVICE by itself meanwhile."""
+    whole = bench.residency.add(PageKey(8, Kind.STATE), bench.chain.capacity(HOST), saved=True)
+    bench.store[whole.key] = 8
+    waiting = Asked(bench, [whole], READ, Lane.UPDATE, HOST)
+    assert not waiting.granted
+    return waiting
+
+
+def test_what_lies_between_two_holes_goes_although_it_is_on_its_way_up_when_nothing_else_would_help() -> None:
+    bench = Bench(40, device=20, arena=SteppedSlab, reserve=0)
+    bring_to_host(bench, 0, 1, 2, 3)
     places = bench.chain.arenas[HOST].places  # type: ignore[attr-defined]
-    (between,) = (page for page in bench.pages if HOST in page.frames and places[page.frames[HOST]] == 10)
-    for page in bench.pages[:3]:
-        if page is not between:
-            bench.residency.drop(page, HOST)
+    in_order = sorted(bench.pages[:4], key=lambda page: places[page.frames[HOST]])
+    before, between, behind, last = in_order
+    for page in (before, behind):
+        bench.residency.drop(page, HOST)
+    held, first = bench.ask(last.key.unit, lane=Lane.UPDATE), claim_host(bench)
     large = bench.residency.add(PageKey(9, Kind.PARAM), 20)
     written = Asked(bench, [large], FRESH, Lane.COMPUTE, DEVICE)
     wanted = bench.ask(between.key.unit)
@@ -183,10 +197,115 @@ def test_what_lies_between_two_holes_goes_although_it_is_on_its_way_up_when_noth
     written.frame().contents = 9
     written.give_back()  # it has to come down, and finds room to both sides of the one that is wanted
     assert bench.moving() == [(9, HOST)]
-    bench.settle()
+    for earlier in (held, first):
+        earlier.give_back()
+        bench.settle()
     assert wanted.granted
     assert wanted.frame().contents == between.key.unit
-    assert large.frames[HOST].contents == 9  # type: ignore[attr-defined]
+    assert bench.store[large.key] == 9
+
+
+def test_what_is_on_its_way_up_stays_below_for_what_comes_down_for_its_sake() -> None:
+    bench = Bench(20, device=10, reserve=0)
+    bring_to_host(bench, 1, 2)
+    bench.order(2)  # the one that is wanted is not foreseen: by its next use alone it would go first
+    written = bench.ask(0, intent=FRESH)
+    wanted = bench.ask(1)
+    written.give_back()
+    assert bench.moving() == [(0, HOST)]
+    assert bench.on(HOST) == {1}
+    bench.settle()
+    assert wanted.granted
+
+
+def test_what_stands_in_its_own_way_goes_and_comes_again_whatever_else_moves() -> None:
+    bench = Bench(20, device=10, reserve=0)
+    bring_to_host(bench, 1)
+    bring_to_host(bench, 2, intent=WRITE)
+    held, first = bench.ask(2, lane=Lane.UPDATE), claim_host(bench)
+    bench.service.save(bench.pages[2])
+    written = bench.ask(0, intent=FRESH)
+    wanted = bench.ask(1)
+    written.give_back()
+    assert bench.moving() == [(2, SWAP), (0, HOST)]
+    for earlier in (held, first):
+        earlier.give_back()
+        bench.settle()
+    assert wanted.granted
+
+
+def test_what_is_on_its_way_up_stays_between_two_holes_while_something_else_moves() -> None:
+    bench = Bench(50, device=30, arena=SteppedSlab, reserve=0)
+    bring_to_host(bench, 0, 1, 2, 3, 4)
+    places = bench.chain.arenas[HOST].places  # type: ignore[attr-defined]
+    before, between, behind, other, last = sorted(bench.pages[:5], key=lambda page: places[page.frames[HOST]])
+    for page in (before, behind):
+        bench.residency.drop(page, HOST)
+    bench.ask(last.key.unit, lane=Lane.UPDATE)
+    claim_host(bench)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20)
+    written = Asked(bench, [large], FRESH, Lane.COMPUTE, DEVICE)
+    bench.ask(other.key.unit)
+    bench.ask(between.key.unit)
+    written.give_back()
+    assert bench.moving() == [(other.key.unit, DEVICE)]
+    bench.end(other.key.unit)
+    assert bench.moving() == [(9, HOST)]
+    assert HOST in between.valid
+
+
+def test_what_is_leaving_already_is_waited_for_and_nothing_else_goes() -> None:
+    bench = Bench(20, reserve=0)
+    bench.bring(1)
+    bench.bring(2, intent=WRITE)
+    bench.order(1)
+    bench.service.save(bench.pages[2])
+    bench.ask(3)
+    assert bench.moving() == [(2, SWAP)]
+    bench.end(2)
+    assert bench.moving() == [(3, HOST)]
+    assert bench.on(HOST) == {1}
+
+
+def test_what_will_have_to_go_is_written_while_the_rest_is_still_on_its_way_up() -> None:
+    bench = Bench(20, device=20, reserve=0)
+    bring_to_host(bench, 1)
+    bring_to_host(bench, 2, intent=WRITE)
+    bench.ask(1)
+    large = bench.residency.add(PageKey(9, Kind.STATE), 20, saved=True)
+    bench.store[large.key] = 9
+    wanted = Asked(bench, [large], READ, Lane.UPDATE, HOST)
+    assert bench.moving() == [(1, DEVICE), (2, SWAP)]
+    bench.settle()
+    assert wanted.granted
+
+
+def test_where_what_is_used_last_has_no_room_below_something_else_goes() -> None:
+    bench = Bench(10, device=20, reserve=0)
+    bench.bring(1)
+    bench.ask(2, lane=Lane.UPDATE)
+    bench.settle()
+    written = bench.ask(0, intent=FRESH)
+    written.give_back()
+    bench.order(1)
+    assert bench.ask(3, intent=FRESH).granted
+    assert bench.on(DEVICE) == {0, 3}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_nothing_is_written_for_what_has_no_room_whatever_goes(kept: bool) -> None:
+    bench = Bench(30, device=30, reserve=0, kept=frozenset({0} if kept else ()))
+    bring_to_host(bench, 0)
+    bring_to_host(bench, 1, intent=WRITE)
+    held = None if kept else bench.ask(0, lane=Lane.UPDATE)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 30)
+    assert not bench.flying
+    written = Asked(bench, [large], FRESH, Lane.COMPUTE, DEVICE)
+    written.give_back()
+    assert bench.moving() == []
+    if held is not None:
+        held.give_back()
+        assert bench.moving() == [(1, SWAP)]
 
 
 def test_a_leased_page_is_never_evicted() -> None:
