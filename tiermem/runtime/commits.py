@@ -67,7 +67,7 @@ class PendingCommit:
         try:
             self._pager.wait_for(self.future)
         finally:
-            self.seen = self.seen or self.done
+            self.seen = self.done
 
     def wait_ended(self) -> None:
         """Wait until it is durable or has failed; whoever asks for the error gets it later."""
