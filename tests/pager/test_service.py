@@ -280,6 +280,15 @@ def test_what_will_have_to_go_is_written_while_the_rest_is_still_on_its_way_up()
     assert wanted.granted
 
 
+def test_all_that_has_to_be_written_for_a_page_is_sent_off_at_once() -> None:
+    bench = Bench(30, reserve=0)
+    bench.bring(1, 2, 3, intent=WRITE)
+    large = bench.residency.add(PageKey(9, Kind.STATE), 20, saved=True)
+    bench.store[large.key] = 9
+    Asked(bench, [large], READ, Lane.UPDATE, HOST)
+    assert len(bench.moving()) == 2
+
+
 def test_where_what_is_used_last_has_no_room_below_something_else_goes() -> None:
     bench = Bench(10, device=20, reserve=0)
     bench.bring(1)
@@ -430,6 +439,28 @@ def test_a_refused_start_is_an_error_of_the_page() -> None:
     assert bench.ask(0).error is LOST
     assert bench.residency.moves == 0
     assert bench.chain.arenas[HOST].reserved == 0
+
+
+def test_read_ahead_takes_the_place_of_the_only_one_that_may_go() -> None:
+    bench = Bench(20, look_ahead=10, reserve=0)
+    bench.bring(2)
+    bench.ask(1)
+    bench.settle()
+    bench.order(0, 2)
+    assert bench.moving() == [(0, HOST)]
+
+
+def test_of_memory_in_one_piece_read_ahead_drops_only_what_lies_in_its_place() -> None:
+    bench = Bench(60, arena=SteppedSlab, look_ahead=20, reserve=0)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20, saved=True)
+    bench.store[large.key] = 9
+    bench.bring(0, 1, 2, 3, 4, 5)  # side by side
+    order = [large, *(bench.pages[number] for number in (1, 5, 3, 4, 2, 0))]  # 0, 2 and 4 do not lie side by side
+    bench.forecast.set_schedule(schedule_of((Lane.COMPUTE, page.key) for page in order))
+    bench.residency.reclassify()
+    bench.pump()
+    assert bench.moving() == [(9, HOST)]
+    assert len(bench.on(HOST)) == 4
 
 
 def test_read_ahead_leaves_the_reserve() -> None:
