@@ -170,8 +170,9 @@ def stepped_chain(
     arena: type[SteppedArena] = SteppedArena,
     *,
     kept: frozenset[int] = frozenset(),
+    settled: frozenset[int] = frozenset(),
 ) -> tuple[Chain, list[SteppedTransfer], dict[Any, Any]]:
-    """A chain with budgets in bytes, the list of its transfers in flight, what its swap holds. `kept`: see `Chain`."""
+    """A chain with budgets in bytes, the list of its transfers in flight, what its swap has. The rest: see `Chain`."""
     flying: list[SteppedTransfer] = []
     store: dict[Any, Any] = {}
     tiers = [Tier.SWAP, Tier.HOST] + ([Tier.DEVICE] if device is not None else [])
@@ -182,4 +183,4 @@ def stepped_chain(
     for low, high in itertools.pairwise(tiers):
         edges[low, high] = SteppedEdge(low, high, flying, store)
         edges[high, low] = SteppedEdge(high, low, flying, store)
-    return Chain(arenas, edges, kept=kept, alignment=1), flying, store  # type: ignore[arg-type]
+    return Chain(arenas, edges, kept=kept, settled=settled, alignment=1), flying, store  # type: ignore[arg-type]

@@ -37,9 +37,10 @@ class Bench:
         look_ahead: int = 0,
         reserve: int = 10,
         kept: frozenset[int] = frozenset(),
+        settled: frozenset[int] = frozenset(),
         arena: type[SteppedArena] = SteppedArena,
     ) -> None:
-        self.chain, self.flying, self.store = stepped_chain(host, device, arena, kept=kept)
+        self.chain, self.flying, self.store = stepped_chain(host, device, arena, kept=kept, settled=settled)
         self.ended: list[Any] = []
         self.forecast, self.counters = Forecast(), Counters()
         self.residency = Residency(
@@ -714,6 +715,19 @@ def test_two_that_must_pass_each_other_in_host_do_not_change_places_for_ever() -
         bench.settle()
     assert asked.granted
     assert bench.pages[0].valid == {SWAP}
+
+
+def test_what_has_to_leave_the_device_leaves_before_anything_comes_that_it_would_meet_in_host() -> None:
+    bench = Bench(10, device=10, reserve=0, settled=frozenset({0}))
+    bench.bring(0, intent=WRITE)
+    assert bench.pages[0].valid == {DEVICE}, "its update works there"
+    asked = bench.ask(1)
+    moved = []
+    while bench.flying:
+        moved += bench.moving()
+        bench.end(bench.flying[0].page.key.unit)
+    assert asked.granted
+    assert moved == [(0, HOST), (0, SWAP), (1, HOST), (1, DEVICE)], "nothing is read twice"
 
 
 def test_read_ahead_goes_up_both_edges() -> None:

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import math
+import operator
 import sys
 import warnings
 from pathlib import Path
@@ -522,10 +523,25 @@ def test_a_write_through_data_at_rest_is_an_error(tmp_path, write):
         assert torch.equal(runtime.parameter(model[0].weight), expected)
 
 
+@pytest.mark.parametrize(
+    "assign", [operator.iadd, operator.imul, operator.itruediv, operator.ipow, operator.iand, operator.ilshift]
+)
+def test_an_assignment_to_what_is_paged_out_is_an_error(tmp_path, assign):
+    whole = assign in (operator.iand, operator.ilshift)
+    model = mlp()
+    model.mask = nn.Parameter(torch.ones(6, dtype=torch.int32), requires_grad=False)
+    with offload(model, tmp_path):
+        values = (model.mask if whole else model[0].weight).data
+        with pytest.raises(tiermem.TiermemError, match="while its values are paged out"):
+            assign(values, 2)
+
+
 def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
     model = mlp()
     with offload(model, tmp_path), torch.no_grad():
         average = torch.zeros_like(model[0].weight)
+        with torch.enable_grad():
+            result = model(torch.ones(2, 6))
         for compute in (
             lambda: model[0].weight.norm(),
             lambda: torch.isnan(model[0].weight).any(),
@@ -533,6 +549,7 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
             lambda: torch.stack([model[0].bias, model[0].bias]),
             lambda: torch.ones(2, 6) @ model[0].weight.T,
             lambda: model[0].weight.data.mT,
+            lambda: torch.block_diag(result, model[0].weight),  # not for a loss: it would have no graph
             lambda: model[0].weight.detach().clone(),
             lambda: average.mul_(0.9).add_(model[0].weight.detach(), alpha=0.1),
             lambda: average.mul_(0.9).add_(model[0].weight.data, alpha=0.1),

@@ -57,6 +57,8 @@ class Borrower(nn.Module):
         if self.way == "out=None":  # which torch passes on by itself, in functions written in Python
             rows = functional.normalize(self.embed.weight) * torch.norm(self.embed.weight, dim=1, keepdim=True)
             return functional.linear(x, rows)
+        if self.way == "two at once":
+            return functional.linear(x, self.embed.weight + torch.mm(self.embed.weight, self.layers[0].inner.weight))
         if self.way == "module's own":
             return x @ self.embed.weight.clone().T + self.norm.weight.sum()
         return functional.linear(x, self.embed.weight)
@@ -73,7 +75,7 @@ def script(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
-WAYS = ["direct", "view", "keyword", "out=None", "module's own", "reentrant", "not reentrant"]
+WAYS = ["direct", "view", "keyword", "out=None", "two at once", "module's own", "reentrant", "not reentrant"]
 
 
 @pytest.mark.parametrize("budget", ["generous", "tight"])

@@ -118,7 +118,7 @@ def test_two_gradients_at_once_have_the_bits_of_one_after_the_other(numel, cuts,
     _assert_same_bits(target, expected)
     _assert_same_bits(unmeasured, expected)
     if math.isfinite(adding.squares):
-        assert torch.equal(gradient_norm(expected, adding.squares), gradient_norm(expected))
+        assert adding.squares == norms.compiled_loops().sum_of_squares(expected.view(torch.int16).numpy())
 
 
 PAIR = """
@@ -167,8 +167,10 @@ def test_pairs_that_are_added_wrongly_are_not_used():
 
 
 def test_a_pair_is_never_left_out_for_want_of_loops(monkeypatch):
-    monkeypatch.setattr(norms, "team_loops", lambda: None)
     gradient = _narrow(10)
+    assert norms.may_pair(gradient) is (norms.team_loops() is not None)
+    assert not norms.may_pair(gradient[::2])
+    monkeypatch.setattr(norms, "team_loops", lambda: None)
     assert not norms.may_pair(gradient)
     with pytest.raises(InvariantError, match="cannot be had"):
         add_pair(gradient, gradient, gradient.clone(), adds=True)
@@ -187,12 +189,33 @@ def test_every_pair_of_kinds_of_numbers_is_added_as_torch_adds_it():
     assert math.isnan(adding.squares)
 
 
+class ActsAsIf(torch.Tensor):
+    """Of a class of its own, whose bytes may be elsewhere."""
+
+
 @pytest.mark.parametrize(
     "gradient",
-    [torch.zeros(5, dtype=torch.float16), torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16, device="meta")],
+    [
+        torch.zeros(5, dtype=torch.float16),
+        torch.zeros(5),
+        torch.zeros(5, dtype=torch.bfloat16, device="meta"),
+        torch.zeros(5, dtype=torch.bfloat16).as_subclass(ActsAsIf),
+    ],
 )
 def test_what_is_not_bfloat16_in_host_memory_is_left_to_torch(gradient):
     assert measuring_copy(gradient) is None
+
+
+def test_a_norm_on_a_device_is_not_looked_at():
+    norm = gradient_norm(torch.zeros(5, dtype=torch.bfloat16, device="meta"))  # who looks at it gets an error
+    assert (norm.device.type, norm.dtype, norm.shape) == ("meta", torch.float32, ())
+
+
+@pytest.mark.parametrize(("check", "find"), [("_add_up", "compiled_loops"), ("_add_together", "team_loops")])
+def test_loops_that_do_not_pass_are_not_there(monkeypatch, check, find):
+    assert (getattr(norms, find).__wrapped__() is None) is (getattr(norms, find)() is None)
+    monkeypatch.setattr(norms, check, lambda *_: False)
+    assert getattr(norms, find).__wrapped__() is None
 
 
 def test_loops_that_add_up_wrongly_are_not_used(monkeypatch):

@@ -46,12 +46,8 @@ _CONVERTING = frozenset(
 )
 _WRITING = ("__set__", "__delete__", "__setitem__")
 _LEFT_ALONE = frozenset((*_ASKING, *_MAKING, *_WRITING))
-_ASSIGNING = frozenset(
-    (
-        *("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
-        *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-    )
-)
+# The assignments that torch does not call `add_` and the like.
+_ASSIGNING = frozenset(("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"))
 # In place by their names, though they write no elements.
 _WRITING_NOTHING = frozenset({"requires_grad_", "share_memory_"})
 
@@ -133,7 +129,7 @@ def _warn(function: Callable[..., Any]) -> None:
 def _read(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """The arguments whose elements an operation looks at. Raises TiermemError if it is to write an absent parameter."""
     name = getattr(function, "__name__", "")
-    everything = (*args, *(value for key, value in kwargs.items() if key != "out"))
+    everything = (*args, *kwargs.values())
     if name == "__get__":
         return everything if _attribute(function) in _SHOWING else ()
     if name in _LEFT_ALONE:
