@@ -91,10 +91,9 @@ def match(
     known = {name: wanted for wanted in expected for name in wanted.names}
     by_own = _by_own_name(origins, known, rules.prefix)
     assemblies = _assemblies(result, by_own, known, tensors)
-    missing, used = [], set()
+    missing = []
     for wanted in expected:
         names = [name for name in wanted.names if name in assemblies]
-        used.update(names)
         if names:
             _take(result, wanted, assemblies[names[0]])
             _note_copies(result, wanted, [assemblies[name] for name in names])
