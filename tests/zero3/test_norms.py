@@ -161,7 +161,13 @@ def test_pairs_that_are_added_wrongly_are_not_used():
         def add_both(*arrays, adds, total):
             return team.add_both(*arrays, adds=adds, total=total) + 1.0
 
+    class NeverAdds:
+        @staticmethod
+        def add_both(*arrays, adds, total):
+            return team.add_both(*arrays, adds=False, total=total)
+
     assert norms._add_together(team, loops)
+    assert not norms._add_together(NeverAdds, loops)
     assert not norms._add_together(OneLeftOut, loops)
     assert not norms._add_together(WrongTotal, loops)
 
@@ -241,7 +247,25 @@ def test_loops_that_add_up_wrongly_are_not_used(monkeypatch):
             target[-1] ^= 1
             return total
 
+    class WrongCopy(WrongSums):
+        sum_and_add = staticmethod(loops.sum_and_add)
+
+        @staticmethod
+        def copy_and_add(bits, begin, target, total):
+            total = loops.copy_and_add(bits, begin, target, total)
+            target[-1] ^= 1
+            return total
+
+    class Finite(WrongCopy):
+        copy_and_add = staticmethod(loops.copy_and_add)
+
+        @staticmethod
+        def sum_of_squares(bits):
+            return min(loops.sum_of_squares(bits), 3e38)
+
     assert norms._add_up(loops)
+    assert not norms._add_up(WrongCopy)
+    assert not norms._add_up(Finite)
     assert not norms._add_up(WrongSquares)
     assert not norms._add_up(WrongSums)
 
