@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from swap import align_up
 from tiermem.errors import ResumeError
+from tiermem.optim.masters import StateStore
 from tiermem.pager.page import Kind, PageKey
 from tiermem.runtime import continuing
-from tiermem.runtime.continuing import add_committed, take_over
+from tiermem.runtime.continuing import add_committed, fill_pages, take_over
 
 FIRST, SECOND, STATE = PageKey(0, Kind.PARAM), PageKey(1, Kind.PARAM), PageKey(1, Kind.STATE)
 PAGES = {FIRST: 5000, SECOND: 4096, STATE: 100}
@@ -53,6 +56,28 @@ def test_pages_of_a_commit_are_on_the_disk_and_others_have_no_contents_yet() -> 
 def test_a_commit_of_other_pages_is_refused(committed: dict[PageKey, int], reason: str) -> None:
     with pytest.raises(ResumeError, match=reason):
         added(committed)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_pages_are_new_or_those_of_a_commit_and_buffers_go_to_the_computation(resumed: bool) -> None:
+    model = nn.BatchNorm1d(4, affine=False)
+    made: list[Any] = []
+    copies = {key: SimpleNamespace(extent=SimpleNamespace(nbytes=align_up(nbytes))) for key, nbytes in PAGES.items()}
+    storage: Any = SimpleNamespace(
+        recovered=SimpleNamespace(mark=SimpleNamespace(copies=copies)) if resumed else None,
+        pager=SimpleNamespace(add_page=lambda key, _, saved=False: made.append((key, saved))),
+        torch_device=torch.device("meta"),
+    )
+    blueprint: Any = SimpleNamespace(
+        divided=SimpleNamespace(model=model), layouts=LAYOUTS, pages=PAGES.items, state_pages=lambda: [(STATE, 100)]
+    )
+    materializer: Any = SimpleNamespace(
+        run=lambda *_: ["made"], adopt=lambda *_: ["as committed"], weights=SimpleNamespace()
+    )
+    parameters: list[Any] = [*fill_pages(blueprint, storage, StateStore(storage.pager, {}), materializer)]
+    assert parameters == (["as committed"] if resumed else ["made"])
+    assert made == ([(key, True) for key in PAGES] if resumed else [(STATE, False)])  # the others are made with values
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
 class Taker:
