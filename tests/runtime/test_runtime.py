@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -688,10 +689,12 @@ def test_a_dropped_runtime_may_be_closed_while_a_parameter_is_looked_up(tmp_path
             tiermem.offload(nn.Linear(4, 4), config_for(tmp_path / "used", "1MiB", "step")).close()
 
 
-@pytest.mark.timeout(30)
-def test_a_dropped_runtime_may_be_closed_while_an_executor_is_given_work(tmp_path, monkeypatch):
-    """All executors of the process share a lock, which is held then."""
-    dropped = [tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step"))]
+@pytest.mark.timeout(30, method="thread")
+@pytest.mark.parametrize("io_backend", ["threads", "aiofiles"])
+def test_a_dropped_runtime_may_be_closed_while_an_executor_is_given_work(tmp_path, monkeypatch, io_backend):
+    """All executors of the process share a lock, which is held then; aiofiles closes its files through one."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    dropped = [tiermem.offload(model, config_for(tmp_path, "2MiB", "step", io_backend=io_backend), coalesce=0)]
     dropped.append(dropped)
     with gc_off(), ThreadPoolExecutor(1) as pool:
         del dropped
@@ -705,7 +708,36 @@ def test_a_dropped_runtime_may_be_closed_while_an_executor_is_given_work(tmp_pat
         monkeypatch.setattr(Future, "__init__", collect_and_begin)
         with pytest.warns(ResourceWarning, match="never closed"):
             assert pool.submit(int).result() == 0
+        wait_until_empty(tmp_path, threading.Event())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_a_dropped_runtime_may_be_collected_in_a_step_of_its_own_model(tmp_path):
+    """With locks of its own held: whoever goes on training gets an error, and does not wait for ever."""
+    model = nn.Linear(4, 4)
+    dropped = [tiermem.offload(model, config_for(tmp_path, "1MiB", "step"))]
+    dropped.append(dropped)
+    optimizer = tiermem.AdamW(model.parameters())
+    collected = threading.Event()
+
+    class Collecting(OrderedDict):
+        def __setitem__(self, key, value) -> None:
+            gc.collect()
+            collected.set()
+            super().__setitem__(key, value)
+
+    with gc_off():
+        dropped[0]._house.updater._queue = Collecting()
+        model(torch.randn(2, 4)).sum().backward()
+        del dropped
+        with pytest.warns(ResourceWarning, match="never closed"), contextlib.suppress(tiermem.TiermemError):
+            optimizer.step()
+        wait_until_empty(tmp_path, threading.Event())
+    assert collected.is_set()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(tiermem.TiermemError):
+        model(torch.randn(2, 4))
 
 
 def test_a_dropped_runtime_may_be_collected_on_a_thread_that_moves_its_bytes(tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 
 from tiermem.process import HomeProcess
 from tiermem.runtime.house import House
@@ -38,8 +40,24 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
             stacklevel=2,
         )
     finally:  # also where warnings are errors
-        # The garbage may have been collected on a thread that closing waits for: the pager's, the update's, a drive's.
-        if threading.current_thread().name.startswith(("tiermem-", "swap-")):
+        if _is_amid_something(sys._getframe(1)):  # noqa: SLF001 - what `inspect.currentframe` is
             threading.Thread(target=close, name="tiermem-close").start()
         else:
             close()
+
+
+def _is_amid_something(frame: FrameType | None) -> bool:
+    """Whether closing may need what is going on in `frame` to end first; it was interrupted to collect the garbage.
+
+    That is so on threads that closing waits for: the pager's, the update's, a drive's. And where a lock may be held:
+    one of ours (this may even be the model whose runtime is gone, which somebody still trains), or the one that all
+    executors of the process share while they are given work.
+    """
+    if threading.current_thread().name.startswith(("tiermem-", "swap-")):
+        return True
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("tiermem", "swap") or frame.f_code is ThreadPoolExecutor.submit.__code__:
+            return True
+        frame = frame.f_back
+    return False
