@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,42 @@ def small(update: str, **settings: Any) -> Scenario:
     return scenario
 
 
+def refused(update: str, *, clip: bool) -> Scenario:
+    """Backwards that fail behind a unit that one rank has nothing of, and are dropped."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise KeyError("refused")
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        body, head = nn.Linear(64, 64), nn.Linear(64, 1, bias=False)
+        model, config = nn.Sequential(body, head), scenarios.config_for(directory, update=update)
+        with tiermem.offload(model, config, coalesce=0, units=[body, head]) as runtime:
+            nothing = sum(shard.trainable_numel == 0 for shard in runtime._house.shards)
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9 if clip else None)
+            losses, warned = [], []
+            for step in range(5):
+                rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+                if step % 2:
+                    hidden = body(rows)
+                    hidden.register_hook(refuse)
+                    with contextlib.suppress(KeyError):
+                        head(hidden).square().mean().backward()
+                    with warnings.catch_warnings(record=True, action="always") as caught:
+                        optimizer.zero_grad()
+                    warned.append(len(caught))
+                loss = model(rows).square().mean()
+                loss.backward()
+                losses.append(float(loss.detach()))
+                optimizer.step()
+                optimizer.zero_grad()
+            masters = [runtime.master(parameter) for parameter in model.parameters()]
+            steps = runtime.statistics().steps
+        return {"losses": losses, "masters": masters, "warned": warned, "nothing": nothing, "steps": steps}
+
+    return scenario
+
+
 def with_device(scenario: Scenario, **more: Any) -> Scenario:
     """The same with a device for every rank; `more` settings."""
 
@@ -223,6 +260,8 @@ SCENARIOS: dict[str, Scenario] = {
         for update in ("step", "backward")
         for stage in (2, 3)
     },
+    **{f"early_refused_{update}": refused(update, clip=True) for update in ("step", "backward")},
+    "early_refused_for_good": refused("backward", clip=False),
     **{
         f"early_{run}_{update}_{device}": on(DEVICES[device], make, **how, update=update)
         for run, (make, how) in EARLY.items()

@@ -16,6 +16,7 @@ TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_dev
 GOOD = ["early_for_good_step", "early_for_good_backward", "early_whole_for_good"]
 WHOLE = ["early_whole", "early_whole_auto", "early_whole_one_full", "early_whole_device"]
 SMALL = [f"early_small_{update}_{stage}" for update in ("step", "backward") for stage in (2, 3)]
+REFUSED = ["early_refused_step", "early_refused_backward", "early_refused_for_good"]
 RUNS = [
     f"early_{run}_{how}"
     for run in EARLY
@@ -29,7 +30,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     return run_jobs(
         warm_python,
         directory,
-        [(2, [*TWO, *GOOD, *WHOLE, *SMALL, *RUNS]), (3, ["early_step", "early_backward", "early_device"])],
+        [(2, [*TWO, *GOOD, *WHOLE, *SMALL, *REFUSED, *RUNS]), (3, ["early_step", "early_backward", "early_device"])],
     )
 
 
@@ -63,6 +64,22 @@ def test_one_backward_more_is_taken_back_by_a_rank_too_that_had_nothing_to_updat
         assert confirmed > 0
         assert redone == 2
     assert [each["nothing"] > 0 for each in found] == [False, True]
+
+
+def test_gradients_are_dropped_by_a_rank_too_that_had_nothing_to_update(reports):
+    found = values(reports[2, "early_refused_backward"])
+    for one, other in zip(found, values(reports[2, "early_refused_step"]), strict=True):
+        assert one["losses"] == other["losses"]
+        assert all(map(torch.equal, one["masters"], other["masters"]))
+        assert one["warned"] == [0, 0]
+    assert [each["nothing"] for each in found] == [0, 1]
+
+
+def test_all_ranks_say_that_what_was_for_good_counts(reports):
+    one, other = values(reports[2, "early_refused_for_good"])
+    assert one["warned"] == other["warned"] == [1, 0], "and from then on it can be undone"
+    assert one["steps"] == other["steps"]
+    assert all(map(torch.equal, one["masters"], other["masters"]))
 
 
 @pytest.mark.parametrize("name", ["early_forward", "early_auto"])

@@ -23,7 +23,7 @@ from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import GradientBook, SettingsSource, StepResult, UpdateQueue
 from tiermem.optim.speculation import Speculation
 from tiermem.optim.tiles import UnitState
-from tiermem.optim.updates import SegmentUpdate, UnitUpdate
+from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
 
 
 class UpdateCoordinator:
@@ -234,7 +234,8 @@ class UpdateCoordinator:
         left = len(present)
         for scale, parameters in by_scale.items():
             left -= len(parameters)
-            update = _update(self._units[unit], source, parameters, scale=scale, last=left == 0)
+            settings = source.settings(parameters)
+            update = _update(self._units[unit], settings, scale=scale, last=left == 0)
             source.count(parameters)
             self._gradients.claimed(unit, parameters)
             self._queue.start(update)
@@ -266,7 +267,9 @@ class UpdateCoordinator:
         left = len(present)
         for source, parameters in by_source.items():
             left -= len(parameters)
-            self._speculation.start(source, _update(self._units[unit], source, parameters, scale=1.0, last=left == 0))
+            settings = source.settings(parameters)
+            update = _update(self._units[unit], settings, scale=1.0, last=left == 0)
+            self._speculation.start(source, update, settings)
         return True
 
     @property
@@ -315,10 +318,7 @@ class _StarterFor:
         self._coordinator.wait_updates()
 
 
-def _update(
-    state: UnitState, source: SettingsSource, parameters: Sequence[int], *, scale: float, last: bool
-) -> UnitUpdate:
-    settings = source.settings(parameters)
-    here = [p for p in sorted(parameters) if state.has(p)]  # the rest of the unit is other ranks'
+def _update(state: UnitState, settings: Mapping[int, Settings], *, scale: float, last: bool) -> UnitUpdate:
+    here = [p for p in sorted(settings) if state.has(p)]  # the rest of the unit is other ranks'
     segments = tuple(SegmentUpdate(state.segment_of(p), settings[p]) for p in here)
     return UnitUpdate(state.unit, segments, grad_scale=scale, discard_gradients=last)

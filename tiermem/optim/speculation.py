@@ -13,13 +13,24 @@ under no protection, and cost what they would cost after the step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tiermem.optim.service import GradientBook, SettingsSource, Undo, UpdateQueue
 from tiermem.optim.updates import Protector, Settings, UnitUpdate
 from tiermem.stats import Counters
 
-Share = tuple[SettingsSource, UnitUpdate]
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one optimizer has of an early update.
+
+    `settings`: of all parameters that it is for. On several ranks `update` has those of which something lies here,
+    which may be none; all ranks take back, keep and count the same.
+    """
+
+    source: SettingsSource
+    update: UnitUpdate
+    settings: Mapping[int, Settings]
 
 
 class Speculation:
@@ -31,7 +42,7 @@ class Speculation:
         self._undo = undo
         self._counters = counters
         self._protection: Protector | None = None
-        self._shares: list[Share] = []
+        self._shares: list[_Share] = []
         self._units: set[int] = set()  # of the shares
         self._kept: set[SettingsSource] = set()
         self._given_up = False
@@ -57,16 +68,19 @@ class Speculation:
             return False
         return for_good or self._protection is not None or bool(self._spent) or self._undo.has_room()
 
-    def start(self, source: SettingsSource, update: UnitUpdate) -> None:
-        """Queue an early update of parameters of `source`; `begin` must have allowed it."""
-        parameters = _parameters(update)
+    def start(self, source: SettingsSource, update: UnitUpdate, settings: Mapping[int, Settings]) -> None:
+        """Queue an early update of parameters of `source`; `begin` must have allowed it.
+
+        `settings`: those of all these parameters, whether anything of them is in `update` or not.
+        """
+        parameters = list(settings)
         if self._protection is None:
             source.count(parameters)
-            self._spent.update({item.segment.parameter: item.settings for item in update.segments})
+            self._spent.update(settings)
             self._gradients.claimed(update.unit, parameters)
         else:
             update = replace(update, protection=self._protection)
-            self._shares.append((source, update))
+            self._shares.append(_Share(source, update, settings))
             self._units.add(update.unit)
             self._gradients.borrowed(update.unit, parameters)
         self._queue.start(update)
@@ -102,23 +116,23 @@ class Speculation:
     def settings(self, source: SettingsSource) -> Mapping[int, Settings]:
         """The parameters of `source` that were updated early and not kept yet, with the settings that were used."""
         return {
-            item.segment.parameter: item.settings
-            for owner, update in self._shares
-            if owner is source and owner not in self._kept
-            for item in update.segments
+            parameter: settings
+            for share in self._shares
+            if share.source is source and source not in self._kept
+            for parameter, settings in share.settings.items()
         }
 
     def keep(self, source: SettingsSource) -> None:
         """The share of `source` counts; once that holds for everybody concerned, nothing can be taken back."""
-        for owner, update in self._shares:
-            if owner is source and owner not in self._kept:
-                self._gradients.claimed(update.unit, _parameters(update))
-                source.count(_parameters(update))
+        for share in self._shares:
+            if share.source is source and source not in self._kept:
+                self._gradients.claimed(share.update.unit, list(share.settings))
+                source.count(share.settings)
         self._kept.add(source)
         self._confirm_kept()
 
     def _confirm_kept(self) -> None:
-        if self._protection is not None and all(owner in self._kept for owner, _ in self._shares):
+        if self._protection is not None and all(share.source in self._kept for share in self._shares):
             self._protection.confirm()
             self._counters.count(speculated=1, confirmed=1)
             self._close()
@@ -133,17 +147,18 @@ class Speculation:
             self._confirm_kept()  # an interrupt came before that
         if self._protection is None:
             return
-        self._gradients.require_free({update.unit for _, update in self._shares})
+        self._gradients.require_free({share.update.unit for share in self._shares})
         self._undo.revert(self._protection, self._queue.withdraw(self._protection))
         shares, kept = self._shares, self._kept
         self.spoiled = True
         self.give_up()
-        undone = [update for source, update in shares if source not in kept]
-        wanted = {update.unit for update in undone}
-        self._gradients.given_back(wanted, [parameter for update in undone for parameter in _parameters(update)])
+        undone = [share for share in shares if share.source not in kept]
+        wanted = {share.update.unit for share in undone}
+        self._gradients.given_back(wanted, [parameter for share in undone for parameter in share.settings])
         self._close()  # from here on it is not done again, should an interrupt come
-        for source, update in sorted(shares, key=lambda share: share[1].unit):
-            if source in kept:
+        for share in sorted(shares, key=lambda share: share.update.unit):
+            update = share.update
+            if share.source in kept:
                 last = update.discard_gradients and update.unit not in wanted
                 self._queue.start(replace(update, protection=None, discard_gradients=last))
         self._counters.count(speculated=1, redone=redone)
@@ -153,7 +168,3 @@ class Speculation:
         self._shares = []
         self._units = set()
         self._kept = set()
-
-
-def _parameters(update: UnitUpdate) -> list[int]:
-    return [item.segment.parameter for item in update.segments]
