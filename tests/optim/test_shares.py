@@ -72,6 +72,33 @@ def test_an_error_in_a_share_is_raised_after_all_have_ended(failing: int) -> Non
     shares.close()
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_threads_that_cannot_be_started_leave_their_shares_to_others(allowed: int, monkeypatch) -> None:
+    """As under a limit on processes and threads. Nothing is done twice or later, when the bytes are somebody else's."""
+    start, counts, begun = threading.Thread.start, [0] * 512, threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        name, _, number = thread.name.rpartition("_")
+        if name == "tiermem-update-share" and int(number) >= allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def loop(piece: slice) -> None:
+        if threading.current_thread() is threading.main_thread():
+            begun.set()
+        else:
+            assert begun.wait(30)  # not idle again before the next one is to be started
+        counts[piece] = [each + 1 for each in counts[piece]]
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    shares = Shares(4, least_numel=1)
+    for number in range(1, 4):
+        shares.run([Job(512, 64, loop)])
+        assert counts == [number] * 512
+    shares.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiermem-update-share")]
+
+
 @pytest.mark.parametrize(("torch_has", "expected"), [(1, 1), (3, 3), (64, MOST_THREADS)])
 def test_the_update_takes_the_threads_torch_has(torch_has: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_has)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
@@ -76,11 +76,18 @@ class Shares:
             self._helpers = ThreadPoolExecutor(self.threads - 1, "tiermem-update-share")
         length = max(1, total // (_PIECES * count))
         pieces = deque((job.loop, piece) for job in jobs for piece in cut(job.numel, job.block, job.numel // length))
-        others = [self._helpers.submit(_work, pieces) for _ in range(count - 1)]
+        others: list[Future[None]] = []
+        try:
+            for _ in range(count - 1):
+                others.append(self._helpers.submit(_work, pieces))  # noqa: PERF401 - those before a refused one count
+        except RuntimeError:  # a limit on threads, or the interpreter is ending: those that run do all of it
+            self.threads = 1 + len(others)
         try:
             _work(pieces)
         finally:
             wait(others)
+            if 1 + len(others) < count:  # what was refused is queued all the same, and a helper may have begun it
+                self.close()
         for other in others:
             other.result()
 
