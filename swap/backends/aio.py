@@ -47,7 +47,11 @@ class AioBackend(Backend):
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="swap-aio-loop", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # a limit on processes and threads
+            self._loop.close()
+            raise SwapError(f"no thread can be started to move bytes ({error}); see `ulimit -u`") from error
         self._ending = threading.Thread(target=self._end, name="swap-aio-end", daemon=True)
 
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:

@@ -31,7 +31,8 @@ import swap
 import tiermem
 import tiermem.registry
 from swap.syscalls import SystemCalls
-from tiermem.errors import CopyError
+from tiermem.errors import CopyError, InvariantError
+from tiermem.memory.arena import LiveFrames
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.placeholder import is_placeholder
 
@@ -764,6 +765,40 @@ def test_a_dropped_runtime_may_be_collected_on_a_thread_that_moves_its_bytes(tmp
         with pytest.warns(ResourceWarning, match="never closed"):
             wait_until_empty(tmp_path, gone)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("refused", "settings"),
+    [
+        ("tiermem-pager", {}),
+        ("tiermem-pager", {"device": "simulated", "device_memory": "1MiB"}),
+        ("tiermem-copy-down", {"device": "simulated", "device_memory": "1MiB"}),
+        ("swap-aio-loop", {"io_backend": "aiofiles"}),
+    ],
+)
+def test_what_was_opened_is_closed_where_a_thread_cannot_be_started(tmp_path, monkeypatch, refused, settings):
+    start, make, before, arenas = threading.Thread.start, LiveFrames.__init__, threading.enumerate(), []
+
+    def refuse(thread):
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def noted(arena, *arguments, **more):
+        arenas.append(arena)
+        make(arena, *arguments, **more)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(LiveFrames, "__init__", noted)
+    with pytest.raises((RuntimeError, swap.SwapError), match="can't start new thread"):
+        tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step", **settings))
+    gc.collect()  # an event loop that nobody has closed would say so
+    assert list(tmp_path.iterdir()) == []
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    assert len(arenas) == (refused == "tiermem-pager") * (1 + ("device" in settings))
+    for arena in arenas:
+        with pytest.raises(InvariantError):  # closed
+            arena.allocate(1)
 
 
 def wait_until_empty(directory, begin):

@@ -53,6 +53,19 @@ class Copy:
         """Never: a device that has failed says so in the next call, with an error."""
 
 
+def start_lines(*directions: tuple[str, Callable[[Copy], Flight]]) -> list[CopyLine]:
+    """A line for each (name, launch), or none: where the thread of one cannot be started those before it are closed."""
+    lines: list[CopyLine] = []
+    try:
+        for name, launch in directions:
+            lines.append(CopyLine(name, launch))
+    except BaseException:
+        for line in lines:
+            line.close()
+        raise
+    return lines
+
+
 class CopyLine:
     """One direction. `start` and `promote` may be called from any thread and never wait."""
 

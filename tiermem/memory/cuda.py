@@ -19,7 +19,7 @@ import torch
 
 from tiermem.errors import CapacityError, InvariantError
 from tiermem.memory.arena import Arena, Fence, Frame
-from tiermem.memory.copies import Copy, CopyLine, Done, Flight
+from tiermem.memory.copies import Copy, Done, Flight, start_lines
 from tiermem.memory.devices import copy_whole
 from tiermem.memory.numa import node_to_prefer, pci_address
 from tiermem.memory.pagelock import HostRegistry, HostSlab, failed
@@ -166,10 +166,9 @@ class CudaDevice:
         self._above: CudaSlab | None = None
         self._below: HostSlab | None = None
         self._streams = [torch.cuda.Stream(self.torch_device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        down, up = (
-            CopyLine(f"tiermem-copy-{name}", self._launcher(which)) for which, name in enumerate(("down", "up"))
+        self._lines = start_lines(
+            *((f"tiermem-copy-{name}", self._launcher(i)) for i, name in enumerate(("down", "up")))
         )
-        self._lines = (down, up)
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier: one allocation."""

@@ -15,7 +15,7 @@ import torch
 
 from tiermem.errors import ConfigError
 from tiermem.memory.arena import Arena, Frame
-from tiermem.memory.copies import Copy, CopyLine, Done, Flight
+from tiermem.memory.copies import Copy, Done, Flight, start_lines
 from tiermem.memory.links import Link
 from tiermem.memory.pagelock import HostSlab
 from tiermem.memory.slab import SlabArena, TensorSlab
@@ -102,8 +102,10 @@ class SimulatedDevice:
 
     def __init__(self, link: Link) -> None:
         self.torch_device = torch.device("cpu")
-        self._up = CopyLine("tiermem-copy-up", SimulatedDirection(link.up, link.latency).launch)
-        self._down = CopyLine("tiermem-copy-down", SimulatedDirection(link.down, link.latency).launch)
+        self._up, self._down = start_lines(
+            ("tiermem-copy-up", SimulatedDirection(link.up, link.latency).launch),
+            ("tiermem-copy-down", SimulatedDirection(link.down, link.latency).launch),
+        )
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
         """The arena of the DEVICE tier."""

@@ -38,7 +38,11 @@ class LoopThread:
         self._ended = False
         self._home = HomeProcess()
         self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.asyncio.close()
+            raise
 
     @property
     def is_current(self) -> bool:

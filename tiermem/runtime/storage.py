@@ -195,7 +195,11 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
             plain=_claim_plain(space, recovered) if recovered else None,
         )
         chain = _make_chain(config, budgets, device, extents)
-        pager = Pager(chain, budgets.appetites(), counters=counters, timeline=timeline)
+        try:
+            pager = Pager(chain, budgets.appetites(), counters=counters, timeline=timeline)
+        except BaseException:
+            close_all([arena.close for arena in chain.arenas.values()])
+            raise
     except BaseException:
         space.close(remove=not resumed)
         raise
