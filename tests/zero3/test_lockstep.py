@@ -236,6 +236,29 @@ def test_an_error_ends_everybody_where_they_are(stacks: bool, ways: list[list[in
     assert all(script.unwound for script in scripts if script.number in started)
 
 
+def test_where_a_thread_cannot_be_started_those_that_run_are_ended(
+    stacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, start, begun = World(stacks), threading.Thread.start, list[threading.Thread]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    scripts = [Script(world, number, [0, 1]) for number in range(3)]
+    if stacks:  # needs none
+        world.lockstep.run(scripts)
+    else:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            world.lockstep.run(scripts)
+        assert world.used == []
+        assert [script.unwound for script in scripts] == [True, True, False]
+    world.check_rest()
+
+
 def test_those_who_go_back_on_different_ways_meet_again(stacks: bool) -> None:
     world = World(stacks)
     backs = [[1, 9, 5], [9, 5], [2, 3, 9, 5]]

@@ -63,7 +63,11 @@ class OwnThread:
         """As of every `Fiber`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="tiermem-micro-batch", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads are allowed: there is none to be ended
+                self._thread = None
+                raise
         self._go.release()
         self._back.acquire()
 
