@@ -30,6 +30,7 @@ from torch import nn
 import swap
 import tiermem
 import tiermem.registry
+import tiermem.runtime.face
 from swap.syscalls import SystemCalls
 from tiermem.errors import CopyError, InvariantError
 from tiermem.memory.arena import LiveFrames
@@ -799,6 +800,21 @@ def test_what_was_opened_is_closed_where_a_thread_cannot_be_started(tmp_path, mo
     for arena in arenas:
         with pytest.raises(InvariantError):  # closed
             arena.allocate(1)
+
+
+def test_an_interrupt_before_anybody_has_the_runtime_leaves_nothing_open(tmp_path, monkeypatch):
+    before = threading.enumerate()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiermem.runtime.face, "ModelGuards", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step"))
+    assert list(tmp_path.iterdir()) == []
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step")).close()
 
 
 def wait_until_empty(directory, begin):

@@ -54,10 +54,10 @@ class Runtime(Closing):
         self._home = HomeProcess()
         self._activations: ActivationStore | None = None
         self._guards = ModelGuards(house.divided, house.gatherer, watch_optimizers())
-        self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)
         self._lent = 0  # how many `gathered` are open
         self._writing: list[list[int]] = []  # the units of each open `gathered(write=True)`
         self._places = Places(house)
+        self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)  # last: it is all there
 
     def __repr__(self) -> str:
         there = self._home.is_here and not self._closed

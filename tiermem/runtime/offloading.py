@@ -24,7 +24,7 @@ from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
 from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import Company, find_company, leave_directories, make_directories, own_directories
 from tiermem.runtime.face import Runtime
-from tiermem.runtime.house import build
+from tiermem.runtime.house import House, build
 from tiermem.runtime.paged_moments import with_moments
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.guards import refuse_placeholders, refuse_unfit
@@ -90,9 +90,18 @@ def offload(
             source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
             blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
             require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
-            return Runtime(with_moments(build(blueprint, own, beginning, company, init=init, weights=source)), config)
+            return _hand_over(build(blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         _give_up(error, config, company)
+        raise
+
+
+def _hand_over(house: House, config: Config) -> Runtime:
+    """The runtime of a house; closed again if nobody gets it, as where an interrupt comes just now."""
+    try:
+        return Runtime(with_moments(house), config)
+    except BaseException:
+        house.close(remove=None)
         raise
 
 
