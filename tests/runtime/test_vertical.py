@@ -545,6 +545,25 @@ def test_autocast_and_saved_tensor_hooks_of_the_caller_count(tmp_path):
         assert runtime.forward_backward([], loss) == []
 
 
+def test_micro_batches_have_the_default_device_of_the_caller(tmp_path):
+    """Torch keeps it for each thread, and programs set it once."""
+    model, found = mlp(), []
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        found.append(torch.empty(0).device.type)
+        return squares(model, batch)
+
+    with tiermem.offload(model, config_for(tmp_path, MIB, "step")) as runtime:
+        for _ in range(3):  # in threads first, then on stacks of their own
+            given = rows(6)(3)
+            with torch.device("meta"):
+                runtime.forward_backward(given, loss)
+            assert torch.empty(0).device.type == "cpu"
+        assert found == ["meta"] * 9
+        runtime.forward_backward(rows(6)(3), loss)
+        assert found[9:] == ["cpu"] * 3
+
+
 def test_micro_batches_are_computed_on_the_stream_of_the_caller(tmp_path, monkeypatch):
     """A new thread of torch's begins with the first device and that one's default stream."""
     chosen = threading.local()

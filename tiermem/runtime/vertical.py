@@ -1,7 +1,7 @@
 """Several micro-batches through the model together: every unit is brought once per pass, however many there are.
 
 Owns what a micro-batch does (forward, loss, backward) and the surroundings it does it in: autocast, saved-tensor hooks,
-number of threads, device, stream and random numbers. Does not know units or threads (`zero3/lockstep.py` does).
+number of threads, devices and stream, random numbers. Does not know units or threads (`zero3/lockstep.py` does).
 Guarantees the numbers of ordinary accumulation of the same micro-batches in the same order, bit for bit, given the same
 random numbers; and that after an error nothing runs on.
 
@@ -91,6 +91,7 @@ class Surroundings:
     def __init__(self) -> None:
         self._hooks = top_hooks()
         self._threads = torch.get_num_threads()
+        self._device = torch.get_default_device()  # programs set one for good, at their beginning
         self._cache = torch.is_autocast_cache_enabled()
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST]
         # A new thread has the first device and that one's default stream, whatever the caller has chosen.
@@ -105,6 +106,8 @@ class Surroundings:
             torch.set_num_threads(self._threads)
         if self._stream is not None:
             stack.enter_context(torch.cuda.stream(self._stream))
+        if torch.get_default_device() != self._device:
+            stack.enter_context(self._device)
         for kind, dtype, enabled in self._autocast:
             if enabled:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
