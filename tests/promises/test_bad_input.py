@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import subprocess
 import threading
@@ -808,6 +809,30 @@ def test_values_assigned_while_lent_for_writing_count(tmp_path):
         with pytest.raises(tiermem.TiermemError, match=message), runtime.gathered(model[0], write=True):
             model[0].bias.data = torch.ones(8, dtype=torch.float64)
         assert runtime.parameter(model[0].bias).shape == (8,)
+
+
+def test_a_part_of_a_parameters_own_values_is_not_taken_for_them(tmp_path):
+    """It begins where they do. What else was written meanwhile stays, and its master follows."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6))
+    weight, bias = model[0].parameters()
+
+    def assign(cut, *, also: bool) -> None:
+        weight.data = cut(weight.data)
+        bias.data = bias.data + 1 if also else bias.data.add_(1)
+
+    with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), coalesce=0) as runtime:
+        expected = runtime.parameter(bias)
+        cuts = (lambda values: values[:5], r"\(5, 8\)"), (torch.Tensor.t, r"\(8, 6\)")
+        for (cut, found), also in itertools.product(cuts, (False, True)):
+            message = rf"0\.weight was given values of shape {found}.*expected \(6, 8\)"
+            with pytest.raises(tiermem.TiermemError, match=message), runtime.gathered(model, write=True):
+                assign(cut, also=also)
+            expected = expected + 1
+            assert torch.equal(runtime.parameter(bias), expected)
+            assert torch.equal(runtime.master(bias), expected)
+        with pytest.raises(tiermem.TiermemError, match=r"1\.weight was written in place"), runtime.gathered(model):
+            model[1].weight.data = model[1].weight.data.t()
+        assert model(torch.ones(2, 8)).shape == (2, 6)
 
 
 def test_a_step_inside_gathered(tmp_path):

@@ -24,9 +24,10 @@ from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import outside_inference, unwatched, viewers
 from tiermem.zero3.engine import version as version_of
-from tiermem.zero3.layout import Slot, UnitLayout, slot_of, slot_view, typed_views
+from tiermem.zero3.layout import Slot, UnitLayout, slot_of, typed_views
 from tiermem.zero3.looks import FirstLooks, written_through
 from tiermem.zero3.placeholder import Placeholders, converted
+from tiermem.zero3.replaced import part, replaced, take_in
 from tiermem.zero3.sources import HeldUnit, UnitSource
 
 
@@ -80,17 +81,6 @@ class _UnitState:
         # While parameters become views or placeholders, one by one. Still so afterwards: an interrupt has come.
         self.between = False
 
-    def replaced(self) -> str | None:
-        """The name of a parameter that was given memory of its own (`parameter.data = values`) while gathered."""
-        base = self.base
-        if base is None:
-            return None
-        start = base.data_ptr()
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            if slot.numel and parameter.data_ptr() != start + slot.offset:
-                return slot.names[0]
-        return None
-
     def written(self, looks: FirstLooks) -> str | None:
         """The name of a parameter that was written without permission while gathered; None: there is none."""
         if self.writable or self.base is None:
@@ -98,22 +88,7 @@ class _UnitState:
         for parameter, slot, version in zip(self.parameters, self.layout.slots, self.versions, strict=True):
             if version_of(parameter) != version and not looks.unchanged(self.layout.unit, self.base, slot):
                 return slot.names[0]
-        return self.replaced()
-
-    def take_in(self) -> None:
-        """Copy values that were assigned (`parameter.data = values`) into the frame. Raises TiermemError for others."""
-        if self.base is None or self.replaced() is None:
-            return
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            view, values = slot_view(self.base, slot), parameter.data
-            if values.shape != view.shape or values.dtype != view.dtype:
-                raise TiermemError(
-                    f"parameter {slot.names[0]} was given values of shape {tuple(values.shape)} and {values.dtype} "
-                    f"inside `gathered(write=True)`; expected {tuple(view.shape)} and {view.dtype}. They are dropped"
-                )
-            if slot.numel and values.data_ptr() != view.data_ptr():
-                view.copy_(values)
-                parameter.data = view
+        return replaced(self.base, self.parameters, self.layout.slots)
 
 
 class Gatherer:
@@ -180,8 +155,17 @@ class Gatherer:
         self.recheck()
 
     def take_in(self, unit: int) -> None:
-        """Have values that were assigned to the unit's parameters while it is lent for writing in its frame."""
-        self._units[unit].take_in()
+        """Have values that were assigned to the unit's parameters while it is lent for writing in its frame.
+
+        Raises TiermemError, after that, for those that do not fit.
+        """
+        state = self._units[unit]
+        if state.base is None or replaced(state.base, state.parameters, state.layout.slots) is None:
+            return
+        for other in self._units:  # before this frame is written: what was assigned there may be a part of it
+            if other.base is not None and other.writable:
+                part(other.base, other.parameters, other.layout.slots, self.frames)
+        take_in(state.base, state.parameters, state.layout.slots)
 
     @unwatched
     def gather(self, unit: int, *, writable: bool = False) -> torch.Tensor:

@@ -45,8 +45,10 @@ def lend(
 
     def look(unit: int, before: torch.Tensor, written: Written) -> None:
         try:
-            gatherer.take_in(unit)
-            _report(layouts[unit], gatherer.gather(unit), before, written)
+            try:
+                gatherer.take_in(unit)
+            finally:  # beside values that do not fit, others have been written
+                _report(layouts[unit], gatherer.gather(unit), before, written)
         except BaseException as error:
             # Its frames have views of the unit, and ExitStack makes a circle of it: they would be kept.
             empty_all_frames(error)
