@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tiermem.errors import TiermemError
+
 COUNT = 4
 
 
@@ -49,10 +51,32 @@ def test_parameters_are_given_each_others_values(
             assert torch.equal(reported[number].view(3, 3), expected)
 
 
+def alone(values: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(values)
+    return model
+
+
+def test_values_turned_in_some_dimensions_begin_where_their_own_do() -> None:
+    values = torch.arange(18.0).view(2, 3, 3)
+    model = alone(values.clone())
+    sharded = Sharded(model)
+    with sharded.lend([0], written=lambda *_: None):
+        model.weight.data = model.weight.data.transpose(1, 2)
+    assert torch.equal(sharded.value("weight"), values.transpose(1, 2))
+
+
+def test_the_same_bits_in_another_dtype_are_other_values() -> None:
+    model = alone(torch.ones(3, dtype=torch.bfloat16))
+    sharded = Sharded(model, dtype=torch.bfloat16)
+    with pytest.raises(TiermemError, match=r"torch\.float16 .*expected .*torch\.bfloat16"):
+        with sharded.lend([0], written=lambda *_: None):
+            model.weight.data = model.weight.data.view(torch.float16)
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1, 3), (0, 3)])
 def test_the_stride_of_a_dimension_of_one_says_nothing(shape: tuple[int, ...]) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(shape))
+    model = alone(torch.ones(shape))
     sharded = Sharded(model)
     with sharded.lend([0]):
         stride = [7 if size == 1 else stride for size, stride in zip(shape, model.weight.stride(), strict=True)]

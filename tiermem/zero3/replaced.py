@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.layout import Slot, slot_view
 
 
@@ -29,10 +28,9 @@ def replaced(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequ
 def part(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], frames: Container[int]) -> None:
     """Copy values that were assigned as a view of one of `frames`, by address: it may be written before they are."""
     start = base.data_ptr()
-    with outside_inference():
-        for parameter, slot in zip(parameters, slots, strict=True):
-            if not _is_in_place(parameter, slot, start) and parameter.untyped_storage().data_ptr() in frames:
-                parameter.data = parameter.data.clone()
+    for parameter, slot in zip(parameters, slots, strict=True):
+        if not _is_in_place(parameter, slot, start) and parameter.untyped_storage().data_ptr() in frames:
+            parameter.data = parameter.data.clone()
 
 
 def take_in(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> None:
@@ -49,7 +47,6 @@ def take_in(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Seque
             )
             continue
         view.copy_(values)
-        parameter.data = view
     if wrong is not None:
         raise TiermemError(wrong)
 
