@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -10,9 +11,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermem.errors import TiermemError
 from tiermem.zero3.fibers import OwnStack, OwnThread
 from tiermem.zero3.lockstep import Lockstep
 
@@ -54,6 +57,7 @@ class Script:
         self.failing_back: int | None = None
         self.away = True
         self.unwound = False
+        world.scripts.append(self)
 
     def run(self) -> None:
         try:
@@ -111,13 +115,14 @@ class World:
         run_in = partial(OwnStack, aside=[self.put_aside]) if stacks else OwnThread
         self.lockstep = Lockstep(self.gatherer, self.complete.append, run_in, resident)
         self.used: list[tuple[int, int]] = []
+        self.scripts: list[Script] = []
         self.failed_at: int | None = None
         self.busy = threading.Lock()
 
     def use(self, script: Script, unit: int) -> None:
         assert self.busy.acquire(blocking=False), "two run at once"
         assert self.gatherer.holds[unit] == 1
-        assert not script.away
+        assert [each for each in self.scripts if not each.away] == [script]
         assert self.lockstep.keeps_back(script.number), "it is asked, and no other"
         assert not self.lockstep.keeps_back(-1)
         self.used.append((script.number, unit))
@@ -234,6 +239,34 @@ def test_an_error_ends_everybody_where_they_are(stacks: bool, ways: list[list[in
     assert world.gatherer.resharded == world.gatherer.brought
     started = {number for number, _ in world.used}
     assert all(script.unwound for script in scripts if script.number in started)
+    assert all(script.away for script in scripts if script is not victim), "what all share is nobody's"
+
+
+class Stubborn(Script):
+    """Goes on when a call has failed."""
+
+    def run(self) -> None:
+        self.refused: list[int] = []
+        with contextlib.suppress(TiermemError):
+            super().run()
+        for unit in self.way:
+            try:
+                self.world.lockstep.turn(unit)
+            except TiermemError:
+                self.refused.append(unit)
+            else:
+                break
+
+
+def test_who_goes_on_behind_an_error_of_another_gets_nothing(stacks: bool) -> None:
+    world = World(stacks)
+    stubborn, failing = Stubborn(world, 0, [1, 2]), Script(world, 1, [1, 2])
+    failing.failing = 1
+    with pytest.raises(ValueError, match="mine"):
+        world.lockstep.run([stubborn, failing])
+    assert world.used == [(0, 1), (1, 1)]
+    assert stubborn.refused == [1, 2], "not even the one that it had"
+    world.check_rest()
 
 
 def test_where_a_thread_cannot_be_started_those_that_run_are_ended(
@@ -273,6 +306,7 @@ class Straying(Script):
         super().__init__(*args)
         self.strays = 0
         self.entered: list[object] = []
+        self.ended: list[object] = []
 
     def strayed(self) -> None:
         self.strays += 1
@@ -281,6 +315,9 @@ class Straying(Script):
         self.entered.append((call, unit, args, kwargs))
         return (unit,), {}
 
+    def leave(self, call: object) -> None:
+        self.ended.append(call)
+
     def run(self) -> None:
         lockstep = self.world.lockstep
         for unit in self.way:
@@ -288,6 +325,7 @@ class Straying(Script):
             lockstep.arrived(unit)
             assert lockstep.enter("outer", (1,), {"a": 2}) == ((unit,), {})
             assert lockstep.enter("inner", (), {}) is None, "only the first call is another one"
+            lockstep.leave("inner")
             self.stray(unit, may_wait=not self.world.stacks)
             assert lockstep.keeps_one, "the others need it"
 
@@ -316,6 +354,7 @@ def test_units_computed_again_beside_the_one_that_is_due(stacks: bool) -> None:
     assert world.lockstep.enter("before", (), {}) is None
     world.lockstep.run(scripts)
     assert [script.entered for script in scripts] == [[("outer", unit, (1,), {"a": 2}) for unit in (3, 4)]] * 2
+    assert [script.ended for script in scripts] == [["inner", "inner"]] * 2
     world.check_rest()
 
 
@@ -326,6 +365,75 @@ def test_nobody_waits_for_a_unit_that_is_always_there(stacks: bool) -> None:
     assert world.used == [(0, 5), (1, 5), (0, 0), (0, 5), (1, 0), (1, 5), (0, 1), (1, 1)]
     assert world.gatherer.brought == [0, 1]
     assert world.complete == [0, 1, 5, 0, 1], "at the end it is told of that one, too"
+
+
+class GoingBack(Straying):
+    """Comes to another unit inside a backward."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.looks = 0
+
+    def looked_back(self) -> None:
+        self.looks += 1
+
+    def run(self) -> None:
+        lockstep = self.world.lockstep
+        values = torch.zeros(2, requires_grad=True) + 1
+
+        def look(_: torch.Tensor) -> None:
+            lockstep.turn(3)
+            assert self.looks == 0, "it is there"
+            assert lockstep.keeps_one
+            lockstep.turn(4)
+            assert self.looks == 1
+            assert not (self.world.stacks and lockstep.keeps_one), "who cannot wait has the room"
+            lockstep.arrived(4)
+            assert lockstep.keeps_one != self.world.stacks
+            assert lockstep.enter("computed again", (), {}) is None
+
+        lockstep.turn(3)
+        lockstep.arrived(3)
+        values.register_hook(look)
+        values.sum().backward()
+
+
+def test_inside_a_backward_only_a_thread_waits(stacks: bool) -> None:
+    torch.ones(1, requires_grad=True).backward()  # the numbers of backwards begin with 0, which is one
+    world = World(stacks)
+    scripts = [GoingBack(world, number, []) for number in range(2)]
+    world.lockstep.run(scripts)
+    assert [script.looks for script in scripts] == [1, 1]
+    assert world.gatherer.brought == ([3, 3] if stacks else [3, 4])
+    assert world.complete == ([3, 3, 3, 4] if stacks else [3, 4, 3, 4])
+    world.check_rest()
+
+
+class Asking(Straying):
+    """Has another thread come to other units, as one does that computes a part of a backward."""
+
+    def run(self) -> None:
+        lockstep = self.world.lockstep
+        for unit in self.way:
+            lockstep.turn(unit)
+            lockstep.arrived(unit)
+            other = threading.Thread(target=self.ask, daemon=True)
+            other.start()
+            other.join(10)
+            assert self.found == [None, None]
+            assert lockstep.enter("own", (), {}) == ((unit,), {}), "its own first call is still to come"
+
+    def ask(self) -> None:
+        self.found: list[object] = []
+        self.found += [self.world.lockstep.turn(OTHER), self.world.lockstep.enter("other", (), {})]
+
+
+def test_another_thread_gets_units_for_itself(stacks: bool) -> None:
+    world = World(stacks)
+    world.lockstep.run([Asking(world, number, [3, 4]) for number in range(2)])
+    assert world.gatherer.brought == [3, 4]
+    assert world.complete == [3, 4, 3, 4]
+    world.check_rest()
 
 
 def test_an_interrupt_of_the_waiting_thread_ends_everybody(stacks: bool) -> None:
