@@ -70,6 +70,7 @@ class Script:
                 self.world.use(self, unit)
         finally:
             self.unwound = True
+            self.world.unwound.append(self.number)
 
     def go_back(self) -> None:
         assert threading.current_thread() is threading.main_thread()
@@ -116,6 +117,7 @@ class World:
         self.lockstep = Lockstep(self.gatherer, self.complete.append, run_in, resident)
         self.used: list[tuple[int, int]] = []
         self.scripts: list[Script] = []
+        self.unwound: list[int] = []
         self.failed_at: int | None = None
         self.busy = threading.Lock()
 
@@ -449,4 +451,4 @@ def test_an_interrupt_of_the_waiting_thread_ends_everybody(stacks: bool) -> None
     with pytest.raises(KeyboardInterrupt):
         world.lockstep.run(scripts)
     world.check_rest()
-    assert scripts[0].unwound
+    assert world.unwound == ([0, 2] if stacks else [1, 0, 2]), "the one that was running ends first"

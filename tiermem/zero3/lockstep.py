@@ -76,7 +76,6 @@ class _Walker:
     def __init__(self, computation: Computation, run_in: RunIn) -> None:
         self.computation = computation
         self.fiber = run_in(self._live)
-        self.begun = False
         self.unit: int | None = None
         self.wanted: int | None = None
         self.passed = 0
@@ -227,7 +226,6 @@ class Lockstep:
     def _advance(self, walker: _Walker) -> None:
         """Let one computation run until it needs another unit or ends. Raises its error."""
         self._running = walker
-        walker.begun = True
         walker.fiber.go()
         error, walker.error = walker.error, None
         if error is not None:
@@ -261,9 +259,8 @@ class Lockstep:
         self._abandoned = True
         running = self._running
         for walker in sorted(self._walkers, key=lambda walker: walker is not running):
-            if walker.begun and not walker.ended:
-                self._running = walker
-                walker.fiber.end()
+            self._running = walker
+            walker.fiber.end()
         self._running = None
         unit, self._held = self._held, None
         if unit is not None and not self._gatherer.unhold(unit):
