@@ -83,6 +83,43 @@ def test_parameters_half_gathered_or_half_let_go(where, number, tmp_path, monkey
             assert torch.equal(runtime.parameter(parameter), values)
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("where", ["calling", "called", "lending"])
+def test_values_are_written_behind_an_interrupt(where, number, tmp_path, monkeypatch):
+    """What it left is held for reading, by calls that have ended."""
+    model, plain, runtime = begin(tmp_path, budget="generous")
+    with runtime:
+        owner, name = (nn.functional, "linear") if where == "called" else (gather, "slot_of")
+        lent = runtime.gathered(model) if where == "lending" else contextlib.nullcontext()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, Once(getattr(owner, name), number))
+            with pytest.raises(KeyboardInterrupt), lent:
+                model(batch())
+        with runtime.gathered(model, write=True), torch.no_grad():
+            for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+                parameter.copy_(values.mul_(0.5))
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.master(parameter), values)
+        assert torch.equal(model(batch()), plain(batch()))
+        assert leased_pages(runtime) == []
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_call_that_goes_on_is_none_that_was_interrupted(write, tmp_path):
+    model, plain, runtime = begin(tmp_path, budget="generous")
+    with runtime:
+        seen = []
+
+        def lend(*_):
+            with runtime.gathered(model.head, write=write):
+                seen.append(model.head.weight.detach().clone())
+
+        model.layers[0].register_forward_hook(lend)
+        assert torch.equal(model(batch()), plain(batch()))
+        assert torch.equal(seen[0], plain.head.weight)
+        assert leased_pages(runtime) == []
+
+
 def test_interrupted_forwards_do_not_use_up_the_budget(tmp_path):
     model, plain, runtime = begin(tmp_path, "backward")
 

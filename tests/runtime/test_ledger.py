@@ -32,6 +32,7 @@ class FakeScheduler:
         self.gradients = self
         self.order = SimpleNamespace(position=0, forget_contributions=lambda: self.asked.append(("cut short",)))
         self.stack: Any = SimpleNamespace(calls=[])
+        self.lockstep: object = None
         self.saved = SimpleNamespace(leave_rest=lambda: self.asked.append(("leave rest",)))
 
     def numbers(self, unit: int) -> Sequence[int]:
@@ -227,6 +228,15 @@ def test_what_an_interrupt_left_is_let_go_of_but_for_a_call_that_goes_on() -> No
         Inside()(ledger.end_interrupted)
         outer.fit(ledger.end_interrupted)
     assert scheduler.asked == [("settle",)] * 3, "they are over, though nobody said so"
+
+
+def test_what_several_computations_hold_together_is_not_what_an_interrupt_left() -> None:
+    ledger, scheduler = begin()
+    scheduler.lockstep = object()
+    ledger.end_interrupted()
+    with calls(scheduler, Inside()):
+        ledger.end_interrupted()
+    assert scheduler.asked == []
 
 
 def test_norms_are_asked_for_one_by_one_or_together() -> None:

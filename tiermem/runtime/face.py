@@ -239,6 +239,7 @@ class Runtime(Closing):
         for unit in units:
             house.coordinator.unit_needed(unit)
         if write:
+            house.ledger.end_interrupted()  # what it left is held for reading
             house.coordinator.settle_early()
             house.snapshots.wait_open()
             house.scheduler.saved.may_change(units)
@@ -260,9 +261,8 @@ class Runtime(Closing):
             house.scheduler.saved.were_written(slot.parameter for _, slot, _ in changed)
             for unit, slot, values in changed:
                 for piece in house.owned(unit, slot) if slot.trainable else ():
-                    own = values[piece.begin : piece.begin + piece.length]
                     moments = house.states.read_moments(unit, slot.parameter)
-                    house.states.store_master(unit, slot.parameter, own)
+                    house.states.store_master(unit, slot.parameter, values[piece.begin : piece.begin + piece.length])
                     if values.dtype != torch.float32:
                         house.states.store_moments(unit, slot.parameter, *moments)
 

@@ -106,7 +106,12 @@ class GradientLedger:
         self.scheduler.take_back(units)
 
     def end_interrupted(self) -> None:
-        """Let go of what a forward or backward holds that was interrupted: the next ones need the room."""
+        """Let go of what a forward or backward holds that was interrupted: the next ones need the room.
+
+        Nothing of what several computations hold together: they are at it.
+        """
+        if self.scheduler.lockstep is not None:
+            return
         calls = self.scheduler.stack.calls
         if not calls:
             self.scheduler.saved.leave_rest()
