@@ -16,8 +16,7 @@ def assembled(operation: Operation, found: Shape, *shapes: Shape, names: tuple[s
     targets = ("a", "b") if isinstance(operation, Divide) else ("a",)
     recipe = Recipe(("x",), targets, (operation,))
     infos = {name: TensorInfo(name, torch.bfloat16, found, 100) for name in names}
-    wanted = dict(zip(targets, shapes, strict=False))
-    return assemble([Origin(name, "a", recipe) for name in names], infos, wanted)
+    return assemble(recipe, [Origin(name, "a", recipe) for name in names], infos, shapes)
 
 
 def test_a_square_tensor_is_turned_though_it_would_fit_as_it_is():
@@ -64,7 +63,7 @@ def test_rows_that_do_not_go_round_are_named(equal: bool, found: Shape, shapes: 
     assert first.pieces == second.pieces == ()
 
 
-@pytest.mark.parametrize("shapes", [[(4, 2)], [(4, 2), ()], []])
+@pytest.mark.parametrize("shapes", [[(4, 2)], [(4, 2), ()]])
 def test_what_has_not_all_targets_in_the_model_is_left_over(shapes: list[Shape]):
     assert assembled(Divide(equal=False), (4, 2), *shapes)[0].surplus == ["x"]
 
@@ -78,12 +77,14 @@ def test_further_tensors_of_a_recipe_for_one_are_left_over(operation: Operation)
     assert found[0].surplus == ["y"]
 
 
-def merged(operation: Operation, found: Shape, shape: Shape) -> Assembly:
+def merged(operation: Operation, found: Shape, shape: Shape, *further: Operation) -> Assembly:
     """What becomes of two tensors of one shape and without numbers."""
-    recipe = Recipe(("x", "y") if isinstance(operation, Join) else ("x",), ("a",), (operation,))
+    recipe = Recipe(
+        ("x", "y") if isinstance((operation, *further)[-1], Join) else ("x",), ("a",), (operation, *further)
+    )
     infos = {name: TensorInfo(name, torch.bfloat16, found, 0) for name in ("x", "y")}
     origins = [Origin(name, "a", recipe, number % len(recipe.sources)) for number, name in enumerate(infos)]
-    (assembly,) = assemble(origins, infos, {"a": shape})
+    (assembly,) = assemble(recipe, origins, infos, [shape])
     return assembly
 
 
@@ -97,3 +98,10 @@ def test_what_is_stacked_without_numbers_is_counted():
     for count in (1, 3):
         named = merged(Stack(0), (2, 2), (count, 2, 2)).shapes
         assert named == [f"x and those like it (expected {count}, found 2)"]
+
+
+@pytest.mark.parametrize("operations", [(Stack(1),), (Join(1),), (Stack(1), Join(0)), (Stack(0), Join(1))])
+def test_what_has_not_the_dimension_to_merge_along_is_named(operations: tuple[Operation, ...]) -> None:
+    assembly = merged(operations[0], (2,), (2,), *operations[1:])
+    assert assembly.shapes == ["x (a part of what is to be [2])"]
+    assert assembly.pieces == ()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tiermem.checkpoint.pieces import Assembly, Origin, Piece, Shape, alone, assemble
+from tiermem.checkpoint.pieces import Assembly, Origin, Piece, alone, assemble
 from tiermem.checkpoint.tensor_file import TensorInfo
 
 _SHOWN = 6  # names listed of each kind before "and 12 more"
@@ -154,8 +154,8 @@ def _assemblies(
             found.update((name, Assembly()) for name in targets)
             result.obstacles.extend(f"{member.name} ({recipe.obstacle}, for {own})" for member in taken)
         else:
-            shapes: dict[str, Shape] = {name: known[name].shape for name in targets if name in known}
-            found.update(zip(targets, assemble(taken, tensors, shapes), strict=False))
+            shapes = [known[name].shape for name in targets if name in known]
+            found.update(zip(targets, assemble(recipe, taken, tensors, shapes), strict=True))
         names = {member.name for member in taken}
         result.surplus.extend(member.name for member in members if member.name not in names)
     return found

@@ -130,22 +130,21 @@ def alone(info: TensorInfo, shape: Shape) -> Assembly:
     return _compared(Assembly((Piece(info),)), shape)
 
 
-def assemble(members: Sequence[Origin], infos: Mapping[str, TensorInfo], shapes: Mapping[str, Shape]) -> list[Assembly]:
+def assemble(
+    recipe: Recipe, members: Sequence[Origin], infos: Mapping[str, TensorInfo], shapes: Sequence[Shape]
+) -> list[Assembly]:
     """What becomes of the tensors of one recipe, in their natural order; one assembly for each of its targets.
 
-    `shapes`: of the recipe's targets, in their order, by the model's names; those of one that it has not are left out.
+    `shapes`: of the recipe's targets, in their order, but for those that the model has not; one at least.
     """
-    recipe = members[0].recipe
-    if recipe is None or not shapes:
-        return [Assembly(surplus=[member.name for member in members])]
     first = recipe.operations[0]
     if isinstance(first, (Stack, Join)):
-        return [_merged(recipe, members, infos, next(iter(shapes.values())))]
+        return [_merged(recipe, members, infos, shapes[0])]
     info, others = infos[members[0].name], [member.name for member in members[1:]]
     if isinstance(first, Divide):
-        found = _divided(first, info, len(recipe.targets), list(shapes.values()))
+        found = _divided(first, info, len(recipe.targets), shapes)
     else:
-        found = [_transposed(first, info, next(iter(shapes.values())))]
+        found = [_transposed(first, info, shapes[0])]
     found[0].surplus.extend(others)
     return found
 
