@@ -91,6 +91,7 @@ def merged(operation: Operation, found: Shape, shape: Shape, *further: Operation
 def test_what_is_joined_has_to_fill_the_parameter():
     assert merged(Join(0), (2, 2), (4, 2)).shapes == []
     assert merged(Join(0), (2, 2), (5, 2)).shapes == ["x and others (expected [5, 2] together, found 8 elements)"]
+    assert merged(Join(0), (2, 3), (4, 2)).shapes == [f"{name} (expected [2, 2], found [2, 3])" for name in "xy"]
 
 
 def test_what_is_stacked_without_numbers_is_counted():

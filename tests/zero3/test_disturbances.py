@@ -14,8 +14,8 @@ from doubles_sharded import Sharded, check_gradients, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tiermem.errors import TiermemError
-from tiermem.zero3.gather import Presence
+from tiermem.errors import InvariantError, TiermemError
+from tiermem.zero3.gather import GatherStatistics, Presence
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "other", "inner"])
@@ -74,6 +74,33 @@ def test_calls_that_were_interrupted_are_forgotten_and_loans_are_not():
     gatherer.forget_calls()
     assert gatherer.holds(0) == 0
     assert gatherer.presence(0) is Presence.SHARDED, "the loan is over"
+
+
+def test_what_is_not_there_is_not_held_and_what_is_held_does_not_go():
+    gatherer = Sharded(Stack()).gatherer
+    with pytest.raises(InvariantError, match="held while sharded"):
+        gatherer.hold(0)
+    base = gatherer.gather(0)
+    assert gatherer.gather(0) is base
+    gatherer.hold(0)
+    with pytest.raises(InvariantError, match="resharded while 1 module call"):
+        gatherer.reshard(0)
+    with pytest.raises(TiermemError, match="in use and cannot be written now"):
+        gatherer.gather(0, writable=True)
+    assert gatherer.unhold(0) == 0
+    with pytest.raises(InvariantError, match="no holds to give back"):
+        gatherer.unhold(0)
+    del base
+    view = gatherer.gather(0)[:1]
+    assert not gatherer.reshard(0)
+    with pytest.raises(InvariantError, match="held while lingering"):
+        gatherer.hold(0)
+    with pytest.raises(TiermemError, match="in use and cannot be written now"):
+        gatherer.gather(0, writable=True)
+    del view
+    gatherer.forget_calls()
+    assert gatherer.presence(0) is Presence.SHARDED, "it was looked at again"
+    assert gatherer.statistics() == GatherStatistics(gathers=1, leaks=0, lingering=0)
 
 
 @pytest.mark.parametrize("pushed", [1, 2])
