@@ -106,3 +106,50 @@ def test_what_has_not_the_dimension_to_merge_along_is_named(operations: tuple[Op
     assembly = merged(operations[0], (2,), (2,), *operations[1:])
     assert assembly.shapes == ["x (a part of what is to be [2])"]
     assert assembly.pieces == ()
+
+
+def numbered(operation: Operation, names: list[str], shape: Shape) -> Assembly:
+    """What becomes of tensors of two elements with a number in their names."""
+    recipe = Recipe((r"x\.*\.w",), ("a",), (operation,))
+    found = (2,) if isinstance(operation, Stack) else (1, 2)
+    infos = {name: TensorInfo(name, torch.bfloat16, found, 0) for name in names}
+    origins = [Origin(name, "a", recipe, 0, int(name.split(".")[1])) for name in names]
+    (assembly,) = assemble(recipe, origins, infos, [shape])
+    return assembly
+
+
+@pytest.mark.parametrize("operation", [Stack(0), Join(0)])
+@pytest.mark.parametrize("first", [0, 1, 9])
+def test_numbers_may_begin_anywhere(operation: Operation, first: int) -> None:
+    names = [f"x.{number}.w" for number in range(first, first + 3)]
+    assembly = numbered(operation, names, (3, 2))
+    assert assembly == Assembly(assembly.pieces)
+    values = torch.zeros(3, 2)
+    for piece in assembly.pieces:
+        piece.place(values).fill_(1 + names.index(piece.info.name))
+    assert values[:, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("operation", "numbers", "count", "missing", "surplus"),
+    [
+        (Stack(0), (0, 1, 3), 3, [2], [3]),
+        (Stack(0), (0, 1, 3), 4, [2], []),
+        (Stack(0), (1, 2), 3, [0], []),
+        (Stack(0), (1, 2, 3), 2, [0], [2, 3]),
+        (Join(0), (1, 3), 3, [2], []),
+    ],
+)
+def test_numbers_have_no_gaps(
+    operation: Operation, numbers: tuple[int, ...], count: int, missing: list[int], surplus: list[int]
+) -> None:
+    assembly = numbered(operation, [f"x.{number}.w" for number in numbers], (count, 2))
+    assert assembly.missing == [f"x.{number}.w" for number in missing]
+    assert assembly.surplus == [f"x.{number}.w" for number in surplus]
+    assert assembly.shapes == []
+
+
+def test_a_number_that_is_there_twice_is_taken_once() -> None:
+    assembly = numbered(Stack(0), ["x.0.w", "x.1.w", "y.1.w"], (2, 2))
+    assert [piece.info.name for piece in assembly.pieces] == ["x.0.w", "x.1.w"]
+    assert assembly.surplus == ["y.1.w"]
