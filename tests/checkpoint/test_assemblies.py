@@ -91,7 +91,13 @@ def merged(operation: Operation, found: Shape, shape: Shape, *further: Operation
 def test_what_is_joined_has_to_fill_the_parameter():
     assert merged(Join(0), (2, 2), (4, 2)).shapes == []
     assert merged(Join(0), (2, 2), (5, 2)).shapes == ["x and others (expected [5, 2] together, found 8 elements)"]
-    assert merged(Join(0), (2, 3), (4, 2)).shapes == [f"{name} (expected [2, 2], found [2, 3])" for name in "xy"]
+
+    def named(found: str) -> list[str]:
+        return [f"{name} (expected [2, 2], found {found})" for name in "xy"]
+
+    assert merged(Join(0), (2, 3), (4, 2)).shapes == named("[2, 3]")
+    assert merged(Join(0), (3, 2), (4, 2)).shapes == named("[3, 2]"), "one behind the other they are too long"
+    assert merged(Join(1), (2,), (2, 4)).shapes == named("[2]")
 
 
 def test_what_is_stacked_without_numbers_is_counted():
@@ -153,3 +159,19 @@ def test_a_number_that_is_there_twice_is_taken_once() -> None:
     assembly = numbered(Stack(0), ["x.0.w", "x.1.w", "y.1.w"], (2, 2))
     assert [piece.info.name for piece in assembly.pieces] == ["x.0.w", "x.1.w"]
     assert assembly.surplus == ["y.1.w"]
+
+
+@pytest.mark.parametrize(("found", "shapes"), [(3, []), (5, ["x.0.w (expected [2], found [5])"])])
+def test_beside_what_is_missing_the_rest_is_looked_at(found: int, shapes: list[str]) -> None:
+    recipe = Recipe((r"x\.*\.w", r"x\.*\.(v|u)"), ("a",), (Stack(0), Join(1)))
+    infos = {"x.0.w": TensorInfo("x.0.w", torch.bfloat16, (found,), 0)}
+    (assembly,) = assemble(recipe, [Origin("x.0.w", "a", recipe, 0, 0)], infos, [(2, 4)])
+    assert assembly.missing == ["x.1.w", "x.0.(v|u)", "x.1.(v|u)"]
+    assert assembly.shapes == shapes
+
+
+def test_what_has_no_plain_name_is_said_to_be_of_its_parameter() -> None:
+    recipe = Recipe((r"x\.*\.(v|u)",), ("a",), (Stack(0),))
+    infos = {"x.0.u": TensorInfo("x.0.u", torch.bfloat16, (2,), 0)}
+    (assembly,) = assemble(recipe, [Origin("x.0.u", "a", recipe, 0, 0)], infos, [(2, 2)])
+    assert assembly.missing == ["x.1.(v|u) of a"]

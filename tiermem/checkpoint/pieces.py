@@ -240,11 +240,11 @@ def _shape_of(group: Sequence[tuple[int, Origin]], infos: Mapping[str, TensorInf
 
 
 def _spans(shapes: Sequence[Shape], axis: int, total: int) -> list[tuple[int, int]]:
-    """Where each lies along the joined dimension; those of which nothing is there (no shape) have what is left."""
+    """Where each lies along the joined dimension; what is left is that of which nothing is there (no shape)."""
     lengths = [shape[axis] if axis < len(shape) else 0 for shape in shapes]
-    absent = [number for number, shape in enumerate(shapes) if not shape]
-    for number in absent:
-        lengths[number] = max(0, total - sum(lengths)) if number == absent[-1] else 0
+    for number, shape in enumerate(shapes):
+        if not shape:
+            lengths[number] = max(0, total - sum(lengths))
     if sum(lengths) != total:  # something has a wrong shape, most likely what is not as long as the others
         lengths = [total // len(shapes)] * len(shapes)
     return [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
