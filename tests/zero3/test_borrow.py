@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
+import collections
 import contextlib
+import operator
+import queue
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +284,19 @@ class Backwards(nn.Module):
         x.register_hook(lambda gradient: gradient + self.first.weight.detach().mean())
         x = checkpoint(lambda y: torch.tanh(functional.linear(y, self.second.weight)), x, use_reentrant=False)
         return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("attribute", ["device", "grad"])
+def test_what_is_not_there_can_be_asked_where_nothing_is_python(
+    attribute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a hook that is written in C, on a thread of autograd's: with a GPU backward has one of its own."""
+    model, found = nn.Linear(WIDTH, WIDTH), queue.SimpleQueue[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda failed: found.put(failed.exc_value))
+    with tiermem.offload(model, config_for(tmp_path, "1MiB", "step")):
+        asked = map(found.put, map(operator.attrgetter(attribute), [model.weight]))
+        _thread.start_new_thread(collections.deque, (asked, 0))
+        assert found.get(timeout=60) == getattr(model.weight, attribute)
 
 
 @pytest.mark.parametrize("way", ["grad", "zeros", "backward", "method"])

@@ -97,10 +97,11 @@ class _Absent:
     def __torch_function__(
         cls, function: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Who asks; nobody where C code does on a thread that is not Python's, as a hook on autograd's for a device.
         if function == _GRAD.__get__:
-            _refuse_search(cls.absence, args[0], sys._getframe(1))  # noqa: SLF001 - documented
+            _refuse_search(cls.absence, args[0], sys._getframe().f_back)  # noqa: SLF001 - documented
         elif function == _DEVICE.__get__:
-            _refuse_division(sys._getframe(1))  # noqa: SLF001 - documented
+            _refuse_division(sys._getframe().f_back)  # noqa: SLF001 - documented
         elif function == _GRAD.__set__ and args[1] is None and cls.absence.has_gradient(args[0]):
             instead = "optimizer.zero_grad(), or for some parameters requires_grad_(False) before forward"
             raise _nothing_found("p.grad = None", instead)
@@ -173,9 +174,9 @@ def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType |
     raise _nothing_found("torch.nn.utils.clip_grad_*", use)
 
 
-def _refuse_division(frame: FrameType) -> None:
+def _refuse_division(frame: FrameType | None) -> None:
     """Raise TiermemError where torch, which asks in `frame`, is about to spread the model over ranks."""
-    if str(frame.f_globals.get("__name__")).startswith(_DIVIDING):
+    if frame is not None and str(frame.f_globals.get("__name__")).startswith(_DIVIDING):
         raise TiermemError(
             "DistributedDataParallel, or FSDP, of an offloaded model: its pages are divided over the ranks, and its "
             "gradients averaged, already; use the model as it is"
