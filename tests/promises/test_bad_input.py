@@ -795,6 +795,26 @@ def test_values_assigned_while_paged_out_are_not_lost_in_silence(tmp_path):
         model(torch.ones(2, 8)).sum().backward()
 
 
+class Asking(nn.Parameter):
+    """Has operations of its own, so that it cannot be told of them while it is paged out."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_what_is_written_unseen_while_paged_out_is_told_of_once(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8))
+    model[0].bias = Asking(torch.ones(1))
+    with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), coalesce=0):
+        expected = model(torch.ones(2, 8)).detach()
+        with torch.no_grad():
+            model[0].bias.fill_(3.0)
+        with pytest.raises(tiermem.TiermemError, match="was written while its values were paged out"):
+            model(torch.ones(2, 8))
+        assert torch.equal(model(torch.ones(2, 8)), expected)
+
+
 def test_values_assigned_while_lent_for_writing_count(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with tiermem.offload(model, config_for(tmp_path, 32 * MIB, "step"), coalesce=0) as runtime:
