@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiermem.checkpoint.naming import Expected, Match, Rules, fits, match
-from tiermem.checkpoint.pieces import Origin, Recipe
+from tiermem.checkpoint.pieces import Divide, Origin, Recipe
 from tiermem.checkpoint.tensor_file import TensorInfo
 
 WHOLE, HALF, NUMBERS = torch.float32, torch.float16, torch.int64
@@ -129,3 +129,12 @@ def test_what_cannot_be_streamed_is_named_if_any_of_what_it_becomes_is_wanted() 
     found = match([wanted("k")], file("qkv"), Rules(), {"qkv": Origin("qkv", "q", recipe)})
     assert found.obstacles == ["qkv (a rotation, for q)"]
     assert found.missing == []
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(may_be_left_over=("^qkv",))])
+@pytest.mark.parametrize("there", ["q", "k"])
+def test_rows_for_two_of_which_the_model_has_one_are_a_problem_whatever_may_be_left_over(
+    rules: Rules, there: str
+) -> None:
+    origins = {"qkv": Origin("qkv", "q", Recipe(("qkv",), ("q", "k"), (Divide(equal=False),)))}
+    assert match([wanted(there)], file("qkv", shape=(4,)), rules, origins).problems() == "not in the model: qkv"

@@ -107,7 +107,7 @@ def match(
         if not _matches([own, member.name], (*rules.may_be_left_over, *_OBSOLETE))
     ]
     result.missing = [wanted.names[0] for wanted in missing]
-    result.surplus = [member.name for member in left] + result.surplus
+    result.surplus = list(dict.fromkeys([*(member.name for member in left), *result.surplus]))
     for wanted in missing:
         alike = [member.name for member in left if tensors[member.name].shape == wanted.shape]
         near = difflib.get_close_matches(wanted.names[0], alike, n=1, cutoff=0.4)

@@ -160,7 +160,8 @@ def _divided(operation: Divide, info: TensorInfo, count: int, shapes: Sequence[S
     """Rows of one tensor for each target."""
     found = [Assembly() for _ in range(count)]
     if len(shapes) < count or not all(shapes):
-        found[0].surplus.append(info.name)
+        for assembly in found:  # whichever the model has, it is not to go without
+            assembly.surplus.append(info.name)
         return found
     lengths = [shape[0] for shape in shapes]
     whole = (sum(lengths), *shapes[0][1:])
