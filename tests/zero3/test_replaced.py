@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from doubles_sharded import Sharded
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,6 +32,7 @@ def change(model: nn.Module, changes: list[tuple[int, bool]]) -> None:
 
 @settings(max_examples=60)
 @given(changes=CHANGES, together=st.booleans(), inference=st.booleans())
+@example(changes=[(0, False), (0, False), (3, False), (3, False)], together=False, inference=False)
 def test_parameters_are_given_each_others_values(
     changes: list[tuple[int, bool]], together: bool, inference: bool
 ) -> None:

@@ -40,8 +40,12 @@ def lend(
     """
 
     def let_go(unit: int) -> None:
-        if gatherer.unhold(unit, lent=True) == 0 and not gatherer.reshard(unit):
-            gatherer.count_leaks()
+        if gatherer.unhold(unit, lent=True) == 0:
+            gatherer.reshard(unit)
+
+    def look_round() -> None:
+        gatherer.recheck()  # parameters that were given each other's values have let go of them
+        gatherer.count_leaks()
 
     def look(unit: int, before: torch.Tensor, written: Written) -> None:
         try:
@@ -56,6 +60,7 @@ def lend(
 
     gatherer.recheck()  # what lingers because a view of it was kept, which may be gone by now
     with ExitStack() as last:  # every unit is let go of, whatever happens to the others
+        last.callback(look_round)
         for unit in units:
             if gatherer.presence(unit) is Presence.SHARDED:
                 needed(unit)
