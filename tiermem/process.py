@@ -50,7 +50,20 @@ class HomeProcess:
 def start_thread(name: str, work: Callable[..., None], *arguments: Any) -> TiermemError | None:
     """Start a thread that the program waits for at its end; the error of a system that allows no more of them."""
     try:
-        threading.Thread(target=work, args=arguments, name=name).start()
-    except RuntimeError as error:
-        return TiermemError(f"no thread can be started for {name} ({error}); see `ulimit -u`, or the container's limit")
+        begin(threading.Thread(target=work, args=arguments, name=name))
+    except TiermemError as refusal:
+        return refusal
     return None
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a thread. Raises TiermemError where the system allows no more of them; it may be begun again then."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise refused(thread.name, error) from error
+
+
+def refused(name: str, error: RuntimeError) -> TiermemError:
+    """What is said of a thread that Python could not start."""
+    return TiermemError(f"no thread can be started for {name} ({error}); see `ulimit -u`, or the container's limit")

@@ -715,7 +715,7 @@ def test_a_kernel_for_which_no_thread_can_be_started_fails_and_the_next_one_runs
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(TiermemError, match=r"no thread can be started for .*can't start new thread.*ulimit -u"):
         pager.start_task(pager.run_worker(lambda: 1)).result(30)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert pager.start_task(pager.run_worker(lambda: 2)).result(30) == 2

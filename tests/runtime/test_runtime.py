@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import errno
@@ -768,6 +769,33 @@ def test_a_dropped_runtime_may_be_collected_on_a_thread_that_moves_its_bytes(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def collect_amid_something():
+    amid = threading.Thread(target=gc.collect, name="tiermem-amid-something")
+    amid.start()
+    amid.join()
+
+
+def test_a_dropped_runtime_for_whose_end_there_is_no_thread_is_closed_with_the_program(tmp_path, monkeypatch):
+    dropped = [tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step"))]
+    dropped.append(dropped)
+    start, at_exit = threading.Thread.start, []
+
+    def refuse(thread):
+        if thread.name == "tiermem-close":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with gc_off(), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(atexit, "register", at_exit.append)
+        del dropped
+        with pytest.warns(ResourceWarning, match="never closed"):
+            collect_amid_something()
+    assert len(at_exit) == 1
+    at_exit[0]()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("refused", "settings"),
     [
@@ -791,7 +819,8 @@ def test_what_was_opened_is_closed_where_a_thread_cannot_be_started(tmp_path, mo
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(LiveFrames, "__init__", noted)
-    with pytest.raises((RuntimeError, swap.SwapError), match="can't start new thread"):
+    said = r"no thread can be started (for|to).*can't start new thread.*ulimit -u"
+    with pytest.raises((tiermem.TiermemError, swap.SwapError), match=said):
         tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step", **settings))
     gc.collect()  # an event loop that nobody has closed would say so
     assert list(tmp_path.iterdir()) == []

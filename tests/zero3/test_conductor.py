@@ -156,6 +156,29 @@ def test_ranks_that_do_different_things_are_all_told_who_does_what(one, other, t
         assert rank.undone == ["prepared", None], "what was not prepared is not given back"
 
 
+def test_where_no_thread_can_be_started_nothing_is_done_then_nor_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("tiermem-ranks"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def part(rank: Rank) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(TiermemError, match=r"no thread can be started for tiermem-ranks .*ulimit -u"):
+                rank.do(Act.GATHER, 0)
+        rank.do(Act.SETTLE)
+
+    (rank,) = together(part)
+    with pytest.raises(TiermemError, match="no thread can be started"):
+        raise rank.error
+    assert rank.done == []
+    assert rank.undone == [None, None]
+    rank.conductor.close()
+
+
 def test_what_has_to_be_alike_is_compared_in_words():
     parts = [lambda rank, words=words: rank.do(Act.STEP, alike=words) for words in ("lr=1", "lr=2", "")]
     for rank in together(*parts):

@@ -287,7 +287,7 @@ def test_where_a_thread_cannot_be_started_those_that_run_are_ended(
     if stacks:  # needs none
         world.lockstep.run(scripts)
     else:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(TiermemError, match="no thread can be started for tiermem-micro-batch"):
             world.lockstep.run(scripts)
         assert world.used == []
         assert [script.unwound for script in scripts] == [True, True, False]

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from tiermem.errors import TiermemError
 from tiermem.memory.arena import Frame
+from tiermem.process import begin
 
 Done = Callable[[BaseException | None], None]
 
@@ -77,7 +78,7 @@ class CopyLine:
         self._flying: deque[tuple[Copy, Flight]] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        begin(self._thread)
 
     def start(self, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> Copy:
         """Copy; `done(error)` is called once, on the line's thread. Raises TiermemError after `close`."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.pager.bell import BellLoop
-from tiermem.process import HomeProcess
+from tiermem.process import HomeProcess, begin
 
 T = TypeVar("T")
 Message = Callable[[], object]
@@ -39,7 +39,7 @@ class LoopThread:
         self._home = HomeProcess()
         self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
         try:
-            self._thread.start()
+            begin(self._thread)
         except BaseException:
             self.asyncio.close()
             raise

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from tiermem.errors import TiermemError
+from tiermem.process import begin
 
 T = TypeVar("T")
 Message = Callable[[], object]
@@ -61,7 +62,7 @@ class Worker:
         """Wait for `function()` run on the worker; raises what it raises."""
         job = _Job(function)
         if not self._started:  # not before there is something to do: a model that is only run has no updates
-            self._thread.start()  # first: where that is refused, nobody is to wait for a thread there is not
+            begin(self._thread)  # first: where that is refused, nobody is to wait for a thread there is not
             self._started = True
         self._jobs.put(lambda: _carry_out(job, self._report))
         try:

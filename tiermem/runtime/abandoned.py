@@ -7,13 +7,14 @@ child nothing is touched.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
-from tiermem.process import HomeProcess
+from tiermem.process import HomeProcess, start_thread
 from tiermem.runtime.house import House
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.guards import ModelGuards
@@ -41,7 +42,9 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
         )
     finally:  # also where warnings are errors
         if _is_amid_something(sys._getframe(1)):  # noqa: SLF001 - what `inspect.currentframe` is
-            threading.Thread(target=close, name="tiermem-close").start()
+            refusal = start_thread("tiermem-close", close)
+            if refusal is not None:  # not here either: later, where nothing is going on
+                atexit.register(close)
         else:
             close()
 

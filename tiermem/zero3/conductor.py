@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tiermem.errors import TiermemError
+from tiermem.process import refused
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, Timeline
 from tiermem.zero3.collectives import Collectives
@@ -75,6 +76,7 @@ _UNEQUAL_WORDS = (
     "that of all ranks (torch.distributed.all_reduce)"
 )
 _FAILED = 1
+_ISSUER = "tiermem-ranks"  # the thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Conductor:
         self._timeline = timeline
         self._counters = counters
         self._names = names
-        self._issuer = ThreadPoolExecutor(1, "tiermem-ranks", initializer=begin)
+        self._issuer = ThreadPoolExecutor(1, _ISSUER, initializer=begin)
         self._serve: Serve | None = None
         self._broken: BaseException | None = None
         self._announced = 0
@@ -144,10 +146,21 @@ class Conductor:
         self._serve = serve
 
     def start(self, operation: Operation[T]) -> Future[T]:
-        """Queue an operation; the future has its result or its error. Raises TiermemError after `close`."""
+        """Queue an operation; the future has its result or its error. Raises TiermemError after `close`.
+
+        Where the system allows no thread to issue it, that is the error which everything that comes after it raises.
+        """
         if self._closed and self._broken is not None:
             raise self._broken
-        return self._issuer.submit(self._carry_out, operation)
+        try:
+            return self._issuer.submit(self._carry_out, operation)
+        except RuntimeError as error:
+            # What was refused is queued all the same, and would be carried out before whatever comes next.
+            self._issuer.shutdown(wait=False, cancel_futures=True)
+            operation.undo(None)
+            refusal = self._broken or refused(_ISSUER, error)
+            self._break(refusal)
+            raise refusal from error
 
     def run(self, operation: Operation[T]) -> T:
         """Do an operation now, after those queued; waits."""

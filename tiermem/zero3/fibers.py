@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tiermem.errors import InvariantError
+from tiermem.errors import InvariantError, TiermemError
+from tiermem.process import begin
 
 try:
     import greenlet
@@ -64,8 +65,8 @@ class OwnThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="tiermem-micro-batch", daemon=True)
             try:
-                self._thread.start()
-            except RuntimeError:  # no more threads are allowed: there is none to be ended
+                begin(self._thread)
+            except TiermemError:  # no more threads are allowed: there is none to be ended
                 self._thread = None
                 raise
         self._go.release()
