@@ -31,6 +31,7 @@ _ADVICE = {
     errno_names.EISDIR: "a directory stands where the swap file should be: move it away or choose another name",
     errno_names.ETIMEDOUT: "the device shows no progress: see the kernel log",
     errno_names.EMFILE: "too many open files: raise `ulimit -n`",
+    errno_names.EAGAIN: "the system is short of threads or memory: see `ulimit -u`, or the container's limit",
     errno_names.EINVAL: "buffer, offset and length must be multiples of the device's block size",
 }
 
@@ -137,6 +138,11 @@ def why_full(code: int, *, needed: int, free: int) -> str:
     """What the system says by `code`, and what it may mean where `needed` bytes would have fitted into `free`."""
     fits = code == errno_names.ENOSPC and free > needed + _BOOKKEEPING
     return os.strerror(code) + (", perhaps no inodes: see `df -i`" if fits else "")
+
+
+def no_thread(purpose: str, error: RuntimeError) -> SwapError:
+    """What is said where Python could start no thread `purpose`, as in "to move bytes"."""
+    return SwapError(f"no thread can be started {purpose} ({error}); see `ulimit -u`, or the container's limit")
 
 
 def _rebuild_checksum(operation: str, path: str, rest: dict[str, Any]) -> ChecksumError:

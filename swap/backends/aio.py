@@ -21,7 +21,7 @@ from aiofiles.threadpool.binary import AsyncFileIO
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
-from swap.errors import SwapClosedError, SwapError, SwapIOError
+from swap.errors import SwapClosedError, SwapError, SwapIOError, no_thread
 from swap.requests import Block, BlockFile, Operation
 from swap.transfer import Progress
 
@@ -51,7 +51,7 @@ class AioBackend(Backend):
             self._thread.start()
         except RuntimeError as error:  # a limit on processes and threads
             self._loop.close()
-            raise SwapError(f"no thread can be started to move bytes ({error}); see `ulimit -u`") from error
+            raise no_thread("to move bytes", error) from error
         self._ending = threading.Thread(target=self._end, name="swap-aio-end", daemon=True)
 
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
@@ -78,8 +78,12 @@ class AioBackend(Backend):
         if self._closing or threading.current_thread() is self._thread:
             raise SwapClosedError("the aiofiles backend is closed once, and not from an on_done callback")
         self._closing = True
-        self._ending.start()
-        self._ending.join(min(timeout, threading.TIMEOUT_MAX))
+        try:
+            self._ending.start()
+        except RuntimeError:  # a limit on threads: then it is waited for here, however long it takes
+            self._end()
+        else:
+            self._ending.join(min(timeout, threading.TIMEOUT_MAX))
 
     def late(self) -> Sequence[threading.Thread]:
         """The thread that waits for the coroutines, if they have not ended."""

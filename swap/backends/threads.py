@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
-from swap.errors import SwapError
+from swap.errors import no_thread
 from swap.syscalls import SystemCalls
 from swap.transfer import transfer
 from swap.watch import join
@@ -36,7 +36,7 @@ class ThreadsBackend(Backend):
                 thread.start()
             except RuntimeError as error:  # a limit on processes and threads
                 if not index:
-                    raise SwapError(f"no thread can be started to move bytes ({error}); see `ulimit -u`") from error
+                    raise no_thread("to move bytes", error) from error
                 queue.limit_depth(index)  # those that run serve the queue, only less of it at once
                 return
             self._threads.append(thread)

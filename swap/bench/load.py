@@ -20,6 +20,7 @@ from swap.bench.cases import BACKENDS, Case, Sample
 from swap.bench.ground import Ground
 from swap.blocks import ALIGNMENT, align_down
 from swap.engine import Engine, make_backend
+from swap.errors import no_thread
 from swap.files import DATA_OFFSET
 from swap.requests import BlockFile, Operation, Priority, Request
 from swap.settings import EngineSettings
@@ -202,7 +203,10 @@ class _Pass:
             target=self.load.start, args=(self.views,), kwargs={"laps": self.laps, "limit": self.limit}
         )
         began = _Moment.now()
-        starter.start()
+        try:
+            starter.start()
+        except RuntimeError as error:
+            raise no_thread("to start transfers", error) from error
         try:
             self._wait(ramp, halt)
             if ramp:

@@ -17,6 +17,7 @@ from swap.bench.ground import Ground
 from swap.bench.load import STEADY_WINDOWS, Interrupted, Series, Target, run_case
 from swap.bench.plan import FINALISTS, ROUNDS, Plan
 from swap.bench.report import BenchReport, DeviceResult, FirstWrite, PatternResult, SteadyState
+from swap.errors import no_thread
 from swap.syscalls import SystemCalls
 
 _ATTENTION = 0.2  # seconds
@@ -166,7 +167,10 @@ def run_bench(plan: Plan, progress: Progress | None = None, *, system: SystemCal
 
     worker = ThreadPoolExecutor(1, "swap-bench")
     try:
-        running = worker.submit(work)
+        try:
+            running = worker.submit(work)
+        except RuntimeError as error:
+            raise no_thread("to measure on", error) from error
         # In short waits: a signal that another thread receives does not wake a thread that waits without end.
         while not wait([running], timeout=_ATTENTION).done:
             pass

@@ -83,3 +83,19 @@ def test_whoever_starts_while_another_thread_closes_is_told_so(
     with pytest.raises(swap.SwapClosedError):
         engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     file.close()
+
+
+def test_where_closing_gets_no_thread_it_closes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.enumerate()
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK))
+    engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", a_thread_too_many)
+        engine.close()
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    file.close()
+
+
+def a_thread_too_many(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

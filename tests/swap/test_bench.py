@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,16 @@ from doubles import FaultySystemCalls, Stall
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap import AlignedBuffer, Engine, EngineSettings, SwapFullError, SwapIOError, SwapTimeoutError, SystemCalls
+from swap import (
+    AlignedBuffer,
+    Engine,
+    EngineSettings,
+    SwapError,
+    SwapFullError,
+    SwapIOError,
+    SwapTimeoutError,
+    SystemCalls,
+)
 from swap.bench import (
     PATTERNS,
     Case,
@@ -41,6 +51,25 @@ from swap.files import DATA_OFFSET, SwapFile
 
 MIB = 1 << 20
 TINY = Order((Path(),), nbytes=4 * MIB, seconds=0.05, block_sizes=(MIB,), queue_depths=(2,))
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_a_thread_too_many_is_an_error_of_this_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(SwapError, match=r"no thread can be started|short of threads"):
+        run_bench(make_plan(replace(TINY, directories=(tmp_path,), backends=("threads",))))
+    assert list(tmp_path.iterdir()) == []
+    assert not any(thread.is_alive() for thread in started)
 
 
 # What is decided

@@ -135,7 +135,7 @@ def test_a_limit_on_threads_is_waited_for_and_is_no_answer_of_the_drive(
         threads.refused = 3
         store.write(1, [], {}, space=space)
         threads.refused = float("inf")
-        with pytest.raises(swap.SwapIOError, match="EAGAIN"):
+        with pytest.raises(swap.SwapIOError, match=r"EAGAIN.*short of threads.*ulimit -u"):
             store.write(2, [], {}, space=space)
         threads.refused = 0
         store.write(2, [], {}, space=space)
