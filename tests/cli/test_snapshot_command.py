@@ -248,3 +248,10 @@ def test_a_snapshot_without_its_manifest_is_named_as_one(
     said = call(capsys, *command, tmp_path / "copy", code=1)
     assert "expected a snapshot in" in said
     assert "found no manifest.json there" in said
+
+
+def test_without_a_command_it_shows_them_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["snapshot"]) == 2
+    said = capsys.readouterr()
+    assert "reshard" in said.out
+    assert said.err == "tiermem: expected a command (see tiermem snapshot --help)\n"

@@ -172,7 +172,8 @@ def run(arguments: Sequence[str]) -> int:
         if format_message is None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "tiermem")
-        return fail(f"{format_message()} (see {command} --help)", 2)
+        # A command of several without any of them has shown its help on stdout, and has no words.
+        return fail(f"{format_message() or 'expected a command'} (see {command} --help)", 2)
     if code == INTERRUPTED:  # typer's own way of ending on Ctrl-C says nothing
         return fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
