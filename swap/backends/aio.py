@@ -12,9 +12,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
@@ -24,6 +26,8 @@ from swap.device_queue import DeviceQueue
 from swap.errors import SwapClosedError, SwapError, SwapIOError, no_thread
 from swap.requests import Block, BlockFile, Operation
 from swap.transfer import Progress
+
+T = TypeVar("T")
 
 _EXECUTOR_THREADS = 32  # at most; they are started as needed
 
@@ -36,12 +40,45 @@ def _open_again(file: BlockFile, flags: int) -> int:
         return os.open(file.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+class _Threads(concurrent.futures.ThreadPoolExecutor):
+    """As many threads as the system allows: beyond them, calls wait for those that run. Not used after `shutdown`.
+
+    The pool of the standard library raises then, but carries the call out all the same: a file that nobody closes.
+    """
+
+    _serving = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        """As of every executor. Raises RuntimeError where not even one thread may be started."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            super().submit(_answer, future, functools.partial(fn, *args, **kwargs))
+            self._serving = True
+        except RuntimeError:
+            if not self._serving:
+                future.cancel()
+                raise
+        return future
+
+
+def _answer(future: concurrent.futures.Future[T], call: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        future.set_exception(error)
+        del future, call  # the error keeps this frame, and would be kept by it
+    else:
+        future.set_result(result)
+
+
 class AioBackend(Backend):
     """`depth` coroutines per device on a loop of its own."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._executor = concurrent.futures.ThreadPoolExecutor(_EXECUTOR_THREADS, thread_name_prefix="swap-aio")
+        self._executor = _Threads(_EXECUTOR_THREADS, thread_name_prefix="swap-aio")
         self._loop.set_default_executor(self._executor)
         self._wakers: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +163,9 @@ class AioBackend(Backend):
             except SwapError as error:
                 return error.with_traceback(None)
             except Exception as error:  # noqa: BLE001 - recorded; the coroutine must go on
-                verdict = progress.fail(error)
+                # A RuntimeError is Python's, which may start no thread at all: in a moment perhaps.
+                refused = isinstance(error, RuntimeError)
+                verdict = progress.fail(BlockingIOError(errno.EAGAIN, str(error)) if refused else error)
                 if isinstance(verdict, SwapIOError):
                     return verdict
                 await asyncio.sleep(verdict)

@@ -97,5 +97,34 @@ def test_where_closing_gets_no_thread_it_closes_all_the_same(tmp_path: Path, mon
     file.close()
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_where_few_threads_can_be_started_those_that_run_move_all_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """One thread, the first `refused` times none; what was refused then opens no file later that nobody closes."""
+    refusals: list[threading.Thread] = []
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("swap-aio_"):
+            if started or len(refusals) < refused:
+                refusals.append(thread)
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        start(thread)
+
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    written, found = AlignedBuffer(8 * BLOCK), AlignedBuffer(8 * BLOCK)
+    written.view[:] = os.urandom(8 * BLOCK)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=4)) as engine:
+        engine.start_write(file, 4096, written.view).wait(30)
+        engine.start_read(file, 4096, found.view).wait(30)
+    assert found.view == written.view
+    assert len(started) == 1
+    file.close()
+
+
 def a_thread_too_many(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
