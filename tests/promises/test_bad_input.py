@@ -16,7 +16,7 @@ import pytest
 import torch
 from doubles_models import Stack, mlp
 from doubles_scenarios import Wide, tokens_batch, wide_batch
-from doubles_training import MIB, budget_for, config_for, least_budget, plain
+from doubles_training import MIB, PlainAdamW, Trainee, budget_for, check, config_for, least_budget, offloaded, plain
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -377,6 +377,29 @@ def test_a_clip_call_that_comes_as_a_surprise_is_refused_and_the_next_is_not(tmp
         assert optimizer.clip_grad_norm_(1.0).isfinite()
         optimizer.step()
         assert tokens_batch(model).isfinite()
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "auto"])
+def test_gradients_that_grow_behind_their_clipping_are_an_error_until_they_are_dropped(update, tmp_path):
+    """The coefficient would be applied to all of them, where plain PyTorch clips what was there."""
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        ours = trainee.adamw is not PlainAdamW
+        for number in range(4):
+            tokens_batch(trainee.model).backward()
+            trainee.note(optimizer.clip_grad_norm_(1e-3 if number in (1, 3) else 1e9))
+            if number in (0, 1):
+                tokens_batch(trainee.model).backward()
+            if number == 1 and ours:
+                for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1e-3), optimizer.step):
+                    with pytest.raises(tiermem.ConfigError, match=r"another backward .* Clip once in a step"):
+                        call()
+            elif number != 1:
+                optimizer.step()  # in the first one clipping has changed nothing
+            optimizer.zero_grad()
+
+    check(offloaded(Stack, script, tmp_path, update=update, budget="beside"), plain(Stack, script))
 
 
 @pytest.mark.parametrize("setting", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"max_grad_norm": 0.0}, {"amsgrad": True}])

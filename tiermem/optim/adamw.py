@@ -118,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ConfigError: a parameter has a `.grad`, or another optimizer since; a setting is not a finite number; loss
-                scaling with update="backward".
+                scaling with update="backward"; gradients have grown since `clip_grad_norm_`.
             TiermemError: as above, somebody keeps a view of a parameter, or the runtime is closed.
             Exception: the error of an update that failed.
         """
@@ -188,7 +188,10 @@ class AdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip this optimizer's gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; return it, 0-dim.
 
-        Raises `ConfigError` for a `max_norm` that is negative or no number, and when update="backward" has used
+        Call it behind the last backward of a step: where another one adds to what was clipped, the next call and
+        `step()` raise `ConfigError`.
+
+        Raises `ConfigError` also for a `max_norm` that is negative or no number, and when update="backward" has used
         gradients up that the norm needs: it keeps them once it has seen a call of this, so call it in every step, or
         set `max_grad_norm`.
         """

@@ -88,7 +88,8 @@ class UpdateCoordinator:
 
         In the others, an error of an earlier step's update is raised here, or by `unit_needed`. A gradient norm that
         is not finite skips the step. What was updated early is kept if nothing is clipped, else undone and redone. If
-        it was for good the step is `partial` instead of skipped, and a `max_grad_norm` set since is a `ConfigError`.
+        it was for good the step is `partial` instead of skipped, and a `max_grad_norm` set since is a `ConfigError`. So
+        are gradients that have grown since they were clipped.
         """
         if source in self._robbed:
             raise ConfigError(
@@ -126,6 +127,8 @@ class UpdateCoordinator:
         parameters = self._with_gradient(source)
         self.late.forget()
         finite, clipped = self._scales.are_finite(parameters), self._scales.change(parameters)
+        if finite and clipped:
+            self._scales.require_ungrown(parameters)
         early = self._speculation.settings(source)
         if early and finite and not clipped and source.settings(early) == early:
             self._scales.forget(early)
@@ -140,7 +143,8 @@ class UpdateCoordinator:
     def clip_gradients(self, source: SettingsSource, max_norm: float, *, asked: bool = True) -> torch.Tensor:
         """Remember the coefficient for the next step; return the norm. If somebody `asked`, he may do so again.
 
-        Raises `ConfigError` if gradients have been used up, which happens in "backward" before the first such call.
+        Raises `ConfigError` if gradients have been used up, which happens in "backward" before the first such call, or
+        if they were clipped before and have grown since.
         """
         if asked:
             self._calling.add(source)
