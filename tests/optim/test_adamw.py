@@ -187,6 +187,28 @@ def test_clipping_has_the_bits_of_torch(schedule: str, by_call: bool) -> None:
     harness.close()
 
 
+@pytest.mark.parametrize("schedule", ["step", "backward", "auto"])
+def test_clipping_again_clips_what_the_first_has_left(schedule: str) -> None:
+    """As one who clips by calls and has `max_grad_norm` too; the coefficients are multiplied before the gradient is."""
+    harness = Harness(schedule)
+    ours = AdamW(harness.faces, lr=0.01, eps=1.0, max_grad_norm=2.0)  # eps: else the scale of gradients cancels out
+    torchs = torch.optim.AdamW(harness.plain, lr=0.01, eps=1.0, fused=True)
+    for step, first in enumerate((1.0, 50.0, 1.0)):
+        harness.backward(step)
+        for max_norm in (first, 2.0):
+            norm = torch.nn.utils.clip_grad_norm_(harness.plain, max_norm)
+        ours.clip_grad_norm_(first)
+        ours.step()
+        torchs.step()
+        assert torch.allclose(ours.grad_norm, norm)
+        ours.zero_grad()
+    harness.service.wait_updates()
+    for parameter, plain in enumerate(harness.plain):
+        found = read_parameter(harness.pager, harness.book.unit_of[parameter], parameter)
+        assert torch.allclose(found, plain.detach(), rtol=1e-6, atol=1e-7), parameter
+    harness.close()
+
+
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
 def test_a_step_that_fails_before_it_updates_clips_once_when_it_is_tried_again(
     harness: Harness, monkeypatch: pytest.MonkeyPatch

@@ -194,6 +194,32 @@ def test_an_error_in_the_kernel_fails_the_tile_and_the_parameters(pager: FakePag
     assert PageKey(0, Kind.STATE, 0) not in pager.failed
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("again", [False, True])
+def test_tiles_loaded_behind_one_whose_kernel_fails_are_given_back(pager: FakePager, depth: int, again: bool) -> None:
+    """State that was never filled in is garbage then; what was there before stays good. Nobody waits for ever."""
+    units = make_units(pager, 1, numel=12000)
+    updater = Updater(pager, units, depth=depth)
+    if again:
+        updater.start(whole(units[0]))
+        updater.wait(0)
+        write_gradient(pager, units[0], 0, torch.ones(12000))
+    pager.bytes[PageKey(0, Kind.STATE, 0)] = torch.zeros(64, dtype=torch.uint8)  # too small: the kernel refuses
+    pager.gate.clear()
+    before = len(pager.log)
+    updater.start(whole(units[0]))
+    assert _eventually(lambda: pager.held == 1 + 2 * depth)
+    pager.gate.set()
+    with pytest.raises(InvariantError, match="STATE tile"):
+        updater.wait(0)
+    assert pager.held == 0
+    failed = {key.tile for key in pager.failed if key.kind is Kind.STATE}
+    leased = {key.tile for key, _ in pager.log[before:] if key.kind is Kind.STATE}
+    assert failed == ({0} if again else leased - {1}), (
+        "the kernel of the second is asked for before the first is through"
+    )
+
+
 def test_a_second_update_of_a_failed_unit_fails_too(pager: FakePager) -> None:
     units = make_units(pager, 1)
     pager.faults[PageKey(0, Kind.PARAM)] = OSError("bad block")
