@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -185,6 +186,21 @@ def test_clipping_has_the_bits_of_torch(schedule: str, by_call: bool) -> None:
         torchs.zero_grad()
     harness.check_same()
     harness.close()
+
+
+def test_only_steps_skipped_in_a_row_are_said_to_be_hopeless(harness: Harness) -> None:
+    ours = AdamW(harness.faces, lr=0.01)
+    said = []
+    for number in range(12):
+        harness.backward(number)
+        if number != 4:
+            harness.book.set(0, torch.full((SIZES[0][0],), float("nan")))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours.step()
+        said += [number] if any("in a row" in str(each.message) for each in caught) else []
+    assert said == [9], "the fifth behind the good one, and once"
+    assert ours.skipped == 11
 
 
 @pytest.mark.parametrize("schedule", ["step", "backward", "auto"])
@@ -694,6 +710,19 @@ def test_groups_can_be_added(harness: Harness) -> None:
     harness.check_same()
 
 
+@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"amsgrad": True}, {"params": [torch.nn.Parameter(torch.ones(2))]}])
+def test_a_group_that_is_refused_is_not_there(harness: Harness, wrong: dict) -> None:
+    ours = AdamW(harness.faces[:3], lr=0.01)
+    with pytest.raises(ConfigError):
+        ours.add_param_group({"params": harness.faces[3:], **wrong})
+    assert len(ours.param_groups) == 1
+    ours.add_param_group({"params": harness.faces[3:]})
+    harness.backward(0)
+    ours.step()
+    torch.optim.AdamW(harness.plain, lr=0.01, fused=True).step()
+    harness.check_same()
+
+
 def test_groups_may_be_empty_wherever_they_are(harness: Harness) -> None:
     groups = [
         [{"params": [], "lr": 0.1}, {"params": parameters}, {"params": [], "weight_decay": 0.0}]
@@ -766,10 +795,10 @@ def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harn
 def test_settings_of_another_kind_or_that_make_no_numbers_written_into_groups_are_refused_and_can_be_mended(
     schedule: str, setting: dict
 ) -> None:
-    """Before anything of the step is updated, though they are only the last group's."""
+    """Before anything of the step is updated, though only the last group has them, and unit 0 has nothing of that."""
     harness = Harness(schedule)
-    ours = AdamW([{"params": harness.faces[:2]}, {"params": harness.faces[2:]}], lr=0.01)
-    torchs = torch.optim.AdamW([{"params": harness.plain[:2]}, {"params": harness.plain[2:]}], lr=0.01, fused=True)
+    ours = AdamW([{"params": harness.faces[:3]}, {"params": harness.faces[3:]}], lr=0.01)
+    torchs = torch.optim.AdamW([{"params": harness.plain[:3]}, {"params": harness.plain[3:]}], lr=0.01, fused=True)
     harness.backward(0)
     ours.step()
     torchs.step()

@@ -52,6 +52,21 @@ def test_where_nothing_can_be_started_early_the_step_starts_it(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["backward", "auto"])
+def test_a_step_in_which_one_unit_could_be_started_early_is_no_forward(name: str) -> None:
+    """Whichever it was; one that another rank is against, so that nobody was asked to start it, could not."""
+    schedule = make_schedule(name)
+    seen = []
+    for rooms in ((True, False), (False, True), (), (False, False)):
+        for room in rooms:
+            schedule.gradients_complete(1, Diary(room=room))
+        if not rooms:
+            schedule.refused()
+        schedule.stepped(kept=True)
+        seen.append(schedule.acts_as)
+    assert seen == ["backward", "backward", "forward", "forward"]
+
+
+@pytest.mark.parametrize("name", ["backward", "auto"])
 def test_what_is_planned_is_what_the_last_step_could_do(name: str) -> None:
     schedule = make_schedule(name)
     seen = []

@@ -270,7 +270,6 @@ class AdamW(torch.optim.Optimizer):
         store = self._prepare_moments(state_dict)
         steps = {number: {"step": count} for number, count in counts.items()}
         super().load_state_dict({**state_dict, "state": steps})
-        self._members.note(self.param_groups, self._index_of)  # the base class has replaced them by new dictionaries
         store()
         # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
         self._steps.update({self._index_of[parameter]: entry["step"] for parameter, entry in self.state.items()})

@@ -30,14 +30,10 @@ class Membership:
         self._group_of.update(dict.fromkeys(indices, group))
         self._known.append((group, list(group["params"])))
 
-    def note(self, groups: Sequence[Group], index_of: Mapping[torch.Tensor, int]) -> None:
-        """These are the groups from now on."""
-        self._group_of = {index_of[parameter]: group for group in groups for parameter in group["params"]}
-        self._known = [(group, list(group["params"])) for group in groups]
-
     def follow(self, groups: Sequence[Group], index_of: Mapping[torch.Tensor, int], *, closely: bool) -> None:
-        """Take over what was done to them; `closely`: also parameters that have changed places, one for another.
+        """Take over what was done to them, by hand or by `load_state_dict`, which puts new ones in their place.
 
+        `closely`: also parameters that have changed places, one for another.
         Raises ConfigError for parameters that were put in or taken out.
         """
         if len(groups) == len(self._known) and all(map(_is_same if closely else _seems_same, groups, self._known)):
@@ -55,7 +51,8 @@ class Membership:
                     "places: it was changed by hand. One that is to sit out is frozen by requires_grad_(False); a new "
                     "tiermem.AdamW without it takes the others over with their moments"
                 )
-            self.note(groups, index_of)
+            self._group_of = {index_of[parameter]: group for group in groups for parameter in group["params"]}
+            self._known = [(group, list(group["params"])) for group in groups]
 
     def group_of(self, index: int) -> Group:
         """The group of the parameter of this number."""
