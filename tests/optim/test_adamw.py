@@ -268,6 +268,119 @@ def test_backward_keeps_what_is_not_clipped_and_redoes_the_rest(harness: Harness
     assert (total.speculated, total.confirmed, total.redone) == (8, 5, 3)
 
 
+@pytest.mark.parametrize("max_norm", [None, 10.0, 1e9])
+@pytest.mark.parametrize("some", [0, 2, 4])
+def test_an_optimizer_made_between_backward_and_step_updates_what_another_has_begun(
+    max_norm: float | None, some: int
+) -> None:
+    """All of it, or some parameters that share units with those which the other one keeps."""
+    harness = Harness("backward" if max_norm is not None else "auto")
+    kept = harness.faces[:some], harness.plain[:some]
+    olds = [AdamW(kept[0], lr=0.01, max_grad_norm=max_norm)] if some else []
+    early = AdamW(harness.faces[some:], lr=0.01, max_grad_norm=max_norm)
+    harness.backward(0)
+    assert harness.book.lent, "updates have begun"
+    ours = [*olds, AdamW(harness.faces[some:], lr=0.02, max_grad_norm=max_norm)]
+    torchs = [torch.optim.AdamW(kept[1], lr=0.01, fused=True)] if some else []
+    torchs.append(torch.optim.AdamW(harness.plain[some:], lr=0.02, fused=True))
+    for number in range(2):
+        for mine, other in zip(ours, torchs, strict=True):
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(other.param_groups[0]["params"], max_norm)
+            mine.step()
+            other.step()
+        harness.check_same()
+        assert [mine.steps_of(face) for mine in ours for face in mine.param_groups[0]["params"]] == [number + 1] * 6
+        assert not any(key.kind is Kind.GRAD for key in harness.pager.written)
+        if number == 0:
+            harness.backward(1)
+    assert early.steps_of(harness.faces[5]) == 0
+    harness.close()
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+@pytest.mark.parametrize("split", [1, 3, 4, 5])
+@pytest.mark.parametrize("order", [1, -1])
+def test_gradients_of_what_is_done_again_are_gone_when_it_is_done(harness: Harness, split: int, order: int) -> None:
+    """The first optimizer has kept its share, in units of its own and in one that it shares, when the second clips."""
+    parts = [slice(split), slice(split, None)][::order]
+    norms = (1e9, 1.0)
+    ours = [AdamW(harness.faces[part], max_grad_norm=norm) for part, norm in zip(parts, norms, strict=True)]
+    torchs = [torch.optim.AdamW(harness.plain[part], fused=True) for part in parts]
+    for step in range(2):
+        harness.backward(step)
+        for part, norm, mine, other in zip(parts, norms, ours, torchs, strict=True):
+            torch.nn.utils.clip_grad_norm_(harness.plain[part], norm)
+            mine.step()
+            other.step()
+        harness.check_same()
+        assert harness.undo.reverts == step + 1
+        assert not any(key.kind is Kind.GRAD for key in harness.pager.written)
+
+
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_who_steps_again_before_the_other_has_stepped_counts_once(harness: Harness) -> None:
+    ours = [AdamW(part, max_grad_norm=1e9) for part in (harness.faces[:4], harness.faces[4:])]
+    torchs = [torch.optim.AdamW(part, fused=True) for part in (harness.plain[:4], harness.plain[4:])]
+    for step in range(3):
+        harness.backward(step)
+        for first, second in (ours, torchs):
+            first.step()
+            first.zero_grad()
+            first.step()
+            first.zero_grad()
+            second.step()
+        harness.check_same()
+        assert [ours[number > 3].steps_of(face) for number, face in enumerate(harness.faces)] == [step + 1] * 6
+    total = harness.counters.snapshot().total
+    assert (total.speculated, total.confirmed, harness.undo.reverts) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("harness", [("forward",)], indirect=True)
+def test_gradients_are_dropped_behind_the_update_that_reads_their_pages(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another optimizer, for parameters of the same unit."""
+    ours = [AdamW(part) for part in (harness.faces[:2], harness.faces[2:])]
+    harness.pager.gate.clear()
+    harness.backward(0)
+    ours[0].step()
+    wait, drop, pending = harness.updater.wait, harness.book.drop, []
+
+    def waited(unit: int) -> None:
+        harness.pager.gate.set()
+        wait(unit)
+
+    def dropped(parameters: Sequence[int]) -> None:
+        pending.append(harness.updater.pending(0))
+        drop(parameters)
+
+    monkeypatch.setattr(harness.updater, "wait", waited)
+    monkeypatch.setattr(harness.book, "drop", dropped)
+    ours[1].zero_grad()
+    assert pending == [False]
+    harness.pager.gate.set()
+    torch.optim.AdamW(harness.plain[:2], fused=True).step()
+    harness.check_same()
+
+
+@pytest.mark.parametrize("harness", [("auto",)], indirect=True)
+def test_steps_in_which_units_are_used_before_the_step_are_learned_from_one_by_one(harness: Harness) -> None:
+    """One of them is no reason to update later from then on, two are; and a step without gradients is none at all."""
+    ours = AdamW(harness.faces)
+    seen = []
+    for step, used in enumerate((True, *[False] * 8, True, True, *[False] * 6)):
+        harness.backward(step)
+        assert bool(harness.book.lent) == ("forward" not in seen), "updates have begun"
+        if used:
+            harness.service.unit_needed(0)
+            assert not harness.book.lent, "and are undone"
+        for _ in range(4):
+            ours.step()
+        seen.append(harness.service._schedule.acts_as)
+    assert seen == [*["backward"] * 10, *["forward"] * 7]
+
+
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)
 def test_updates_that_have_not_begun_are_withdrawn(harness: Harness) -> None:
     ours = AdamW(harness.faces, lr=0.01, max_grad_norm=1e9)
