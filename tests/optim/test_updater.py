@@ -155,6 +155,21 @@ def test_hurry_moves_a_queued_unit_to_the_front(pager: FakePager) -> None:
     assert touched(pager) == [0, 3, 1, 2]
 
 
+def test_hurry_keeps_the_order_of_one_units_updates_and_lets_be_what_runs(pager: FakePager) -> None:
+    """The first of a unit's updates leaves its gradient to the second, which would find none the other way round."""
+    units = make_units(pager, 3)
+    pager.gate.clear()
+    updater = Updater(pager, units)
+    for unit, discard in ((0, True), (1, True), (2, False), (2, False), (2, True)):
+        updater.start(whole(units[unit], discard_gradients=discard))
+    assert _eventually(lambda: touched(pager) == [0])
+    updater.hurry(0)
+    updater.hurry(2)
+    pager.gate.set()
+    updater.wait_all()
+    assert touched(pager) == [0, 2, 2, 2, 1]
+
+
 @pytest.mark.parametrize("kind", list(Kind)[:3])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_error_of_a_page_is_raised_to_who_waits_and_other_units_go_on(

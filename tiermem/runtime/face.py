@@ -210,7 +210,7 @@ class Runtime(Closing):
         return whole.as_strided(slot.shape, slot.stride)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of this step's gradient so far, the mean over ranks, shaped as the parameter; or None. Collective."""
+        """A copy of this step's gradient, or None; before clipping, the mean over ranks, in its shape. Collective."""
         unit, slot = self._places.find(parameter)
         house = self._open()
         house.ledger.line_up()
