@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from doubles_optim import FakePager, add_unit, read_parameter, write_gradient, write_parameter
+from doubles_optim import FakePager, FakeProtection, add_unit, read_parameter, write_gradient, write_parameter
 
 from tiermem.errors import ConfigError, InvariantError, TiermemError
 from tiermem.optim.masters import StateStore
@@ -168,6 +168,21 @@ def test_hurry_keeps_the_order_of_one_units_updates_and_lets_be_what_runs(pager:
     pager.gate.set()
     updater.wait_all()
     assert touched(pager) == [0, 2, 2, 2, 1]
+
+
+def test_only_what_is_under_a_protection_is_withdrawn_with_it(pager: FakePager) -> None:
+    units = make_units(pager, 4)
+    pager.gate.clear()
+    updater, protection = Updater(pager, units), FakeProtection(pager)
+    updater.start(whole(units[0]))
+    for unit, over in ((1, None), (2, protection), (3, FakeProtection(pager))):
+        updater.start(whole(units[unit], protection=over))
+    assert _eventually(lambda: touched(pager) == [0])
+    assert updater.withdraw(protection) == [], "none of these has begun"
+    assert not updater.pending(2)
+    pager.gate.set()
+    updater.wait_all()
+    assert touched(pager) == [0, 1, 3]
 
 
 @pytest.mark.parametrize("kind", list(Kind)[:3])
