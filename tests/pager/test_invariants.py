@@ -6,6 +6,7 @@ The bench: page 0 is on SWAP and HOST, 1 dirty on HOST, 2 leased there, 3 on its
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from doubles_chain import SteppedTransfer, stepped_chain
@@ -154,14 +155,27 @@ def test_a_page_that_is_held_or_moves_is_not_removed(number: int) -> None:
 def test_of_a_page_that_is_removed_nothing_is_left(failed: bool) -> None:
     bench = Bench()
     page, reserved, total = bench.pages[1], bench.chain.arenas[HOST].reserved, bench.residency.total
+    forgotten: list[PageKey] = []
+    bench.residency.chain = replace(bench.chain, forget=forgotten.append)
     if failed:
         bench.residency.fail(page, OSError(5, "injected"))
     assert bench.residency.remove(page)
     assert bench.chain.arenas[HOST].reserved == reserved - 10
     assert bench.residency.total == total - 10
+    assert forgotten == [page.key], "its extent may be had by others"
     with pytest.raises(InvariantError, match="no such page"):
         bench.residency.page(page.key)
     again = bench.residency.add(page.key, 20)
     assert again.error is None
     assert not again.is_written
+    bench.residency.check_invariants()
+
+
+def test_what_a_drive_has_lost_is_not_made_good_by_discarding_it() -> None:
+    bench = Bench()
+    page, lost = bench.pages[3], OSError(5, "injected")
+    bench.flying.pop().finish(lost)
+    bench.residency.fail(page, ValueError("whoever wrote it has failed, too"))
+    bench.residency.discard(page)
+    assert page.error is lost
     bench.residency.check_invariants()

@@ -515,6 +515,19 @@ def test_a_tier_that_holds_everything_writes_nothing_early() -> None:
     assert bench.counters.snapshot().total.bytes_written == 0
 
 
+def test_what_ranks_exchange_is_not_among_what_has_to_leave_host() -> None:
+    bench = Bench(30, device=40, count=3, look_ahead=30)
+    exchanged = bench.residency.add(PageKey(0, Kind.TRANSIT), 10)
+    for number in range(3):
+        update = bench.ask(number, intent=WRITE, lane=Lane.UPDATE)
+        bench.settle()
+        update.give_back()
+    assert bench.on(HOST) == {0, 1, 2}
+    assert not bench.flying, "all that is ever in HOST fits there"
+    assert bench.residency.remove(exchanged)
+    assert bench.residency.total == 30
+
+
 def test_dirty_pages_leave_before_their_room_is_asked_for() -> None:
     bench = Bench(30, look_ahead=20)
     bench.order(0, 1, 2, 3, 4, 5)
@@ -1005,3 +1018,125 @@ def test_read_ahead_goes_on_beside_what_is_kept():
     bench.forecast.set_schedule(schedule_of([(Lane.COMPUTE, bench.pages[number].key) for number in (2, 0, 3, 1, 4)]))
     bench.pump()
     assert bench.moving() == [(2, HOST)]
+
+
+LEAVES_HOST: dict[str, tuple[str, set[int], list[bool] | None, list[tuple[str, int]], set[int]]] = {
+    "a settled page's is wanted by nobody": ("settled", {1}, None, [("u", 1), ("u", 2), ("u", 0)], {1, 2}),
+    "that of a page at home above comes down for its update": (
+        "home",
+        {1},
+        None,
+        [("u", 1), ("u", 2), ("u", 0)],
+        {1, 2},
+    ),
+    "the computation has its own": ("", {1}, None, [("u", 1), ("u", 2), ("c", 0), ("u", 3)], {1, 2}),
+    "an update wants it here": ("", {1}, None, [("u", 1), ("u", 2), ("u", 0), ("c", 0)], {0, 2}),
+    "the plan has it come from here": ("", {1}, [True] * 3, [("u", 1), ("u", 2), ("c", 0)], {0, 2}),
+    "the plan has it stay above": ("", {1}, [True, True, False], [("u", 1), ("u", 2), ("c", 0)], {1, 2}),
+}
+
+
+@pytest.mark.parametrize(("sort", "used", "reaches", "accesses", "left"), LEAVES_HOST.values(), ids=LEAVES_HOST)
+def test_which_copy_leaves_host_where_the_device_has_another(
+    sort: str, used: set[int], reaches: list[bool] | None, accesses: list[tuple[str, int]], left: set[int]
+) -> None:
+    """Page 0 is on both, 1 in HOST only, 2 wants room there."""
+    lanes = {"u": Lane.UPDATE, "c": Lane.COMPUTE}
+    bench = Bench(20, device=20, reserve=0, settled=frozenset({0} if sort == "settled" else ()))
+    bench.bring(0)
+    bench.pages[0].home = DEVICE if sort == "home" else None
+    schedule = schedule_of((lanes[lane], bench.pages[number].key) for lane, number in accesses)
+    bench.forecast.set_schedule(schedule, None if reaches is None else [True] * len(accesses), reaches)
+    bench.residency.reclassify()
+    for number in (*used, 2):
+        update = bench.ask(number, lane=Lane.UPDATE)
+        bench.settle()
+        update.give_back()
+    assert bench.on(HOST) == left
+
+
+@pytest.mark.parametrize(
+    ("sort", "left"), [("", {0, 2}), ("copied", {1, 2}), ("unplanned", {1, 2}), ("settled", {0, 2})]
+)
+def test_which_page_leaves_the_device(sort: str, left: set[int]) -> None:
+    """Page 1 is used there sooner than page 0, which its update, sooner still, takes from there unless HOST has it."""
+    bench = Bench(20, device=20, reserve=0, settled=frozenset({0} if sort == "settled" else ()))
+    compute, update = Lane.COMPUTE, Lane.UPDATE
+    accesses = [(compute, 0), (compute, 1), (compute, 2), (update, 0), (compute, 1), (compute, 3)]
+    schedule = schedule_of((lane, bench.pages[number].key) for lane, number in accesses)
+    bench.forecast.set_schedule(schedule, None if sort == "unplanned" else [True] * len(accesses))
+    bench.residency.reclassify()
+    bench.bring(0, 1)
+    if sort != "copied":
+        bench.residency.drop(bench.pages[0], HOST)
+    bench.bring(2)
+    assert bench.on(DEVICE) == left
+
+
+@pytest.mark.parametrize("what", ["a lease is given back", "somebody asks"])
+def test_out_of_order_only_until_things_have_changed(what: str) -> None:
+    bench = Bench(30)
+    held = bench.ask(0, 1)
+    bench.settle()
+    first, second = bench.ask(2, 3), bench.ask(4)
+    bench.settle()
+    assert bench.service.resolve_standstill()
+    assert bench.moving() == [(4, HOST)], "the second alone"
+    if what == "somebody asks":
+        assert bench.ask(0).granted, "at once: it is there"
+    else:
+        held.give_back()
+        assert (3, HOST) in bench.moving()
+        bench.settle()
+        second.give_back()
+        bench.settle()
+        assert first.granted
+
+
+def test_what_is_not_yet_enough_for_a_demand_is_left_free() -> None:
+    bench = Bench(30, look_ahead=20, reserve=0)
+    large = bench.residency.add(PageKey(6, Kind.PARAM), 20, saved=True)
+    bench.pages.append(large)
+    bench.store[large.key] = 6
+    held = bench.ask(0, 1)
+    bench.settle()
+    demand = bench.ask(6)
+    later = bench.ask(3)
+    bench.order(2, 6)
+    assert not bench.flying, "neither for a guess nor for who came later"
+    held.give_back()
+    assert (6, HOST) in bench.moving()
+    bench.settle()
+    assert demand.granted
+    assert later.granted
+
+
+def test_who_has_lacked_room_and_has_it_now_is_in_nobodys_way() -> None:
+    bench = Bench(40)
+    held = bench.ask(0, 1, 5)
+    bench.settle()
+    first = bench.ask(2, 3)
+    bench.settle()
+    assert first.request.short == (HOST, 10)
+    held.give_back()
+    assert bench.moving() == [(3, HOST)]
+    bench.ask(4)
+    assert bench.moving() == [(3, HOST), (4, HOST)]
+
+
+def test_a_page_that_is_to_be_discarded_is_read_by_nobody_more() -> None:
+    bench = Bench(30)
+    held = bench.ask(0)
+    bench.settle()
+    bench.residency.discard(bench.pages[0])
+    later = bench.ask(0)
+    assert not later.granted
+    held.give_back()
+    assert later.refused
+    assert isinstance(later.error, InvariantError)
+
+
+def test_a_demand_goes_before_what_the_drive_does_ahead_of_time() -> None:
+    bench = Bench(30)
+    bench.ask(0)
+    assert bench.flying[0].priority is Priority.DEMAND
