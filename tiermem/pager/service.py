@@ -218,13 +218,8 @@ class Service:
     def _advance(self, request: LeaseRequest, claimed: set[Tier]) -> None:
         request.short = None
         lacking: list[Page] = []
-        for index, page in enumerate(request.lacking):
-            try:
-                ready = self._step(request, page, claimed)
-            except Exception:
-                request.lacking = lacking + request.lacking[index:]
-                raise
-            if ready:
+        for page in request.lacking:
+            if self._step(request, page, claimed):
                 self._residency.hold(page, request.tier, request.intent)
                 request.held.append(page)
             else:
