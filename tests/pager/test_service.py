@@ -1140,3 +1140,60 @@ def test_a_demand_goes_before_what_the_drive_does_ahead_of_time() -> None:
     bench = Bench(30)
     bench.ask(0)
     assert bench.flying[0].priority is Priority.DEMAND
+
+
+def test_of_what_has_to_leave_no_more_is_written_early_than_is_wanted() -> None:
+    bench = Bench(30, look_ahead=10, reserve=0)
+    held = bench.ask(0, 1, 2, intent=WRITE)
+    bench.settle()
+    held.give_back()
+    assert bench.moving() == [(0, SWAP)]
+
+
+@pytest.mark.parametrize(
+    ("order", "planned", "written"),
+    [((0, 1, 2, 3, 4, 5), False, True), ((0, 1, 0, 2, 3, 4, 5), False, False), ((0, 1, 2, 3, 4, 5), True, False)],
+    ids=["used last of all", "used before what is fetched ahead", "kept by the plan"],
+)
+def test_what_is_written_early_is_what_goes(order: tuple[int, ...], planned: bool, written: bool) -> None:
+    bench = Bench(30, look_ahead=20)
+    schedule = schedule_of((Lane.COMPUTE, bench.pages[number].key) for number in order)
+    bench.forecast.set_schedule(schedule, [True] * len(order) if planned else None)
+    bench.residency.reclassify()
+    bench.pump()
+    bench.settle()
+    bench.ask(0, intent=WRITE).give_back()
+    assert ((0, SWAP) in bench.moving()) == written
+
+
+def test_beside_what_the_plan_does_not_keep_nothing_is_written() -> None:
+    bench = Bench(30, look_ahead=10)
+    schedule = schedule_of((Lane.COMPUTE, page.key) for page in bench.pages)
+    bench.forecast.set_schedule(schedule, [False, True, True, True, True, True])
+    bench.residency.reclassify()
+    held = bench.ask(0, 1, intent=WRITE)
+    bench.settle()
+    held.give_back()
+    assert [number for number, tier in bench.moving() if tier is SWAP] == [0]
+
+
+def test_what_is_settled_on_the_device_is_not_sent_down_with_the_rest() -> None:
+    bench = Bench(20, device=30, settled=frozenset({0}))
+    bench.ask(0, 1, intent=FRESH).give_back()
+    assert bench.moving() == [(1, HOST)]
+    bench.settle()
+    assert bench.pages[0].valid == {DEVICE}
+
+
+def test_another_schedule_is_looked_at_at_once() -> None:
+    bench = Bench(200, count=30, look_ahead=160)
+    bench.order(*range(30))
+    bench.settle()
+    bench.order(*reversed(range(30)))
+    assert (29, HOST) in bench.moving()
+
+
+def test_with_a_device_all_that_is_given_back_is_looked_at() -> None:
+    """It may have to go down, though HOST has everything."""
+    assert Bench(60, count=0).service.ahead.has_everything
+    assert not Bench(60, device=60, count=0).service.ahead.has_everything
