@@ -360,3 +360,58 @@ def test_a_look_does_not_cross_the_updates_that_are_done() -> None:
         return Counted.looks
 
     assert looks(100) < 1.2 * 10 * looks(10)
+
+
+EVENTS = st.lists(
+    st.one_of(st.none(), st.tuples(st.sampled_from(["note", "fetched"]), st.sampled_from(Lane), st.sampled_from(KEYS))),
+    max_size=40,
+)
+
+
+@given(before=ACCESSES, events=EVENTS, after=ACCESSES, announces=st.booleans(), data=st.data())
+@settings(max_examples=200)
+def test_of_a_schedule_before_nothing_is_left(
+    before: list[tuple[Lane, PageKey]], events: Any, after: list[tuple[Lane, PageKey]], announces: bool, data: Any
+) -> None:
+    """A forecast that has followed another schedule, well or badly, answers like a new one, and goes on like it."""
+    used, new = forecast_of(*before), Forecast()
+    if announces:
+        used.set_agenda([])
+        new.set_agenda([])
+    for event in events:
+        if event is None:
+            used.begin_step()
+        else:
+            what, lane, key = event
+            used.note(lane, key) if what == "note" else used.fetched(key)
+    schedule = schedule_of(after)
+    stays = data.draw(st.lists(st.booleans(), min_size=len(after), max_size=len(after)))
+    reaches = data.draw(st.lists(st.booleans(), min_size=len(after), max_size=len(after)))
+    version = used.version
+    for forecast in (used, new):
+        forecast.set_schedule(schedule, stays, reaches)
+    assert used.version != version, "whoever has looked has to look again"
+    for lane, key in [(None, None), *after]:
+        if lane is not None:
+            used.note(lane, key)
+            new.note(lane, key)
+        for asked in KEYS:
+            assert used.next_use(asked, 1) == new.next_use(asked, 1)
+            for above in (False, True):
+                assert used.next_use_below(asked, 1, above=above) == new.next_use_below(asked, 1, above=above)
+        assert list(used.upcoming(100)) == list(new.upcoming(100))
+    assert used.begin_step() == new.begin_step()
+    assert list(used.upcoming(100)) == list(new.upcoming(100))
+
+
+def test_whatever_may_come_otherwise_than_was_said_has_another_version() -> None:
+    forecast = forecast_of(*compute(0, 1, 2))
+    versions = [forecast.version]
+    for change in (
+        forecast.begin_step,
+        lambda: forecast.set_agenda([[KEYS[0]]]),
+        lambda: forecast.extend_agenda([KEYS[1]]),
+    ):
+        change()
+        versions.append(forecast.version)
+    assert len(set(versions)) == 4

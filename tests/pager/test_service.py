@@ -1197,3 +1197,47 @@ def test_with_a_device_all_that_is_given_back_is_looked_at() -> None:
     """It may have to go down, though HOST has everything."""
     assert Bench(60, count=0).service.ahead.has_everything
     assert not Bench(60, device=60, count=0).service.ahead.has_everything
+
+
+@pytest.mark.parametrize(("lane", "settled", "tier"), [("u", False, HOST), ("u", True, DEVICE), ("c", False, DEVICE)])
+def test_read_ahead_brings_a_page_to_where_it_is_worked_on(lane: str, settled: bool, tier: Tier) -> None:
+    bench = Bench(40, device=40, look_ahead=20, settled=frozenset({0} if settled else ()))
+    lanes = {"u": Lane.UPDATE, "c": Lane.COMPUTE}
+    bench.forecast.set_schedule(schedule_of([(lanes[lane], bench.pages[0].key)]))
+    bench.residency.reclassify()
+    bench.pump()
+    bench.settle()
+    assert max(bench.pages[0].valid) is tier
+
+
+def test_read_ahead_leaves_alone_what_has_failed() -> None:
+    bench = Bench(60, look_ahead=60)
+    bench.residency.fail(bench.pages[1], LOST)
+    bench.order(0, 1, 2, 3)
+    assert [number for number, _ in bench.moving()] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "become",
+    [
+        lambda bench: bench.residency.fail(bench.pages[0], LOST),
+        lambda bench: bench.residency.remove(bench.pages[0]),
+        lambda bench: bench.residency.discard(bench.pages[0]),
+        lambda bench: bench.ask(0),
+        lambda bench: bench.ask(0, intent=FRESH),
+    ],
+    ids=["failed", "removed", "discarded", "read by somebody", "written anew by somebody"],
+)
+def test_what_was_to_be_fetched_is_passed_over_if_it_need_not_be_any_more(become: Any) -> None:
+    bench = Bench(100, count=24, look_ahead=100, reserve=0)
+    held = bench.ask(*range(14, 24), intent=WRITE)
+    bench.settle()
+    held.give_back()
+    bench.order(*range(24))
+    assert not [number for number, tier in bench.moving() if tier is HOST], "all frames are on their way down"
+    become(bench)
+    bench.end(14)
+    bench.end(15)
+    bench.settle()
+    assert 1 in bench.on(HOST)
+    assert bench.pages[0].error is None or not bench.pages[0].frames
