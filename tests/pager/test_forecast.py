@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tiermem.pager.agenda import _FIRST
-from tiermem.pager.forecast import Forecast
+from tiermem.pager.forecast import LATER, Forecast
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.schedule import Access, schedule_of
 
@@ -415,3 +415,82 @@ def test_whatever_may_come_otherwise_than_was_said_has_another_version() -> None
         change()
         versions.append(forecast.version)
     assert len(set(versions)) == 4
+
+
+def test_a_gradient_that_is_added_to_once_more_behind_the_last_access_begins_no_step() -> None:
+    gradient = PageKey(0, Kind.GRAD)
+    accesses = [*compute(0, 1), (Lane.COMPUTE, gradient)]
+    forecast = forecast_of(*accesses)
+    for lane, key in [*accesses, accesses[-1]]:
+        forecast.note(lane, key)
+    assert forecast.surprises == 1
+    assert [forecast.next_use(KEYS[unit], 0) for unit in (0, 1)] == [3, 4]
+    assert forecast.begin_step()
+
+
+def test_a_step_that_leaves_out_an_access_was_not_as_recorded() -> None:
+    forecast = forecast_of(*compute(*range(8)))
+    for lane, key in compute(0, 1, 3, 4, 5, 6, 7):
+        forecast.note(lane, key)
+    assert not forecast.begin_step()
+    assert forecast.surprises == 0
+
+
+def test_what_is_announced_is_needed_now_by_the_update_only() -> None:
+    forecast = forecast_of(*compute(0, 1, 2))
+    forecast.set_agenda([[KEYS[2]]])
+    assert forecast.next_use(KEYS[2], 0) == 0
+    assert forecast.next_use(KEYS[2], 0, (Lane.COMPUTE,)) == 2
+
+
+def test_what_the_plan_does_not_keep_stays_for_the_access_it_was_fetched_for() -> None:
+    key, accesses = KEYS[0], [*compute(0, 1, 0), (Lane.UPDATE, KEYS[0])]
+    forecast = Forecast()
+    forecast.set_schedule(schedule_of(accesses), [False] * 4)
+    assert forecast.next_use(key, 0) == LATER
+    assert forecast.next_use(key, 0, planned=False) == 0
+    assert forecast.next_use_below(key, 0, above=False) == LATER
+    forecast.fetched(key)
+    assert forecast.next_use(key, 0) == 0
+    assert forecast.next_use_below(key, 0, above=False) == 0
+    forecast.note(Lane.COMPUTE, key)
+    assert forecast.next_use(key, 0) == LATER + 2
+
+
+def test_what_the_computation_has_above_was_fetched_for_its_next_access() -> None:
+    key, accesses = KEYS[0], [*compute(0, 1, 0), (Lane.UPDATE, KEYS[0])]
+    forecast = Forecast()
+    forecast.set_schedule(schedule_of(accesses), [True] * 4)
+    assert forecast.next_use_below(key, 0, above=True) == 0
+    forecast.fetched(key)
+    assert forecast.next_use_below(key, 0, above=True) == 2, "the first it has there already"
+    assert forecast.next_use_below(key, 0, above=False) == 0
+    forecast.set_schedule(schedule_of(accesses), [True, True, True, False], [False] * 4)
+    assert forecast.next_use_below(key, 0, above=True) == LATER + 3, "the update's, since the rest is served above"
+    forecast.fetched(key)
+    assert forecast.next_use_below(key, 0, above=True) == 3
+
+
+def test_an_update_that_is_done_before_its_turn_does_not_come_again() -> None:
+    early, late = PageKey(0, Kind.STATE), PageKey(1, Kind.STATE)
+    gradients = [(Lane.COMPUTE, PageKey(unit, Kind.GRAD)) for unit in (0, 1)]
+    forecast = forecast_of(*gradients, (Lane.UPDATE, early), (Lane.UPDATE, late))
+    forecast.set_agenda([])
+    for lane, key in [*gradients, (Lane.UPDATE, late)]:
+        forecast.note(lane, key)
+    assert [key for _, lane, key in forecast.upcoming(10) if lane is Lane.UPDATE] == [early]
+
+
+def test_an_update_belongs_to_the_gradient_that_was_written_last() -> None:
+    gradient, state = PageKey(0, Kind.GRAD), PageKey(0, Kind.STATE)
+    forecast = forecast_of(*compute(0), (Lane.COMPUTE, gradient), (Lane.UPDATE, state))
+    forecast.set_agenda([])
+    for lane, key in [*compute(0), (Lane.COMPUTE, gradient), (Lane.UPDATE, state)]:
+        forecast.note(lane, key)
+    assert forecast.next_use(state, 0) == 5, "done for this step, though the computation has gone no further"
+    for _ in range(2):
+        forecast.begin_step()
+        forecast.note(Lane.COMPUTE, KEYS[0])
+        forecast.note(Lane.UPDATE, state)  # of the gradient before: the next one is still to come
+        forecast.note(Lane.COMPUTE, gradient)
+    assert forecast.next_use(state, 0) == 8
