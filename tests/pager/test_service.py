@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doubles_chain import SteppedArena, SteppedSlab, SteppedTransfer, stepped_chain
+from doubles_chain import NextEvent, SteppedArena, SteppedCopies, SteppedSlab, SteppedTransfer, stepped_chain
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite, renewed_gradients
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
+from tiermem.pager.protection import Protection
 from tiermem.pager.residency import Residency
 from tiermem.pager.schedule import schedule_of
 from tiermem.pager.service import LeaseRequest, Service
@@ -1241,3 +1242,21 @@ def test_what_was_to_be_fetched_is_passed_over_if_it_need_not_be_any_more(become
     bench.settle()
     assert 1 in bench.on(HOST)
     assert bench.pages[0].error is None or not bench.pages[0].frames
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_nothing_is_written_to_protect_what_needs_no_protection_any_more(confirmed: bool) -> None:
+    bench = Bench(30)
+    bench.bring(0, intent=WRITE)
+
+    def post(function: Any) -> bool:
+        function()
+        return True
+
+    copies: Any = SteppedCopies(bench.store)
+    next_event: Any = NextEvent
+    protection = Protection(bench.residency, bench.service, copies, post, next_event)
+    if confirmed:
+        protection.confirm()
+    protection.prepare([bench.pages[0].key])
+    assert bench.moving() == ([] if confirmed else [(0, SWAP)])
