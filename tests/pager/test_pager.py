@@ -193,6 +193,18 @@ def test_flush_raises_the_error_of_the_page(make: Any) -> None:
         house.value(0)
 
 
+def test_saving_raises_the_error_of_the_page(make: Any) -> None:
+    house = make(4)
+    house.add(2)
+    house.fill(0, 1)
+    house.fill(1, 2)
+    house.system.always("pwritev", errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        house.pager.start_save(list(Kind), lambda: None).result(timeout=60)
+    with pytest.raises(OSError, match="No space left"):
+        house.value(0)
+
+
 def test_flush_waits_for_what_is_still_written_to(make: Any) -> None:
     house = make(4)
     house.add(2)
