@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_all
 from pathlib import Path
@@ -181,26 +181,23 @@ def test_an_error_from_the_drive_surfaces_in_wait_and_closing_works(make: Any, b
     house.pager.check_invariants()
 
 
-def test_flush_raises_the_error_of_the_page(make: Any) -> None:
+def flush(pager: Any) -> None:
+    pager.flush()
+
+
+def save(pager: Any) -> None:
+    pager.start_save(list(Kind), lambda: None).result(timeout=60)
+
+
+@pytest.mark.parametrize("write_down", [flush, save])
+def test_writing_everything_down_raises_the_error_of_the_page(make: Any, write_down: Callable[[Any], None]) -> None:
     house = make(4)
     house.add(2)
     house.fill(0, 1)
     house.fill(1, 2)
     house.system.always("pwritev", errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
-        house.pager.flush()
-    with pytest.raises(OSError, match="No space left"):
-        house.value(0)
-
-
-def test_saving_raises_the_error_of_the_page(make: Any) -> None:
-    house = make(4)
-    house.add(2)
-    house.fill(0, 1)
-    house.fill(1, 2)
-    house.system.always("pwritev", errno.ENOSPC)
-    with pytest.raises(OSError, match="No space left"):
-        house.pager.start_save(list(Kind), lambda: None).result(timeout=60)
+        write_down(house.pager)
     with pytest.raises(OSError, match="No space left"):
         house.value(0)
 

@@ -2,7 +2,7 @@
 
 Owns for each parameter whether it has a gradient in this step, and its norm; the list of pages written; and which
 parameters had none because they were frozen. Does not know how a gradient comes into its pages. Guarantees that
-`p.grad` is None once it was taken, and that what one step notes is gone in the next.
+`p.grad` is None once it was taken, and that nothing of a step is left in the next but which parameters were frozen.
 """
 
 from __future__ import annotations
