@@ -167,6 +167,35 @@ def test_updates_that_were_queued_and_not_begun_are_carried_out(update, tmp_path
             assert torch.equal(runtime.parameter(parameter), values)
 
 
+@pytest.mark.parametrize("kept", ["commit", "snapshot"])
+def test_what_is_kept_next_has_updates_that_were_queued_and_not_begun(kept, tmp_path, monkeypatch):
+    """It waited for ever: nobody carried out what it waited for."""
+    model, plain, runtime = begin(tmp_path, "forward", "generous")
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        model(batch()).square().mean().backward()
+
+        def interrupted(coroutine) -> None:
+            coroutine.close()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime._house.storage.pager, "start_task", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.zero_grad()  # of the units behind it
+        pending = runtime.commit() if kept == "commit" else runtime.snapshot(tmp_path / "copy")
+        try:
+            pending.future.result(timeout=10)
+        finally:
+            runtime.settle()  # carries it out in any case, for closing to end
+        plain(batch()).square().mean().backward()
+        other.step()
+        first = next(iter(zip(model.parameters(), plain.parameters(), strict=True)))
+        assert torch.equal(runtime.parameter(first[0]), first[1])
+
+
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("update", ["forward", "step", "auto"])
 @pytest.mark.parametrize("budget", ["tight", "generous"])

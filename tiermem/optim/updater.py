@@ -149,7 +149,9 @@ class Updater:
     def unfinished(self) -> list[Future[None]]:
         """One future for each update queued or running; ends without an error in any case, see `raise_failed`."""
         with self._lock:
-            return [entry.future for entries in self._unfinished.values() for entry in entries]
+            entries = [entry for entries in self._unfinished.values() for entry in entries]
+        self._take_up(entries)
+        return [entry.future for entry in entries]
 
     def raise_failed(self) -> None:
         """Raise the first error of an update that failed, if any did; does not wait."""
@@ -190,13 +192,17 @@ class Updater:
     def _wait_for(self, entries: Sequence[_Entry]) -> None:
         if entries and threading.get_ident() == self._loop_thread:
             raise InvariantError("an update was waited for on the pager's loop, which has to carry it out")
+        self._take_up(entries)
+        for entry in entries:
+            self._pager.wait_for(entry.future)
+
+    def _take_up(self, entries: Sequence[_Entry]) -> None:
+        """Somebody is about to wait for these: have the queue carried out if nobody does."""
         with self._lock:
             # An interrupt came between queueing and starting, or all who queue would have.
             abandoned = bool(entries and self._queue) and (self._task is None or self._task.done())
         if abandoned:
             self._start_running()
-        for entry in entries:
-            self._pager.wait_for(entry.future)
 
     def _start_running(self) -> None:
         try:
@@ -239,7 +245,7 @@ class Updater:
         self._loop_thread = threading.get_ident()
         with self._lock:
             if self._walking:
-                return  # it was started twice, see `_wait_for`
+                return  # it was started twice, see `_take_up`
             self._walking = True
         while True:
             with self._lock:
