@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
 
@@ -330,6 +330,20 @@ def test_an_index_that_is_not_one(tmp_path: Path, damage: Any, message: str) -> 
         path.write_text(text)
         with pytest.raises(swap.FormatError, match="to be an index"):
             find_tensors(tmp_path / "saved")
+
+
+def test_a_whole_file_is_taken_before_an_index_as_transformers_takes_it(tmp_path: Path) -> None:
+    """The index may be what an earlier save left, of other values or of shards that are gone."""
+    gpt2().save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    later = gpt2()
+    save_model(later, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
+    theirs = type(later).from_pretrained(tmp_path / "saved")
+    with tiermem.deferred_init():
+        model = gpt2()
+    with tiermem.offload(model, config(tmp_path / "swap"), weights=tmp_path / "saved") as runtime:
+        for ours, plain, own in zip(model.parameters(), theirs.parameters(), later.parameters(), strict=True):
+            assert torch.equal(plain, own)
+            assert torch.equal(runtime.parameter(ours), own)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])

@@ -169,10 +169,10 @@ def find_tensors(path: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
         if not path.exists():
             raise ConfigError(f"weights: expected a safetensors file or a folder with one, found no {str(path)!r}")
         return _all(open_tensors(path))
+    if (path / SINGLE).exists():  # before an index, as transformers: one beside it may be of an earlier save
+        return _all(open_tensors(path / SINGLE))
     if (path / INDEX).exists():
         return _indexed(path)
-    if (path / SINGLE).exists():
-        return _all(open_tensors(path / SINGLE))
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return _all(open_tensors(files[0]))
