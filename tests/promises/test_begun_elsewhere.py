@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 
 import pytest
 import torch
@@ -28,6 +29,13 @@ class Images(nn.Module):
         for layer in self.layers:
             images = layer(images).relu()
         return self.head(images.mean((2, 3)))
+
+
+class Divided(torch.Tensor):
+    """Looks like one of torch.distributed.tensor, of which a rank has a part."""
+
+    def full_tensor(self) -> torch.Tensor:
+        raise AssertionError("this takes all ranks")
 
 
 def tokens() -> torch.Tensor:
@@ -179,6 +187,59 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         ours.load_state_dict(state)
     with pytest.raises(tiermem.TiermemError, match="closed"):
         ours.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [lambda values: values.to("meta"), torch.Tensor.to_sparse, lambda values: values.as_subclass(Divided)],
+    ids=["meta", "sparse", "divided"],
+)
+def test_moments_whose_values_are_not_there_change_nothing(tmp_path, empty):
+    model, optimizer = begun()
+    state = optimizer.state_dict()
+    state["state"][1] = {**state["state"][1], "exp_avg": empty(state["state"][1]["exp_avg"])}
+    with tiermem.offload(model, config_for(tmp_path, "64KiB", "step"), coalesce=0):
+        ours = tiermem.AdamW(groups(model), lr=0.5)
+        with pytest.raises(tiermem.ConfigError, match="with all their values"):
+            ours.load_state_dict(state)
+        assert (ours.param_groups[1]["lr"], ours.full_state_dict()["state"]) == (0.5, {})
+        train(model, ours, tokens, 1)
+
+
+def test_a_drive_that_fails_while_moments_are_loaded_is_the_only_error(tmp_path, monkeypatch):
+    """Not one, at the next step, of an optimizer whose state somebody has replaced."""
+    model, optimizer = begun()
+    with tiermem.offload(model, config_for(tmp_path, "64KiB", "step"), coalesce=0) as runtime:
+        ours = tiermem.AdamW(groups(model))
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, "the drive")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(runtime._house.states, "store_moments", fail)
+            with pytest.raises(OSError, match="the drive"):
+                ours.load_state_dict(optimizer.state_dict())
+        assert not ours.step_counts()
+        train(model, ours, tokens, 1)
+
+
+def test_counts_without_moments_are_remarked_where_they_are_not_those_of_the_moments(tmp_path):
+    model, _ = begun()
+    other = copy.deepcopy(model)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    with tiermem.offload(model, config_for(tmp_path / "one", "64KiB", "step"), coalesce=0):
+        ours = tiermem.AdamW(groups(model))
+        train(model, ours, tokens, 2)
+        saved, whole = ours.state_dict(), ours.full_state_dict()
+        ours.load_state_dict(saved)  # of these very moments
+    with tiermem.offload(other, config_for(tmp_path / "other", "64KiB", "step"), coalesce=0):
+        ours = tiermem.AdamW(groups(other))
+        ours.load_state_dict(whole)
+        ours.load_state_dict(saved)
+        saved["state"][0]["step"] = 7
+        with pytest.warns(RuntimeWarning, match=r"of 1 parameters .*full_state_dict"):
+            ours.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(("make", "make_batch"), [(Stack, tokens), (Images, images)])

@@ -261,19 +261,32 @@ class AdamW(torch.optim.Optimizer):
         With a state of torch's AdamW a run that was begun in plain PyTorch goes on; give the model its weights before
         it is offloaded. Moments of any floating dtype are taken one after the other, so they may be of a file that is
         mapped (`torch.load(path, mmap=True)`); on several ranks each loads the same. A parameter without a state in it
-        keeps its count, as its moments are pages and stay.
+        keeps its count, as its moments are pages and stay; a count without moments that is another warns.
 
         Raises `ConfigError` for a state or groups of another optimizer or another model, or without numbers, and
         `TiermemError` between backward and step; nothing is changed then.
         """
         counts = check_state_dict(state_dict, [len(group["params"]) for group in self.param_groups])
         store = self._prepare_moments(state_dict)
-        steps = {number: {"step": count} for number, count in counts.items()}
+        entries = state_dict["state"]
+        steps = {number: {"step": count, "alone": len(entries[number]) == 1} for number, count in counts.items()}
         super().load_state_dict({**state_dict, "state": steps})
+        loaded, self.state = self.state, NoState()
         store()
         # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
-        self._steps.update({self._index_of[parameter]: entry["step"] for parameter, entry in self.state.items()})
-        self.state = NoState()
+        found = {self._index_of[parameter]: entry["step"] for parameter, entry in loaded.items()}
+        alone = {self._index_of[parameter] for parameter, entry in loaded.items() if entry["alone"]}
+        others = [number for number in alone if found[number] != self._steps.get(number, 0)]
+        self._steps.update(found)
+        if others:
+            warnings.warn(
+                f"this state has step counts without moments, as state_dict() gives them; of {len(others)} parameters "
+                "the moments here have had another number of updates (none, in a new run), so what follows will not be "
+                "what the run that saved it did. Save optimizer.full_state_dict(), or resume from a commit or a "
+                "snapshot",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _prepare_moments(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check the moments in a state, and return what stores them. Torch sees to the numbers of parameters."""

@@ -105,6 +105,12 @@ def _check(slot: Slot, moments: Moments) -> None:
                 f"expected moments of shape {tuple(slot.shape)} for {name}, found {tuple(values.shape)}: they are of "
                 "another model, or its parameters are in another order in this optimizer"
             )
+        if values.is_meta or values.layout is not torch.strided or hasattr(values, "full_tensor"):
+            raise ConfigError(
+                f"expected moments with all their values for {name}, found a {type(values).__name__} of "
+                f"{values.layout} on {values.device}: load files without map_location='meta', make what is sparse "
+                "dense, and what is divided over ranks whole (full_tensor())"
+            )
 
 
 def _in_memory_order(values: torch.Tensor, slot: Slot) -> torch.Tensor:
