@@ -108,19 +108,19 @@ class SwapSpace:
         files, ratio = open_files(
             directories, name=name, nbytes=nbytes, keep=keep, weights=weights, settings=settings, system=system
         )
+        buffered = [file.path for file in files if not file.direct]
         try:
+            if buffered and settings.direct:
+                warnings.warn(  # before there is a backend to close: it raises where warnings are errors
+                    f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and "
+                    "outside the memory budget; choose a directory on a local file system such as ext4 or xfs",
+                    DirectIOWarning,
+                    stacklevel=2,
+                )
             backend = backend or make_backend(settings.backend, system)
         except BaseException:
             give_back(files)
             raise
-        buffered = [file.path for file in files if not file.direct]
-        if buffered and settings.direct:
-            warnings.warn(
-                f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and "
-                "outside the memory budget; choose a directory on a local file system such as ext4 or xfs",
-                DirectIOWarning,
-                stacklevel=2,
-            )
         return cls(files, Engine(settings, backend=backend), ratio)
 
     @property

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from doubles import FaultySystemCalls, Short
 
 import swap
-from swap import AlignedBuffer, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
+from swap import AlignedBuffer, EngineSettings, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
 from swap.syscalls import SystemCalls
 from tiermem.cli.disk import capacity_bytes, free_together
 
@@ -419,6 +420,18 @@ def test_refused_direct_io_falls_back_with_one_warning(tmp_path: Path) -> None:
     system.inject("preadv", Short(1001), errno.EINTR)  # odd places are fine in a buffered file
     use(space)
     space.close(remove=True)
+
+
+@pytest.mark.filterwarnings("error::swap.DirectIOWarning")
+def test_where_that_warning_is_an_error_nothing_stays_open(tmp_path: Path) -> None:
+    system = FaultySystemCalls()
+    system.refuse_direct = True
+    before = threading.enumerate()
+    with pytest.raises(swap.DirectIOWarning):
+        SwapSpace.open([tmp_path], name="r0", nbytes=MIB, settings=EngineSettings(backend="aio"), system=system)
+    assert list(tmp_path.iterdir()) == []
+    assert threading.enumerate() == before
+    SwapSpace.open([tmp_path], name="r0", nbytes=MIB).close(remove=True)
 
 
 @pytest.fixture
