@@ -115,10 +115,9 @@ class ManifestFiles:
     def write_new(self, packed: bytes) -> None:
         """Write a manifest under a name that does not count yet; returns when its bytes are durable."""
         path = self.new
-        with contextlib.suppress(FileNotFoundError):  # what a run that was killed in here has left
+        with self._reporting("unlink", path), contextlib.suppress(FileNotFoundError):
             os.stat(path, follow_symlinks=False)
-            with self._reporting("unlink", path):
-                self._remove(path, torn=True)
+            self._remove(path, torn=True)  # what a run that was killed in here has left
         with self._reporting("write", path, len(packed)):
             fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:

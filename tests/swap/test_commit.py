@@ -271,6 +271,24 @@ def test_what_a_killed_commit_left_is_replaced(tmp_path: Path, content: bytes) -
     run.space.close()
 
 
+def test_a_look_for_it_that_fails_is_told_as_what_fails_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, look = Run(tmp_path), os.stat
+
+    def fail(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith(".manifest.new"):
+            raise OSError(errno.EIO, "Input/output error")
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(SwapIOError, match=r"manifest\.new"):
+        run.commit(0)
+    monkeypatch.undo()
+    run.commit(0)
+    run.space.close()
+
+
 @pytest.mark.parametrize(
     ("code", "free", "said"),
     [(errno.ENOSPC, 1 << 30, "perhaps no inodes"), (errno.ENOSPC, 0, "0 bytes"), (errno.EDQUOT, 1 << 30, "quota")],
