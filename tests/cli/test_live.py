@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -51,6 +52,11 @@ def test_the_view_has_every_figure() -> None:
     ):  # fmt: skip
         assert expected in text
     assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_a_minute_has_sixty_seconds() -> None:
+    almost = dataclasses.replace(step(19), seconds=59.7)
+    assert "0:01:00 left" in picture([almost])
 
 
 def test_before_the_first_step_there_is_a_view_too() -> None:

@@ -58,8 +58,8 @@ def spark(values: Sequence[float]) -> str:
 def _left(steps: Sequence[StepReport], total: int) -> Text:
     if not steps:
         return Text("first step: learning the order of accesses", style="dim")
-    seconds = statistics.median(step.seconds for step in steps) * (total - steps[-1].number)
-    return Text(f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{seconds % 60:02.0f} left", style="dim")
+    seconds = round(statistics.median(step.seconds for step in steps) * (total - steps[-1].number))
+    return Text(f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02} left", style="dim")
 
 
 def _figures(steps: Sequence[StepReport]) -> Table:
