@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -141,9 +142,23 @@ def test_a_rank_that_ends_while_the_others_join_is_an_error_of_ours(monkeypatch:
     def refused(*given: object, **named: object) -> None:
         raise RuntimeError("Gloo connectFullMesh failed")
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(launching, "rendezvous", lambda where: iter([(launching.dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(launching.dist, "init_process_group", refused)
     with pytest.raises(tiermem.TiermemError, match="rank 0 cannot join the others"), launching.launched():
+        pass
+
+
+def test_ranks_started_without_torchrun_that_cannot_meet_are_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(tiermem.TiermemError, match=r"rank 0 cannot join .*in use"), launching.launched():
+            pass
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(tiermem.TiermemError, match=r"rank 0 cannot join .*MASTER_PORT expected"), launching.launched():
         pass

@@ -89,13 +89,14 @@ def launched() -> Iterator[Launch]:
         yield Launch()
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    store, rank, size = next(rendezvous("env://"))
-    # After a restart the store may be the one before, with the addresses of processes that are gone.
-    attempt = PrefixStore(f"tiermem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     try:
+        store, rank, size = next(rendezvous("env://"))
+        # After a restart the store may be the one before, with the addresses of processes that are gone.
+        attempt = PrefixStore(f"tiermem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
-    except RuntimeError as error:
-        raise TiermemError(f"rank {rank} cannot join the others, one of which may have ended: {error}") from error
+    except (RuntimeError, ValueError) as error:  # ValueError: part of what torchrun would have set is missing
+        own = os.environ.get("RANK", "?")
+        raise TiermemError(f"rank {own} cannot join the others, one of which may have ended: {error}") from error
     try:
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         yield Launch(rank, size, neighbours, local=int(os.environ.get("LOCAL_RANK", rank % neighbours)))
