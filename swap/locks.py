@@ -52,7 +52,9 @@ class DirectoryLock:
         """
         stuck = [thread for thread in after if thread.is_alive()]
         if stuck and self._fd >= 0:
-            threading.Thread(target=self._release_after, args=(stuck, remove), name="swap-lock", daemon=True).start()
+            thread = threading.Thread(target=self._release_after, args=(stuck, remove), name="swap-lock", daemon=True)
+            with contextlib.suppress(RuntimeError):  # none may be started: the lock stays until the process has ended
+                thread.start()
             return
         if self._fd < 0:
             return

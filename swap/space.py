@@ -299,12 +299,12 @@ class SwapSpace:
 
     def close_files(self, *, remove: bool = False) -> None:
         """Close all files, of a space whose engine is another's; raise the first error at the end. Idempotent."""
-        errors: list[SwapError] = []
+        errors: list[BaseException] = []
         late = [*self.engine.backend.late(), *(thread for system in self.company for thread in system.late())]
         for file in self._files:
             try:
                 file.close(remove=remove, after=late)
-            except SwapError as error:
+            except BaseException as error:  # noqa: BLE001 - an interrupt, too, as in `close`
                 errors.append(error)
         if errors:
             raise errors.pop(0)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -214,12 +215,13 @@ class _BadClose(swap.SystemCalls):
 
     def __init__(self) -> None:
         self.path = "none"
+        self.error: BaseException = OSError(errno.EIO, os.strerror(errno.EIO))
 
     def close(self, fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
         super().close(fd)
         if path.endswith(self.path):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise self.error
 
 
 @pytest.mark.parametrize("path", ["a/r0.swapfile", "a/r0.lock"])
@@ -237,6 +239,45 @@ def test_an_error_in_closing_a_file_leaves_no_other_open_and_no_lock(
         space.close(remove=remove)
     assert any((tmp_path / "b").iterdir()) != remove
     SwapSpace.open(directories, name="r0", nbytes=MIB, keep=not remove).close()
+
+
+def test_an_interrupt_in_closing_a_file_leaves_no_other_open_and_no_lock(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    system = _BadClose()
+    space = SwapSpace.open(directories, name="r0", nbytes=MIB, system=system)
+    system.path, system.error = "a/r0.swapfile", KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        space.close()
+    space.close()
+    SwapSpace.open(directories, name="r0", nbytes=MIB, keep=True).close()
+
+
+def test_where_no_thread_waits_for_a_late_call_its_locks_stay_and_closing_says_what_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    system, stall = FaultySystemCalls(), Stall()
+    settings = EngineSettings(stall_seconds=1)
+    space = SwapSpace.open(directories, name="r0", nbytes=MIB, settings=settings, system=system)
+    system.inject("preadv", stall)
+    space.start_read(space.allocate(4096), AlignedBuffer(4096).view)
+    assert stall.entered.wait(30)
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(swap.SwapTimeoutError, match="still in flight"):
+        space.close()
+    monkeypatch.undo()
+    for directory in directories:
+        with pytest.raises(swap.SwapInUseError):
+            SwapSpace.open([directory], name="r0", nbytes=MIB)
+    stall.release()
 
 
 def test_files_are_given_back_whatever_closing_one_of_them_raises(tmp_path: Path) -> None:
