@@ -351,12 +351,36 @@ def test_masters_and_moments_come_back(pager: FakePager, dtype: torch.dtype) -> 
     assert pager.held == 0
 
 
-def test_exact_parameters_write_no_state(pager: FakePager) -> None:
-    state = UnitState(0, torch.bfloat16, (Segment(0, 0, 3000),), 3000, 2048)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_parameters_write_no_state(pager: FakePager, dtype: torch.dtype) -> None:
+    state = UnitState(0, dtype, (Segment(0, 0, 3000),), 3000, 2048)
     add_unit(pager, state)
-    store, value = StateStore(pager, {0: state}), torch.randn(3000).bfloat16()
+    store, value = StateStore(pager, {0: state}), torch.randn(3000).to(dtype)
     write_parameter(pager, state, 0, value)
     store.store_master(0, 0, value.float())
     assert not pager.is_written(PageKey(0, Kind.STATE, 0))
     assert torch.equal(store.read_master(0, 0), value.float())
     assert not store.read_moments(0, 0)[1].any()
+
+
+def test_exact_parameters_leave_nothing_of_what_was_there_before(pager: FakePager) -> None:
+    state = UnitState(0, torch.bfloat16, (Segment(0, 0, 3000),), 3000, 2048)
+    add_unit(pager, state)
+    store = StateStore(pager, {0: state})
+    for value in (torch.randn(3000), torch.randn(3000).bfloat16().float()):
+        write_parameter(pager, state, 0, value.bfloat16())
+        store.store_master(0, 0, value)
+        assert torch.equal(store.read_master(0, 0), value)
+        assert not any(moment.any() for moment in store.read_moments(0, 0))
+        store.store_moments(0, 0, torch.ones(3000), torch.ones(3000))
+
+
+def test_a_float16_tile_has_all_its_masters_those_that_fewer_bits_could_hold_too(pager: FakePager) -> None:
+    state = UnitState(0, torch.float16, (Segment(0, 0, 500), Segment(1, 512, 500)), 1012, 2048)
+    add_unit(pager, state)
+    store, values = StateStore(pager, {0: state}), (torch.full((500,), 2.0**-40), torch.randn(500))
+    for parameter, value in enumerate(values):
+        write_parameter(pager, state, parameter, value.half())
+        store.store_master(0, parameter, value)
+    for parameter, value in enumerate(values):
+        assert torch.equal(store.read_master(0, parameter), value)
