@@ -22,6 +22,7 @@ import tiermem
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Kind
+from tiermem.runtime import commits, snapshots
 from tiermem.zero3 import gather, handles
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.handles import SavedTensorHooks
@@ -47,6 +48,7 @@ class Once:
 
 
 def begin(tmp_path, update="forward", budget="tight"):
+    tmp_path.mkdir(exist_ok=True)
     torch.manual_seed(1)
     model = Stack()
     plain = copy.deepcopy(model)
@@ -407,6 +409,37 @@ def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error
                     monkeypatch.setattr(sys, "last_value", error, raising=False)
             if kept == "by the interpreter":
                 go_on()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("verb", ["commit", "snapshot"])
+@pytest.mark.timeout(30, method="thread")
+def test_a_commit_or_snapshot_interrupted_as_it_starts_holds_nobody_up(verb, begun, tmp_path, monkeypatch):
+    """Whoever was to change pages next waited for ever for a thread that there was not."""
+    model, _, runtime = begin(tmp_path / "swap", "forward", "generous")
+    where = commits if verb == "commit" else snapshots
+    real = where.start_thread
+
+    def interrupted(*arguments):
+        if begun:
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    def keep(step: int):
+        return runtime.commit({"step": step}) if verb == "commit" else runtime.snapshot(tmp_path / str(step))
+
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        with monkeypatch.context() as patch:
+            patch.setattr(where, "start_thread", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                keep(1)
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        keep(2).wait()
+        assert verb == "snapshot" or runtime.committed == {"step": 2}
+    found = {path.name for path in tmp_path.iterdir()} - {"swap"}
+    assert found == (set() if verb == "commit" else {"1", "2"} if begun else {"2"})
 
 
 def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_path, monkeypatch):

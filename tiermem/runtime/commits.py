@@ -21,6 +21,7 @@ decided both are kept. Several ranks decide together and at once, so that none g
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -53,6 +54,14 @@ class PendingCommit:
         self.future: Future[None] = Future()
         self.seen = False
         self._pager = pager
+        self._begins = threading.Lock()
+
+    def begin(self) -> bool:
+        """Whether it was not said before: by the thread that makes it, or by whoever was interrupted in starting that.
+
+        The second to say it leaves it alone. Any thread.
+        """
+        return self._begins.acquire(blocking=False)
 
     @property
     def done(self) -> bool:
@@ -119,11 +128,19 @@ class Commits:
         if self._last is not None:
             self._last.raise_unseen()
         self._generation += 1
-        self._storage.rhythm.commit_begins()
-        pending = self._last = PendingCommit(self._storage.pager)
-        arguments = (pending, record, self._generation, self._updates.unfinished())
-        # Not a daemon: a program that ends with a commit under way finishes it.
-        refusal = start_thread("tiermem-commit", self._run, *arguments)
+        pending = PendingCommit(self._storage.pager)
+        try:
+            self._last = pending
+            self._storage.rhythm.commit_begins()
+            arguments = (pending, record, self._generation, self._updates.unfinished())
+            # Not a daemon: a program that ends with a commit under way finishes it.
+            refusal = start_thread("tiermem-commit", self._run, *arguments)
+        except BaseException:  # an interrupt; what has begun nevertheless goes on
+            if pending.begin():
+                pending.seen = True  # by whoever was interrupted
+                self._storage.rhythm.commit_written()
+                pending.future.set_result(None)
+            raise
         if refusal is not None:
             self._storage.rhythm.commit_written()
             pending.future.set_exception(refuse(self._company.committing, _PREPARE, refusal))
@@ -149,6 +166,8 @@ class Commits:
     def _run(
         self, pending: PendingCommit, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
     ) -> None:
+        if not pending.begin():
+            return
         try:
             mark, full = together(
                 self._company.committing,

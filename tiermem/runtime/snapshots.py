@@ -91,14 +91,22 @@ class Snapshots:
 
     def start(self, draft: Draft, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> PendingSnapshot:
         """Write the state after the updates queued so far into what `begin` gave. `buffers` are copies."""
-        pending = self._last = PendingSnapshot(self._storage.pager)
-        self._marked = Future()
-        arguments = (pending, self._marked, draft, record, buffers, self._updates.unfinished())
-        # Not a daemon: a program that ends with a snapshot under way finishes it.
-        refusal = start_thread("tiermem-snapshot", self._run, *arguments)
+        pending, marked = PendingSnapshot(self._storage.pager), Future[Mark | None]()
+        try:
+            self._last, self._marked = pending, marked
+            arguments = (pending, marked, draft, record, buffers, self._updates.unfinished())
+            # Not a daemon: a program that ends with a snapshot under way finishes it.
+            refusal = start_thread("tiermem-snapshot", self._run, *arguments)
+        except BaseException:  # an interrupt; what has begun nevertheless goes on
+            if pending.begin():
+                draft.abandon()
+                pending.seen = True  # by whoever was interrupted
+                marked.set_result(None)
+                pending.future.set_result(None)
+            raise
         if refusal is not None:
             draft.abandon()
-            self._marked.set_result(None)
+            marked.set_result(None)
             pending.future.set_exception(refuse(self._company.committing, _SAVE, refusal))
         return pending
 
@@ -129,6 +137,8 @@ class Snapshots:
         buffers: Mapping[str, torch.Tensor],
         updates: Sequence[Future[None]],
     ) -> None:
+        if not pending.begin():
+            return
         generations, mark = self._storage.extents.generations, None
 
         def take_mark() -> Mark:
