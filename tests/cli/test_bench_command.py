@@ -104,10 +104,12 @@ def test_ctrl_c_in_the_command_leaves_no_file(warm_python: WarmPython, tmp_path:
 def test_the_bar_advances_by_what_was_announced() -> None:
     console = Console(record=True, force_terminal=True, width=100)
     with BenchProgress(console, 10.0) as progress:
-        progress.begins("first write in /d", 4.0)
+        progress.begins("first write in /d[a]", 4.0)
         progress.begins("read, threads", 6.0)
         assert progress.bar.tasks[0].completed == 4.0
-    assert "read, threads" in console.export_text()
+    drawn = console.export_text()
+    assert "first write in /d[a]" in drawn
+    assert "read, threads" in drawn
 
 
 def test_copies_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

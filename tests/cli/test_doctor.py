@@ -192,6 +192,22 @@ def test_the_report_covers_everything(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["cpu_model"] is None or re.search(r"\w", report["cpu_model"])
 
 
+@pytest.mark.parametrize("name", ["run[a]", "run[/a]", "run:cat:"])
+def test_a_directory_is_shown_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(doctor, "find_cpu", lambda: (None, None))
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / name).mkdir(parents=True)
+    main.run(["doctor", "--swap-dir", str(tmp_path / name)])
+    assert f"swap {tmp_path / name} " in capsys.readouterr().out
+
+
+def test_no_command_prints_otherwise() -> None:
+    found = [path.name for path in Path(main.__file__).parent.glob("*.py") if "Console(" in path.read_text()]
+    assert found == ["terminal.py"]
+
+
 def test_too_few_open_files_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_cpu", lambda: (None, None))
     monkeypatch.setattr(doctor, "soft_limit", lambda _: 8)

@@ -21,6 +21,7 @@ from swap.blocks import ALIGNMENT, align_down
 from tiermem.cli.copies import measure_copies
 from tiermem.cli.disk import check_output, check_plot
 from tiermem.cli.options import path_option, size_of
+from tiermem.cli.terminal import terminal
 from tiermem.output_file import write_whole
 
 Directories = Annotated[
@@ -86,7 +87,7 @@ def bench(
         check_output("--out", out)
     if plot is not None:
         check_plot(plot)
-    report = measure(plan, Console(stderr=True))
+    report = measure(plan, terminal(stderr=True))
     found = {**report.to_dict(), "copy": measure_copies()}
     if json:
         typer.echo(json_module.dumps(found))
@@ -130,7 +131,7 @@ class BenchProgress:
         # Redrawn between slices only: a bar that draws itself would be measured with the engine.
         self.bar = Progress(
             BarColumn(bar_width=30),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
             auto_refresh=False,
@@ -164,7 +165,7 @@ def show(report: BenchReport, copy: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if index < 3 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row, style="bold" if row[0] else None)
-    console = Console()
+    console = terminal()
     console.print(table)
     for line in report.to_lines():
         console.print(line, highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from tiermem.cli.drives import DriveReport, examine_drive
 from tiermem.cli.findings import (
@@ -86,10 +87,12 @@ class DoctorReport:
         table.add_column(style="bold")
         table.add_column()
         for finding in self.findings():
-            change = f"\n[yellow]{finding.change}[/yellow]" if finding.change else ""
-            table.add_row(finding.name, f"{finding.found}\n[dim]{finding.means}[/dim]{change}")
+            said = Text.assemble(finding.found, "\n", (finding.means, "dim"))
+            if finding.change:
+                said.append(f"\n{finding.change}", style="yellow")
+            table.add_row(finding.name, said)
         for problem in self.problems:
-            table.add_row("[red]problem[/red]", problem)
+            table.add_row(Text("problem", style="red"), problem)
         return table
 
 

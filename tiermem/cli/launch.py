@@ -17,6 +17,7 @@ from rich.console import Console
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from tiermem.cli.terminal import terminal
 from tiermem.errors import ConfigError, TiermemError
 
 
@@ -45,7 +46,7 @@ class Launch:
 
     def progress(self) -> Console:
         """Where progress is shown: stderr of rank 0."""
-        return Console(stderr=True, quiet=self.rank > 0)
+        return terminal(stderr=True, quiet=self.rank > 0)
 
     def part(self, batch: torch.Tensor) -> torch.Tensor:
         """This process's rows of a batch, [rows, length]."""

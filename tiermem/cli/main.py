@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
 import swap
 from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
 from tiermem.cli.shortage import shortage_of
+from tiermem.cli.terminal import terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def doctor(swap_dir: options.ExaminedSwapDir = None, json: options.Json = False)
     if json:
         print_object(examination.to_json())
     else:
-        Console().print(examination.to_table())
+        terminal().print(examination.to_table())
     if examination.problems:
         raise typer.Exit(fail("; ".join(examination.problems), 1))
 
@@ -137,7 +137,7 @@ def show_training(report: TrainReport | None, *, json: bool, with_overlap: bool)
         print_object(report.to_json())
     else:
         lines = report.overlap.to_lines() if with_overlap and report.overlap is not None else []
-        Console().print(report.to_table(), report.to_sentence(), *lines, sep="\n", highlight=False)
+        terminal().print(report.to_table(), report.to_sentence(), *lines, sep="\n", highlight=False)
     if report.timeline_error is not None:
         raise TiermemError(report.timeline_error)
 

@@ -269,7 +269,7 @@ def _summary(prediction: Prediction) -> Table:
     simulation = prediction.simulation
     if simulation is None:
         for name, nbytes in prediction.missing.items():
-            table.add_row(f"[red]missing {name}[/red]", f"{format_bytes(nbytes)} ({nbytes} bytes)")
+            table.add_row(Text(f"missing {name}", style="red"), f"{format_bytes(nbytes)} ({nbytes} bytes)")
         return table
     for tier in simulation.tiers:
         budget = settings.host_memory if tier.name == "HOST" else tier.budget

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from tiermem.cli import options
+from tiermem.cli.terminal import terminal
 from tiermem.errors import TiermemError
 
 
@@ -70,7 +70,7 @@ def plan(
     if json:
         main.print_object(planning.to_json(found, zero))
     else:
-        Console().print(planning.to_table(found, zero))
+        terminal().print(planning.to_table(found, zero))
     if plot is not None:
         plan_plot.plot_plan(found, plot)
     if not found.fits:
@@ -127,10 +127,10 @@ def tune(
     with swap_directories(asked, keep=False) as directories:
         settings = make_config(load_config(config, directories), directories, overrides)
         choice = tune_steps.Choice(machine=machine, again=measure, steps=steps, best=best, output=output)
-        report = tune_steps.tune_training(what, settings, choice, Console(stderr=True))
+        report = tune_steps.tune_training(what, settings, choice, terminal(stderr=True))
     if json:
         main.print_object(report.to_json())
     else:
-        Console().print(report.to_table())
+        terminal().print(report.to_table())
     if report.output_error is not None:
         raise TiermemError(report.output_error)

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
 from tiermem.cli import options
+from tiermem.cli.terminal import terminal
 
 if TYPE_CHECKING:
     from tiermem.cli.snapshot import SnapshotReport, WrittenReport
@@ -72,4 +72,4 @@ def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
     if json:
         sys.stdout.write(json_module.dumps(asdict(report)) + "\n")
     else:
-        Console().print(report.to_table())
+        terminal().print(report.to_table())

@@ -1,0 +1,14 @@
+"""Where the commands print for people.
+
+Owns how text is taken by rich. Does not know what is printed. Guarantees that it is shown as it is: a directory, a file
+or a model may be called `run[a]` or `:cat:`, which would be marks of rich otherwise, and lost.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Stdout, or stderr; `quiet`: nothing is shown."""
+    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
