@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tiermem.cli import measure, measure_layer
 from tiermem.cli.machines import load_profile
 from tiermem.cli.measure import with_rates_for
 from tiermem.cli.measure_layer import ANY_LAYER, LayerShape, layer_for, train_layer
+from tiermem.errors import ConfigError
 from tiermem.planner.workload import transformer
 
 CPU = torch.device("cpu")
@@ -85,3 +87,13 @@ def test_a_machine_is_fitted_where_its_processors_compute(monkeypatch: pytest.Mo
     played = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, simulated=True, efficiency=1.0))
     assert with_rates_for(played, work, seq=128).flops("bfloat16") == 7e9
     assert len(asked) == 2
+
+
+def test_work_beside_another_that_fails_at_once_is_not_waited_for() -> None:
+    def fail() -> None:
+        raise ConfigError("nothing to be measured")
+
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="nothing to be measured"), measure._repeating(fail):
+        pass
+    assert time.monotonic() - began < 30

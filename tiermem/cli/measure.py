@@ -244,9 +244,12 @@ def _repeating(work: Callable[[], None]) -> Iterator[None]:
     ended, began = threading.Event(), threading.Event()
 
     def run() -> None:
-        while not ended.is_set():
-            work()
-            began.set()
+        try:
+            while not ended.is_set():
+                work()
+                began.set()
+        finally:
+            began.set()  # an error is raised at the end, and nobody waits for what will not begin
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
