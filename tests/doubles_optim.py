@@ -123,7 +123,7 @@ class FakePager:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def wait_for(self, future: Future[Any]) -> Any:
-        return future.result(30)
+        return future.result()
 
     def start_discard(self, keys: Sequence[PageKey]) -> None:
         with self.changed:
@@ -283,5 +283,5 @@ class FakeUndo:
     def revert(self, protection: Any, running: Sequence[Future[None]]) -> None:
         self.reverts += 1
         for future in running:
-            future.result(30)
-        self.pager.start_task(protection.revert()).result(30)
+            future.result()
+        self.pager.start_task(protection.revert()).result()

@@ -27,6 +27,7 @@ FLOORS = {
     "tiermem.overlap": 1,
     "tiermem.process": 1,
     "tiermem.interrupts": 1,
+    "tiermem.future": 1,
     "tiermem.registry": 1,
     "tiermem.wear": 1,
     "tiermem.machine_code": 1,

@@ -317,7 +317,7 @@ def test_a_wait_on_the_loop_is_refused(pager: FakePager) -> None:
         updater.wait(1)
 
     with pytest.raises(InvariantError, match="loop"):
-        pager.start_task(wait_there()).result(10)
+        pager.start_task(wait_there()).result()
     pager.gate.set()
     updater.wait_all()
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dis
+import functools
+import itertools
+import sys
 import threading
 from collections.abc import Iterator
+from types import CodeType, FrameType
 
 import pytest
 
@@ -85,8 +91,62 @@ def test_whoever_gets_hungry_finds_what_was_left_before(mailbox: Mailbox) -> Non
     assert started.wait(PATIENCE)
     mailbox.loop.leave(done.set)
     mailbox.ran.append("go on")
-    future.result(PATIENCE)
+    future.result()
     assert done.wait(PATIENCE)
+
+
+class InterruptBehind:
+    """A trace function that raises KeyboardInterrupt behind the call of this number, as it has returned."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptBehind:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and frame.f_lasti in _behind_calls(frame.f_code):
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@functools.cache
+def _behind_calls(code: CodeType) -> frozenset[int]:
+    found = itertools.pairwise(dis.get_instructions(code))
+    return frozenset(after.offset for before, after in found if before.opname.startswith("CALL"))
+
+
+@pytest.mark.parametrize("how", ["call", "task"])
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_a_wait_that_is_interrupted_anywhere_leaves_the_loop_free(how: str) -> None:
+    """Between taking a lock and what gives it back, too: who had the result to tell waited for it for ever."""
+    mailbox = Mailbox()  # not the fixture's, which could not be closed
+
+    async def nothing() -> None: ...
+
+    def wait() -> None:
+        if how == "call":
+            mailbox.loop.call(lambda: None)
+        else:
+            mailbox.loop.start_task(nothing()).result()
+
+    for number in itertools.count(1):
+        interrupting = InterruptBehind(number)
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                sys.settrace(interrupting)
+                wait()
+            finally:
+                sys.settrace(None)
+        asking = threading.Thread(target=lambda: mailbox.loop.call(lambda: None), daemon=True)
+        asking.start()
+        asking.join(PATIENCE)
+        assert not asking.is_alive(), number
+        if interrupting.left > 0:  # it was over before
+            break
+    assert number > 10
+    mailbox.close()
 
 
 def test_what_is_left_runs_before_the_end_and_not_behind_it(mailbox: Mailbox) -> None:
@@ -123,7 +183,7 @@ def test_a_worker_runs_in_order_and_hands_over_results_and_errors(mailbox: Mailb
         jobs = (worker.run(lambda number=number: kernel(number)) for number in range(4))  # type: ignore[misc]
         return await asyncio.gather(*jobs, return_exceptions=True)
 
-    found = mailbox.loop.start_task(run()).result(PATIENCE)
+    found = mailbox.loop.start_task(run()).result()
     assert [found[0], found[1], found[3]] == [0, 1, 9]
     assert isinstance(found[2], ValueError)
     assert threads == {"test-worker"}
@@ -154,7 +214,7 @@ def test_cancelling_the_wait_for_a_kernel_waits_for_its_end(mailbox: Mailbox) ->
             await task
         order.append("cancelled")
 
-    mailbox.loop.start_task(run()).result(PATIENCE)
+    mailbox.loop.start_task(run()).result()
     assert order == ["kernel", "cancelled"]
     mailbox.close()
     worker.close()

@@ -8,12 +8,12 @@ that are loaded or saved, crosses this line.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from tiermem.future import Future
 from tiermem.optim.updates import Protector, Settings, UnitUpdate
 
 Moments = tuple[torch.Tensor, torch.Tensor]

@@ -15,13 +15,13 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
+from tiermem.future import Future
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads

@@ -12,10 +12,10 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.future import Future
 from tiermem.optim.kernels import Workspace
 from tiermem.optim.stream import DeviceKernels, StreamStatistics, UnitStream, UpdatePager
 from tiermem.optim.tiles import UnitState

@@ -11,10 +11,10 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from tiermem.errors import TiermemError
+from tiermem.future import Future
 from tiermem.memory.arena import Fence, Frame
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite

@@ -11,10 +11,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.future import Future
 from tiermem.pager.bell import BellLoop
 from tiermem.process import HomeProcess, begin
 
@@ -118,9 +119,15 @@ class LoopThread:
         if self.is_foreign:
             coroutine.close()
             raise closed()
+        future: Future[T] = Future()
+
+        def begin_task() -> None:
+            self.asyncio.create_task(coroutine).add_done_callback(lambda task: _tell(task, future))
+
         with self._door:
             if not self._shut:
-                return asyncio.run_coroutine_threadsafe(coroutine, self.asyncio)
+                self.asyncio.call_soon_threadsafe(begin_task)
+                return future
         coroutine.close()
         raise closed()
 
@@ -179,6 +186,16 @@ class LoopThread:
             self._after()
         except Exception as error:  # noqa: BLE001 - as above
             self._failed(error)
+
+
+def _tell(task: asyncio.Task[T], future: Future[T]) -> None:
+    """Have a future end as a task has."""
+    if task.cancelled():
+        future.set_exception(CancelledError())
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 def closed() -> TiermemError:

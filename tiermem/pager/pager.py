@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 from tiermem.errors import again
+from tiermem.future import Future
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite
 from tiermem.pager.core import Core

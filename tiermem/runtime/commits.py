@@ -23,10 +23,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 from swap import Mark, SwapError, take_checksums
+from tiermem.future import Future
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
 from tiermem.process import start_thread

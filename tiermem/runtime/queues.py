@@ -8,8 +8,8 @@ twice, and that the errors of the updater reach whoever asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 
+from tiermem.future import Future
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.updates import Protector, UnitUpdate

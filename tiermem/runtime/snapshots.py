@@ -17,7 +17,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.shard import MarkedPages, MarkedShard
 from tiermem.checkpoint.tensor_file import read_text
 from tiermem.checkpoint.writing import Part, finish_snapshot, write_buffers, write_part
+from tiermem.future import Future
 from tiermem.memory.heap import trim_heap
 from tiermem.pager.extents import DURABLE
 from tiermem.process import start_thread

@@ -8,8 +8,8 @@ could run out of room for lack of a copy, and that none begins while a commit is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
+from tiermem.future import Future
 from tiermem.optim.schedules import UpdateSchedule, make_schedule
 from tiermem.optim.service import GradientBook, UpdateQueue
 from tiermem.optim.speculation import Speculation
