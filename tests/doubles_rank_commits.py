@@ -147,6 +147,19 @@ def five_steps(directory: Path, rank: int, size: int) -> Any:
     return committing(directory, rank, size, until=STEPS + 1)
 
 
+def exchanged(directory: Path, rank: int, size: int) -> Any:
+    """The folders of the ranks have each other's names when they go on."""
+    committing(directory, rank, size, until=1)
+    torch.distributed.barrier()
+    if rank == 0:
+        first, second = sorted(directory.iterdir())
+        first.rename(directory / "first")
+        second.rename(first)
+        (directory / "first").rename(second)
+    torch.distributed.barrier()
+    return committing(directory, rank, size)
+
+
 def unexpected(directory: Path, rank: int, size: int) -> Any:
     """Six steps and then the first commit, from a budget that does not hold them; bytes that it had to read again."""
     read_again: list[int] = []
@@ -280,6 +293,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     made.__name__: made
     for made in (
         five_steps,
+        exchanged,
         unexpected,
         one_has_no_pages_for_a_snapshot,
         one_has_no_thread,

@@ -26,7 +26,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
         (1, ["other_sizes", "unexpected"]),
     ]
     jobs += [(2, ["one_has_no_pages_for_a_snapshot", "one_has_no_thread"])]
-    jobs.append((2, ["five_steps", "unexpected", *(scenario.__name__ for scenario in LOOKING), *doubts]))
+    jobs.append((2, ["five_steps", "exchanged", "unexpected", *(scenario.__name__ for scenario in LOOKING), *doubts]))
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
@@ -95,6 +95,14 @@ def test_a_commit_of_another_number_of_ranks_is_not_overlooked(reports, size):
         assert report.error is not None
         assert report.error[0] == "ResumeError"
         assert "2 ranks" in report.error[1]
+
+
+def test_a_rank_does_not_go_on_with_what_another_has_committed(reports):
+    """Their parts have the same sizes: each would train the other's."""
+    for report in reports[2, "exchanged"]:
+        assert report.error is not None
+        assert report.error[0] == "ResumeError"
+        assert "rank 0 has what rank 1 has committed; rank 1 has what rank 0 has committed" in report.error[1]
 
 
 def test_ranks_read_nothing_again_for_a_commit_that_nobody_expected(reports):

@@ -188,12 +188,16 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
     if min(found) != beginning.generation:
         manifest = CommitStore(config.swap_paths, name=SPACE_NAME).read(min(found))
     own = -1 if manifest is None else int(manifest.user["run"])
-    runs = [told[0] for told in company.computing.tell([own])]
+    whose = company.rank if manifest is None else int(manifest.user.get("rank", company.rank))
+    runs, ranks = zip(*company.computing.tell([own, whose]), strict=True)
     if -1 in runs or len(set(runs)) > 1:
         raise ResumeError(
-            f"the commits of the ranks do not belong together (newest of each: {found}, runs {runs}): give every rank "
-            "the directories of the same run"
+            f"the commits of the ranks do not belong together (newest of each: {found}, runs {[*runs]}): give every "
+            "rank the directories of the same run"
         )
+    moved = [f"rank {rank} has what rank {each} has committed" for rank, each in enumerate(ranks) if rank != each]
+    if moved:  # parts of the same sizes would be taken for each other's
+        raise ResumeError(f"{'; '.join(moved)}: give every rank the directories it had")
     return Beginning(manifest)
 
 

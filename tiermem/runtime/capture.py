@@ -30,6 +30,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
     record = {
         "format": FORMAT,
         "run": house.company.run,
+        "rank": house.company.rank,
         "layout": house.layout_record,
         "buffers": house.buffers.capture(),
         "random": randomness.capture(),
