@@ -554,6 +554,19 @@ def test_a_capacity_error_names_tier_bytes_budget_mark_and_holders() -> None:
     assert bench.residency.census.held(HOST) == 0
 
 
+@pytest.mark.parametrize("between", [True, False])
+def test_a_capacity_error_says_whether_there_is_room_in_bytes_but_not_in_one_piece(between: bool) -> None:
+    bench = Bench(30, arena=SteppedSlab, reserve=0)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20, saved=True)
+    bench.bring(0, 1, 2)  # side by side
+    bench.ask(*([1] if between else [0, 2]))
+    demand = Asked(bench, [large], READ, Lane.COMPUTE, HOST)
+    bench.settle()
+    assert bench.service.resolve_standstill()
+    assert "HOST has no room for 20 bytes" in str(demand.error)
+    assert ("There is room in bytes, but not in one piece" in str(demand.error)) == between
+
+
 def test_a_page_that_never_fits_is_refused_when_it_is_made_known() -> None:
     bench = Bench(30, device=20)
     with pytest.raises(CapacityError, match="25 bytes on DEVICE"):

@@ -33,6 +33,10 @@ class Room:
         """Bytes that evicting everything evictable would leave free: all but leased, failed and kept pages."""
         return self._capacity[tier] - self._residency.census.fixed(tier)
 
+    def is_scattered(self, page: Page, tier: Tier) -> bool:
+        """Whether evicting everything evictable would leave room enough for `page`, but not in one piece."""
+        return self.unheld(tier) >= page.room and not self._choose(page, tier, ())[1]
+
     def make(self, page: Page, tier: Tier, *, spare: Page | None = None) -> bool:
         """Reserve a frame for a demanded `page`, evicting what is used last; False: not yet, or not at all.
 

@@ -292,10 +292,13 @@ class Service:
         holders = ", ".join(f"{key}: {nbytes}" for key, nbytes in largest)
         kept = sum(page.room for page in residency.pages.values() if page.kept) if tier is Tier.HOST else 0
         by_choice = f", {kept} bytes kept there by choice (keep fewer)" if kept else ""
+        lacking = (page for page in request.lacking if _lacks_room(page, tier))
+        scattered = any(self._room.is_scattered(page, tier) for page in lacking)
+        piece = "There is room in bytes, but not in one piece: what is leased lies between. " if scattered else ""
         return CapacityError(
             f"{tier.name} has no room for {needed} bytes ({request.lacking[0].key}): budget {arena.capacity}, reserved "
             f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}{by_choice}. "
-            f"Raise the budget of {tier.name}, or make the units smaller"
+            f"{piece}Raise the budget of {tier.name}, or make the units smaller"
         )
 
 
