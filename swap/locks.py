@@ -50,7 +50,7 @@ class DirectoryLock:
         returns at once. A process that ends before keeps it as well: the kernel closes its descriptors only when all
         its threads are gone, and a thread in a call to the drive is not gone before the drive has answered.
         """
-        stuck = [thread for thread in after if thread.is_alive()]
+        stuck = [thread for thread in after if thread.is_alive()] if self.is_mine else []  # none came along with a fork
         if stuck and self._fd >= 0:
             thread = threading.Thread(target=self._release_after, args=(stuck, remove), name="swap-lock", daemon=True)
             with contextlib.suppress(RuntimeError):  # none may be started: the lock stays until the process has ended

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swap.syscalls import SystemCalls
-from swap.watch import join
+from swap.watch import WatchedThread, join
 
 T = TypeVar("T")
 
@@ -89,21 +89,24 @@ class PatientSystemCalls(SystemCalls):
     def _wait(self, call: Callable[[], T]) -> T:
         answer: list[T] = []
         raised: list[BaseException] = []
-        thread = threading.Thread(target=functools.partial(_run, call, answer, raised), name="swap-call", daemon=True)
+        thread = WatchedThread(functools.partial(_run, call, answer, raised), name="swap-call")
         try:
-            thread.start()
-        except RuntimeError as error:
-            if not threading.main_thread().is_alive():
-                return call()  # the program ends, and Python 3.12.0 and 3.12.1 start none then
-            # A limit on processes, which others may keep below in a moment: nothing has been asked of the drive yet.
-            raise BlockingIOError(errno.EAGAIN, f"no thread can be started ({error}); see `ulimit -u`") from error
-        join([thread], self._seconds)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not threading.main_thread().is_alive():
+                    return call()  # the program ends, and Python 3.12.0 and 3.12.1 start none then
+                # A limit on processes, which others may keep below in a moment: the drive has not been asked yet.
+                raise BlockingIOError(errno.EAGAIN, f"no thread can be started ({error}); see `ulimit -u`") from error
+            join([thread], self._seconds)
+        finally:
+            if thread.is_alive():  # also where an interrupt has ended the waiting: the drive goes on with the call
+                with self._lock:
+                    self._given_up.append(thread)
         if answer:
             return answer[0]
         if raised:
             raise raised.pop()  # this frame does not keep it, as it keeps this frame: a circle
-        with self._lock:
-            self._given_up.append(thread)
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
 

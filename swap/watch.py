@@ -1,8 +1,9 @@
 """Whether this process was running while it waited: a stopped one (Ctrl-Z, a paused container or machine) was not.
 
-Owns the doubt about a wait that has taken too long. Does not know what is waited for. Guarantees that silence is put
-down to a drive only after the process has run, and looked, for a while on end; so a drive that is silent indeed is
-found out that much later.
+Owns the doubt about a wait that has taken too long, and the threads that a drive may keep. Does not know what is waited
+for. Guarantees that silence is put down to a drive only after the process has run, and looked, for a while on end; so a
+drive that is silent indeed is found out that much later. And that a thread counts as ended when it has ended, whatever
+has become of those who waited for it.
 
 What the kernel had to say while the process was stopped its threads report as soon as they run again, and whoever has
 waited meanwhile may come before them.
@@ -12,10 +13,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _LONGEST_GRACE = 3.0
 _LATE = 1.0
+
+
+class WatchedThread(threading.Thread):
+    """A daemon that may be kept by a drive. Used in the process that started it.
+
+    Python 3.11 and 3.12 take a thread for ended if an interrupt comes while it is joined.
+    """
+
+    def __init__(self, target: Callable[[], object], *, name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Carry out the target."""
+        try:
+            super().run()
+        finally:
+            self._over.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end; it was started."""
+        if self._over.wait(timeout):
+            super().join()
+
+    def is_alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.ident is not None and not self._over.is_set()
 
 
 class Watch:

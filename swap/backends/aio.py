@@ -26,6 +26,7 @@ from swap.device_queue import DeviceQueue
 from swap.errors import SwapClosedError, SwapError, SwapIOError, no_thread
 from swap.requests import Block, BlockFile, Operation
 from swap.transfer import Progress
+from swap.watch import WatchedThread
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class AioBackend(Backend):
         except RuntimeError as error:  # a limit on processes and threads
             self._loop.close()
             raise no_thread("to move bytes", error) from error
-        self._ending = threading.Thread(target=self._end, name="swap-aio-end", daemon=True)
+        self._ending = WatchedThread(self._end, name="swap-aio-end")
 
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
         """Start the coroutines of a device."""

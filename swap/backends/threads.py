@@ -8,6 +8,7 @@ drive that never answers cannot keep the interpreter from exiting.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from swap.device_queue import DeviceQueue
 from swap.errors import no_thread
 from swap.syscalls import SystemCalls
 from swap.transfer import transfer
-from swap.watch import join
+from swap.watch import WatchedThread, join
 
 
 class ThreadsBackend(Backend):
@@ -29,9 +30,8 @@ class ThreadsBackend(Backend):
     def attach(self, source: BlockSource, queue: DeviceQueue) -> None:
         """Start the threads of a device: as many as the system allows. Raises SwapError if it allows none."""
         for index in range(queue.depth):
-            thread = threading.Thread(
-                target=self._serve, args=(source, queue), name=f"swap-{queue.device:x}-{index}", daemon=True
-            )
+            serve = functools.partial(self._serve, source, queue)
+            thread = WatchedThread(serve, name=f"swap-{queue.device:x}-{index}")
             try:
                 thread.start()
             except RuntimeError as error:  # a limit on processes and threads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -81,12 +82,26 @@ def test_a_silent_drive_is_given_up(tmp_path: Path) -> None:
     stall.release()
 
 
-def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path, interrupted: bool) -> None:
+    """Or somebody has enough of waiting before that."""
     system, stall = FaultySystemCalls(), Stall()
     system.inject("fsync", stall)
     settings = swap.EngineSettings(stall_seconds=0.1)
-    with pytest.raises(swap.SwapIOError, match=r"name\.swapfile.*ETIMEDOUT.*no progress"):
-        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
+    patience = swap.EngineSettings(stall_seconds=30.0) if interrupted else settings
+
+    def interrupt() -> None:
+        stall.entered.wait(30)
+        time.sleep(0.1)  # a signal that comes just before a thread waits does not wake it
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    if interrupted:
+        threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(
+        KeyboardInterrupt if interrupted else swap.SwapIOError,
+        match=None if interrupted else r"name\.swapfile.*ETIMEDOUT.*no progress",
+    ):
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=patience, system=system)
     with pytest.raises(swap.SwapInUseError):  # as long as the call may still happen
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings)
     stall.release()

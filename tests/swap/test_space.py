@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -277,6 +278,23 @@ def test_where_no_thread_waits_for_a_late_call_its_locks_stay_and_closing_says_w
     for directory in directories:
         with pytest.raises(swap.SwapInUseError):
             SwapSpace.open([directory], name="r0", nbytes=MIB)
+    stall.release()
+
+
+def test_an_interrupt_while_a_silent_drive_is_waited_for_lets_nobody_in(tmp_path: Path) -> None:
+    """The thread that was waited for counted as ended: `threading.Thread.join` of Python 3.11 and 3.12."""
+    system, stall = FaultySystemCalls(), Stall()
+    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system)
+    system.inject("pwritev", stall)
+    space.start_write(space.allocate(4096), AlignedBuffer(4096).view)
+    assert stall.entered.wait(30)
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        space.close()
+    interrupt.join()
+    with pytest.raises(swap.SwapInUseError):
+        SwapSpace.open([tmp_path], name="r0", nbytes=MIB)
     stall.release()
 
 
