@@ -10,7 +10,7 @@ import torch
 from doubles_optim import FakePager, FakeProtection, add_unit, read_parameter, write_gradient, write_parameter
 
 from tiermem.errors import ConfigError, InvariantError, TiermemError
-from tiermem.optim.masters import StateStore
+from tiermem.optim.masters import CutBuffers, StateStore
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
 from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
@@ -349,6 +349,19 @@ def test_masters_and_moments_come_back(pager: FakePager, dtype: torch.dtype) -> 
     assert torch.equal(store.read_moments(0, 0)[1], second)
     assert torch.equal(store.read_master(0, 0), values[0])
     assert pager.held == 0
+
+
+def test_a_cut_that_was_never_updated_has_no_moments_whatever_the_buffers_had(pager: FakePager) -> None:
+    state = UnitState(0, torch.float32, (Segment(0, 0, 2048), Segment(1, 2048, 2048)), 4096, 2048)
+    add_unit(pager, state)
+    store, buffers, ones = StateStore(pager, {0: state}), CutBuffers(), torch.ones(2048)
+    for parameter in (0, 1):
+        write_parameter(pager, state, parameter, ones)
+    store.store_moments(0, 0, ones, ones)
+    for parameter, moment in ((0, ones), (1, torch.zeros(2048))):
+        (cut,) = store.cuts(0, parameter)
+        found = store.read_cut(0, parameter, cut, buffers)
+        assert all(map(torch.equal, found, (ones, moment, moment)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
