@@ -198,6 +198,39 @@ def test_what_is_kept_next_has_updates_that_were_queued_and_not_begun(kept, tmp_
         assert torch.equal(runtime.parameter(first[0]), first[1])
 
 
+def test_closing_that_is_interrupted_behind_a_commit_leaves_it_whole(tmp_path, monkeypatch):
+    """It removed the files of a first commit, whose manifest came afterwards; or let others in before that."""
+    model, _, runtime = begin(tmp_path)
+    optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+    model(batch()).square().mean().backward()
+    optimizer.step()
+    expected = [runtime.parameter(parameter) for parameter in model.parameters()]
+    store, publishing, may = runtime._house.storage.store, threading.Event(), threading.Event()
+    publish = store.publish
+
+    def publish_later():
+        publishing.set()
+        assert may.wait(30)
+        publish()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "publish", publish_later)
+    pending = runtime.commit(extra=1)
+    assert publishing.wait(30)
+    monkeypatch.setattr(runtime._house.commits, "close", interrupted)
+    threading.Timer(0.2, may.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        runtime.close()
+    pending.future.result(timeout=30)
+    model = Stack()
+    config = config_for(tmp_path, budget_for(model, tmp_path, "tight"), "forward")
+    with tiermem.offload(model, config, coalesce=0, resume=True) as runtime:
+        assert runtime.committed == 1
+        assert all(map(torch.equal, map(runtime.parameter, model.parameters()), expected))
+
+
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("update", ["forward", "step", "auto"])
 @pytest.mark.parametrize("budget", ["tight", "generous"])

@@ -155,6 +155,7 @@ class House:
         """
 
         def close_storage() -> None:
+            self.commits.wait_open()  # again, if that was interrupted: it must not outlive its bytes, nor the lock
             self.storage.close(remove=self.commits.hold_nothing if remove is None else remove)
             leave_directories(self.config, self.company)
 
