@@ -185,6 +185,16 @@ class Faulty(SystemCalls):
         super().rename(source, target)
 
 
+class FaultyOverANetwork(Faulty):
+    """Closing a file, too, says that what was written to it is lost."""
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        self.strike("close")
+        if self.left < 0:
+            raise OSError(self.code, os.strerror(self.code))
+
+
 def write_with(system: SystemCalls, folder: Path, stall_seconds: float = 60.0) -> None:
     with Draft(folder, system=system, stall_seconds=stall_seconds) as draft:
         writer = draft.tensors("model.safetensors", Given(TENSORS).specs())
@@ -216,6 +226,16 @@ def test_a_fault_leaves_nothing_that_looks_whole(tmp_path: Path, operation: str,
     with pytest.raises(error) as caught:
         write_with(Faulty(operation, at, code), tmp_path / "out")
     assert "of 0 bytes" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("operation", "at"), [("write", 0), ("write", 1), ("sync", 0), ("close", 0)])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])
+def test_a_fault_that_is_said_once_more_by_closing_is_told_as_the_first(
+    tmp_path: Path, operation: str, at: int, code: int
+) -> None:
+    with pytest.raises(swap.SwapFullError if code == errno.EDQUOT else swap.SwapIOError):
+        write_with(FaultyOverANetwork(operation, at, code), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

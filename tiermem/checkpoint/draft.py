@@ -84,7 +84,8 @@ class Draft:
     def abandon(self) -> None:
         """Remove what there is of it, unless it is finished. May be called twice."""
         for writer in self._open:
-            writer.close()
+            with contextlib.suppress(OSError):  # over a network it says once more why writing failed
+                writer.close()
         if self._finished or not self.folder.exists():
             return
         for file in self.folder.iterdir():

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,8 @@ class TensorWriter:
         try:
             self._write(memoryview(header), 0)
         except BaseException:
-            self.close()
+            with suppress(OSError):  # the error that matters is on its way
+                self.close()
             raise
 
     def write(self, name: str, data: memoryview) -> None:
@@ -103,7 +104,8 @@ class TensorWriter:
                 raise InvariantError(f"{name}: {self._done[name]} bytes of {nbytes} were written")
         with self._reporting("sync", self._nbytes):
             self._system.fsync(self._fd)
-        self.close()
+        with self._reporting("close", self._nbytes):
+            self.close()
         digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
         return Written(self._nbytes, self._header, digests)
 
