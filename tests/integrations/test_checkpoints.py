@@ -15,6 +15,7 @@ from doubles_trainer import Trained, arguments, check, data, llama, paged, plain
 from torch import nn
 from transformers import LlamaForCausalLM, TrainerCallback
 
+import swap
 import tiermem
 from tiermem import ConfigError, ResumeError
 from tiermem.integrations.checkpoints import (
@@ -350,6 +351,9 @@ def test_weights_of_another_model_change_nothing(tmp_path: Path) -> None:
             load_weights(runtime, tmp_path / "weights")
         with pytest.raises(ResumeError, match=r"expected the weights of model.embed_tokens.weight"):
             load_weights(runtime, tmp_path / "nothing")
+        (tmp_path / "weights" / "model.safetensors").write_bytes(b"cut short")
+        with pytest.raises(swap.FormatError, match=r"model\.safetensors' to be a whole safetensors file"):
+            load_weights(runtime, tmp_path / "weights")
         assert all(map(torch.equal, before, map(runtime.parameter, runtime.model.parameters())))
 
 

@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
 from tiermem.output_file import write_whole
 from tiermem.runtime import Runtime
@@ -164,9 +165,9 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
     """Give the offloaded model the values in a Trainer's folder; moments stay as they are.
 
     A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one of another shape,
-    before anything is changed.
+    swap.FormatError if a file of it is damaged, before anything is changed.
     """
-    files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names_in(path)}
+    files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in open_tensors(path).tensors}
     for group in _layers(_match(runtime.model, files, folder)):
         with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
             for parameter, name in group:
@@ -206,11 +207,6 @@ def _layers(found: list[tuple[nn.Parameter, str]]) -> Iterator[list[tuple[nn.Par
         numbered = re.match(r"(.*?\.\d+)\.", name)
         layers.setdefault(numbered[1] if numbered else name, []).append((parameter, name))
     yield from layers.values()
-
-
-def _names_in(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
