@@ -170,6 +170,7 @@ def test_updates_that_were_queued_and_not_begun_are_carried_out(update, tmp_path
 
 
 @pytest.mark.parametrize("kept", ["commit", "snapshot"])
+@pytest.mark.timeout(60)
 def test_what_is_kept_next_has_updates_that_were_queued_and_not_begun(kept, tmp_path, monkeypatch):
     """It waited for ever: nobody carried out what it waited for."""
     model, plain, runtime = begin(tmp_path, "forward", "generous")
@@ -189,7 +190,7 @@ def test_what_is_kept_next_has_updates_that_were_queued_and_not_begun(kept, tmp_
         optimizer.zero_grad()  # of the units behind it
         pending = runtime.commit() if kept == "commit" else runtime.snapshot(tmp_path / "copy")
         try:
-            pending.future.result(timeout=10)
+            pending.future.result()
         finally:
             runtime.settle()  # carries it out in any case, for closing to end
         plain(batch()).square().mean().backward()
@@ -223,7 +224,7 @@ def test_closing_that_is_interrupted_behind_a_commit_leaves_it_whole(tmp_path, m
     threading.Timer(0.2, may.set).start()
     with pytest.raises(KeyboardInterrupt):
         runtime.close()
-    pending.future.result(timeout=30)
+    pending.future.result()
     model = Stack()
     config = config_for(tmp_path, budget_for(model, tmp_path, "tight"), "forward")
     with tiermem.offload(model, config, coalesce=0, resume=True) as runtime:
