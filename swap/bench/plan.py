@@ -7,6 +7,7 @@ out: known backends, aligned blocks, and no more in flight than the file holds; 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def _cases(pattern: Pattern, order: Order, fitting: Sequence[tuple[int, int]], m
 def _check(order: Order) -> None:
     if not order.directories:
         raise ValueError("directories: expected at least one")
-    if len({directory.resolve() for directory in order.directories}) < len(order.directories):
+    if len(set(map(os.path.realpath, order.directories))) < len(order.directories):
         names = ", ".join(map(str, order.directories))
         raise ValueError(f"directories: expected different ones, found {names}; name each once")
     for backend in order.backends or ():

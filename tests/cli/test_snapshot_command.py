@@ -152,6 +152,11 @@ def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str],
     for command in (["list"], ["verify"], ["export", "--to", tmp_path / "out"]):
         error = call(capsys, command[0], tmp_path, tmp_path, *command[1:], code=1)
         assert "expected each swap directory once" in error
+    (tmp_path / "loop").symlink_to("loop")
+    for command in (["list"], ["verify"], ["export", "--to", tmp_path / "out"]):
+        error = call(capsys, command[0], tmp_path / "loop", *command[1:], code=1)
+        assert "symbolic links" in error
+        assert error.count("\n") == 1
 
 
 def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -183,7 +184,7 @@ def _opened(directories: Sequence[Path]) -> Iterator[tuple[Manifest, swap.SwapSp
 
 
 def _leftovers(directories: Sequence[Path]) -> swap.Leftovers:
-    if len({directory.resolve() for directory in directories}) < len(directories):
+    if len(set(map(os.path.realpath, directories))) < len(directories):
         raise ConfigError(f"expected each swap directory once, found {', '.join(map(str, directories))}")
     if len({each.name for each in directories}) > 1 and all(each.name.startswith(RANK_PREFIX) for each in directories):
         raise ConfigError(
