@@ -450,6 +450,18 @@ def test_restore_model_gives_the_plain_model_back(update, tmp_path):
         assert torch.equal(again.parameter(both.model.shift), both.plain.shift)
 
 
+def test_restoring_behind_a_close_that_gave_the_values_up_is_an_error(tmp_path):
+    with tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step")) as runtime:
+        pass
+    with pytest.raises(tiermem.ConfigError, match="closed without restore_model=True"):
+        runtime.close(restore_model=True)
+    runtime.close()
+    with tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step")) as runtime:
+        runtime.close(restore_model=True)
+        runtime.close(restore_model=True)  # it did the first time
+        assert torch.isfinite(runtime.model.shift).all()
+
+
 def test_settle_waits_for_all_updates(tmp_path):
     both = Both(Wide, tmp_path, "forward")
     with both.runtime as runtime:

@@ -39,7 +39,7 @@ from tiermem.runtime.vertical import forward_backward
 from tiermem.stats import Statistics
 from tiermem.zero3.activations import ActivationStore
 from tiermem.zero3.conductor import Act
-from tiermem.zero3.guards import ModelGuards
+from tiermem.zero3.guards import ModelGuards, refuse_placeholders
 from tiermem.zero3.layout import Slot
 from tiermem.zero3.lend import lend, restore
 
@@ -316,15 +316,15 @@ class Runtime(Closing):
         """Finish pending updates and the commit under way, and close everything. May be called twice.
 
         Args:
-            restore_model: give every parameter storage of its own again (needs memory for the whole model).
-            remove: delete the swap files and what is committed in them; False: keep them. Default: they are kept if
-                something is committed, and deleted otherwise.
+            restore_model: give every parameter storage of its own again; ConfigError where an earlier close did not.
+            remove: delete the swap files, and what is committed in them. Default: if nothing is; False: never.
 
-        Raises the error of an update or a commit that failed; everything is closed nevertheless. A runtime that is
-        dropped without this is closed by Python, late and with a ResourceWarning. Inside `gathered` it raises
-        TiermemError and closes nothing: the values that are lent would go while they are used.
+        Raises the error of an update or a commit that failed; everything is closed nevertheless. TiermemError inside
+        `gathered`, and closes nothing. Dropped without this, it is closed by Python, late, with a ResourceWarning.
         """
         if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
+            if self._closed and restore_model:
+                refuse_placeholders(self.model)
             return
         if self._lent:
             raise TiermemError(
