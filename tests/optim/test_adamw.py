@@ -881,9 +881,23 @@ def test_impossible_settings_are_refused(harness: Harness, options: dict) -> Non
         AdamW([{"params": harness.faces, **options}]) if "max_grad_norm" not in options else AdamW([], **options)
 
 
+def test_a_norm_to_clip_by_that_is_set_later_is_refused_as_the_first_would_be(harness: Harness) -> None:
+    ours = AdamW(harness.faces, max_grad_norm=1.0)
+    harness.backward(0)
+    for wrong, says in ((0, "must be positive"), (math.nan, "must be positive"), ("1", "expected a number")):
+        ours.max_grad_norm = wrong
+        with pytest.raises(ConfigError, match=f"max_grad_norm:? {says}"):
+            ours.step()
+    ours.max_grad_norm = 2.0
+    ours.step()
+    assert ours.steps_of(harness.faces[0]) == 1
+
+
 def test_settings_of_another_kind_are_named_with_what_was_expected(harness: Harness) -> None:
     with pytest.raises(ConfigError, match=r"lr: expected a number, .*found '1e-3'; .*float\(\)"):
         AdamW(harness.faces, lr="1e-3")
+    with pytest.raises(ConfigError, match="lr: expected a number that a float can hold"):
+        AdamW(harness.faces, lr=10**400)
     with pytest.raises(ConfigError, match=r"betas: expected two numbers .*found 3"):
         AdamW(harness.faces, betas=3)
     with pytest.raises(ValueError, match="eps"):  # what torch raises

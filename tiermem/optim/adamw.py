@@ -22,6 +22,7 @@ from tiermem.optim.hyperparameters import (
     as_number,
     check_group,
     check_torch_options,
+    norm_to_clip_by,
 )
 from tiermem.optim.saved import check_state_dict, moments_of
 from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
@@ -43,7 +44,7 @@ class AdamW(torch.optim.Optimizer):
     over with their step counts, and the other one can step no more. Change settings in `param_groups` instead.
 
     Attributes:
-        max_grad_norm: may be changed between steps; None does not clip.
+        max_grad_norm: may be changed between steps; None does not clip, 0 is an error of the next step.
         skipped: how many steps were skipped because a gradient was not finite.
 
     Raises:
@@ -63,8 +64,7 @@ class AdamW(torch.optim.Optimizer):
         **unsupported: object,
     ) -> None:
         check_torch_options(unsupported)
-        if max_grad_norm is not None and not as_number("max_grad_norm", max_grad_norm) > 0.0:
-            raise ConfigError(f"max_grad_norm must be positive or None, found {max_grad_norm}")
+        norm_to_clip_by(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
         self._in_a_row = 0  # of the latest steps, how many were skipped

@@ -17,6 +17,7 @@ from collections.abc import Container, Mapping, MutableMapping, MutableSet, Sequ
 import torch
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.optim.hyperparameters import norm_to_clip_by
 from tiermem.optim.late import LateNorms
 from tiermem.optim.scales import Scales
 from tiermem.optim.schedules import UpdateSchedule
@@ -122,7 +123,7 @@ class UpdateCoordinator:
         Returns their norm, if it is clipped, and whether all are finite.
         """
         self._scales.multiply(self._with_gradient(source) if unscale != 1.0 else (), unscale)
-        max_norm = source.max_grad_norm
+        max_norm = norm_to_clip_by(source.max_grad_norm)
         norm = None if max_norm is None else self.clip_gradients(source, max_norm, asked=False)
         parameters = self._with_gradient(source)
         self.late.forget()

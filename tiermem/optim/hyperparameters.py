@@ -96,10 +96,23 @@ def _finite(name: str, value: object) -> float:
     return found
 
 
+def norm_to_clip_by(value: object) -> float | None:
+    """`max_grad_norm` as a number; None: no clipping. Raises ConfigError, for 0 too: gradients would be zero."""
+    if value is None:
+        return None
+    found = as_number("max_grad_norm", value)
+    if not found > 0.0:
+        raise ConfigError(f"max_grad_norm must be positive or None, found {value}")
+    return found
+
+
 def as_number(name: str, value: object) -> float:
     """A number, or a tensor with one element, as a float. Raises ConfigError for all else."""
     if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name}: expected a number that a float can hold, found a larger one") from None
     found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     advice = "; text from a file or a command line becomes one by float()" if isinstance(value, str) else ""
     raise ConfigError(f"{name}: expected a number, or a tensor with one element, found {found}{advice}")
