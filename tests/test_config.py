@@ -106,6 +106,7 @@ def test_home_is_expanded_in_paths_only() -> None:
         ("overwrite", "no", "True, False"),
         ("stall_timeout", 0, "positive number of seconds"),
         ("stall_timeout", float("inf"), "positive number of seconds"),
+        ("stall_timeout", 10**400, "positive number of seconds"),
         ("poison", 1, "True, False"),
     ],
 )

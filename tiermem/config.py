@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,7 +306,7 @@ def _is_text(path: str) -> bool:
 
 
 def _seconds(name: str, value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         _refuse(name, "a positive number of seconds", value, f"leave it out for {_default(name)!r}")
     return float(value)
 
