@@ -74,6 +74,8 @@ def test_a_size_keeps_all_that_are_not_larger(size: int):
         (True, "keep=True: expected a size"),
         ("12Gigs", "keep='12Gigs': .*one of the units"),
         ([1, 2], "found 1 among them"),
+        (1.5, "a number of bytes, .*found 1.5 among them"),
+        (nn.Linear, "names of their classes; found <class"),
         ([], "names modules without parameters"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,14 +43,16 @@ class Keeping:
             return frozenset()
         # Every name of a parameter that is registered at several places.
         named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
-        if callable(keep) and not isinstance(keep, nn.Module):
+        if callable(keep) and not isinstance(keep, (nn.Module, type)):
             found = frozenset(id(parameter) for name, parameter in named if keep(name, parameter))
             if not found:
                 raise _nothing(f"the predicate keep= is true for none of {len(named)} parameters", named)
             return found
         if isinstance(keep, (bool, int)) or (isinstance(keep, str) and keep[:1].isdigit()):
             return _small(named, keep, self.dtype or dtype)
-        return _below(model, [keep] if isinstance(keep, (str, nn.Module)) else list(keep))
+        if isinstance(keep, (str, nn.Module)) or not isinstance(keep, Iterable):
+            return _below(model, [keep])
+        return _below(model, list(keep))
 
 
 def _small(named: list[tuple[str, nn.Parameter]], size: int | str, dtype: torch.dtype) -> frozenset[int]:
@@ -70,7 +73,7 @@ def _small(named: list[tuple[str, nn.Parameter]], size: int | str, dtype: torch.
     return found
 
 
-def _below(model: nn.Module, wishes: list[nn.Module | str]) -> frozenset[int]:
+def _below(model: nn.Module, wishes: list[Any]) -> frozenset[int]:
     """The parameters of these modules, or of the modules of these classes."""
     modules = list(model.modules())
     classes = {type(module).__name__ for module in modules}
