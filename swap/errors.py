@@ -32,8 +32,9 @@ _ADVICE = {
     errno_names.ETIMEDOUT: "the device shows no progress: see the kernel log",
     errno_names.EMFILE: "too many open files: raise `ulimit -n`",
     errno_names.EAGAIN: "the system is short of threads or memory: see `ulimit -u`, or the container's limit",
-    errno_names.EINVAL: "buffer, offset and length must be multiples of the device's block size",
+    errno_names.EINVAL: "this file system cannot do that: choose a directory on another one",
 }
+_UNALIGNED = "buffer, offset and length must be multiples of the device's block size"  # EINVAL of a transfer
 
 
 class SwapError(Exception):
@@ -65,7 +66,8 @@ class SwapIOError(SwapError, OSError):
         extent = f" of {length} bytes at offset {offset}" if length else ""
         found = detail if detail is not None else os.strerror(errno)
         code = errno_names.errorcode.get(errno, str(errno))
-        advice = f"; {_ADVICE[errno]}" if errno in _ADVICE and detail is None else ""
+        known = _UNALIGNED if length and errno == errno_names.EINVAL else _ADVICE.get(errno)
+        advice = f"; {known}" if known and detail is None else ""
         self.message = f"{operation}{extent} in {self.path!r} failed: {found} [{code}]{advice}"
         super().__init__(errno, self.message)
 

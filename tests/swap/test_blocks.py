@@ -1,5 +1,6 @@
 """Alignment arithmetic, splitting, buffers."""
 
+import errno
 import mmap
 import pickle
 
@@ -100,6 +101,12 @@ def test_an_io_error_survives_pickling_and_is_an_oserror() -> None:
         assert (found.operation, found.path, found.offset, found.length, found.errno) == ("read", "/a/b", 4096, 8192, 5)
         assert "read of 8192 bytes at offset 4096 in '/a/b'" in str(found)
         assert "EIO" in str(found)
+
+
+def test_advice_for_a_call_that_moves_no_bytes_does_not_speak_of_a_buffer() -> None:
+    assert "choose a directory on another" in str(swap.SwapIOError("sync", "/proc", errno=errno.EINVAL))
+    unaligned = swap.SwapIOError("read", "/a/b", offset=1, length=8192, errno=errno.EINVAL)
+    assert "must be multiples of the device's block size" in str(unaligned)
 
 
 @pytest.mark.parametrize(
