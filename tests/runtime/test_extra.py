@@ -82,7 +82,7 @@ def test_arrays_and_numbers_of_numpy() -> None:
     [
         ({"a": [object()]}, r"extra\['a'\]\[0\]"),
         ({(1, 2): 3}, "keys"),
-        ({"m": torch.empty(2, device="meta")}, "dense tensor"),
+        ({"m": torch.empty(2, device="meta")}, "dense tensor with values, found one of torch.float32 on meta"),
         ({"s": torch.eye(2).to_sparse()}, "dense tensor"),
         ({"o": np.array([object()])}, "numbers"),
         ({"b": bytes(LARGEST + 1)}, "file of its own"),

@@ -62,7 +62,7 @@ def parse_link(device: str) -> Link | None:
 def _bytes_per_second(text: str) -> float:
     if not text.endswith("/s"):
         raise ConfigError(f"device: expected a bandwidth like '12GB/s', found {text!r}")
-    speed = parse_bytes(text.removesuffix("/s"))
+    speed = parse_bytes(text.removesuffix("/s"), "device: ")
     if speed < 1:
         raise ConfigError(f"device: expected a byte per second or more, found {text!r}")
     return float(speed)

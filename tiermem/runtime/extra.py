@@ -90,7 +90,8 @@ def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
     if registry.find(value) is not None:  # its values are elsewhere: a placeholder would be kept
         raise ConfigError(f"{what}: an offloaded parameter, which every commit holds anyway")
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise ConfigError(f"{what}: expected a dense tensor with values, found one on {value.device}, {value.layout}")
+        kind = f"{value.dtype} on {value.device}, {value.layout}"
+        raise ConfigError(f"{what}: expected a dense tensor with values, found one of {kind}")
     whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = bytes_of(whole).tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
