@@ -26,7 +26,7 @@ from tiermem.zero3.engine import outside_inference, unwatched, viewers
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.layout import Slot, UnitLayout, slot_of, typed_views
 from tiermem.zero3.looks import FirstLooks, written_through
-from tiermem.zero3.placeholder import Placeholders, converted
+from tiermem.zero3.placeholder import Placeholders, converted, reshaped
 from tiermem.zero3.replaced import part, replaced, take_in
 from tiermem.zero3.sources import HeldUnit, UnitSource
 
@@ -317,6 +317,10 @@ class Gatherer:
             for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
                 if parameter.dtype != slot.dtype:
                     self._refuse_converted(slot, parameter.dtype)
+                found = parameter.shape
+                if found != slot.shape:
+                    self.put_placeholders(state.layout.unit)
+                    raise TiermemError(reshaped(slot.names[0], found, slot.shape))
                 if not self._placeholders.owns(parameter):
                     self.put_placeholders(state.layout.unit)
                     raise TiermemError(

@@ -114,3 +114,12 @@ def converted(name: str, found: torch.dtype, kept: torch.dtype) -> TiermemError:
         f"as {kept}. That is undone for the parameters, not for buffers: choose Config(param_dtype=...), or keep_dtype "
         "for what is kept, and convert what else there is before offload"
     )
+
+
+def reshaped(name: str, found: torch.Size, kept: tuple[int, ...]) -> str:
+    """What is said of a parameter that was given values of another shape."""
+    return (
+        f"parameter {name} was given values of shape {tuple(found)}, expected {tuple(kept)}. They are dropped: shapes "
+        "stay what they were. Change them (as resize_token_embeddings does) before tiermem.offload, or behind "
+        "runtime.close(restore_model=True), and offload the model then"
+    )

@@ -14,6 +14,7 @@ from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.layout import Slot, slot_view
+from tiermem.zero3.placeholder import reshaped
 
 
 def replaced(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> str | None:
@@ -40,10 +41,13 @@ def take_in(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Seque
         if _is_in_place(parameter, slot, start):
             continue
         view, values = slot_view(base, slot), parameter.data
-        if values.shape != view.shape or values.dtype != view.dtype:
+        if values.shape != view.shape:
+            wrong = wrong or reshaped(slot.names[0], values.shape, slot.shape)
+            continue
+        if values.dtype != view.dtype:
             wrong = wrong or (
-                f"parameter {slot.names[0]} was given values of shape {tuple(values.shape)} and {values.dtype} "
-                f"inside `gathered(write=True)`; expected {tuple(view.shape)} and {view.dtype}. They are dropped"
+                f"parameter {slot.names[0]} was given values of {values.dtype} inside `gathered(write=True)`; expected "
+                f"{view.dtype}. They are dropped: convert them"
             )
             continue
         view.copy_(values)
