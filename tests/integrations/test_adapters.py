@@ -12,6 +12,7 @@ import transformers
 from doubles_trainer import Trained, arguments, check, data, llama, runtime_for, trained
 from torch import nn
 
+import swap
 from tiermem import ConfigError, ResumeError
 from tiermem.integrations.adapters import AdapterTrainer
 from tiermem.integrations.trainer import Trainer
@@ -83,6 +84,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         trainer = AdapterTrainer(model, args, train_dataset=data(), runtime=runtime)
         (tmp_path / "none").mkdir()
         with pytest.raises(ResumeError, match=r"expected adapter_model.safetensors"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "none"))
+        (tmp_path / "none" / "adapter_model.safetensors").write_bytes(b"cut short")
+        with pytest.raises(swap.FormatError, match=r"adapter_model\.safetensors' to be a whole safetensors file"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "none"))
         AdapterTrainer(model, args, runtime=runtime).save_model(str(tmp_path / "saved"))
         with runtime_for(tmp_path / "other") as other:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
 from tiermem.integrations.refusals import refuse_arguments, refuse_trained_pages
 from tiermem.runtime import Runtime
@@ -55,9 +56,13 @@ class AdapterTrainer(transformers.Trainer):
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def _load_adapters(self, folder: Path) -> None:
-        """Raises ResumeError if the folder does not hold exactly what is trained, before anything is changed."""
+        """Raises ResumeError if the folder does not hold exactly what is trained, before anything is changed.
+
+        And swap.FormatError if its file is damaged.
+        """
         if not (folder / _FILE).is_file():
             raise ResumeError(f"expected {_FILE} in {str(folder)!r}, found none; pass a checkpoint of this Trainer")
+        open_tensors(folder / _FILE)  # which says what is damaged
         saved = load_file(folder / _FILE)
         # peft leaves the adapter's own name out of the file's.
         model: Any = self.model
