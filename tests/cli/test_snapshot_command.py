@@ -16,6 +16,7 @@ import tiermem
 from tiermem.cli.main import run
 
 SHAPE = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+EXTRA = {"note": "two", "losses": [None]}  # which were NaN: JSON has no word for it
 TOKENS = torch.arange(24).reshape(2, 12) % 64
 
 
@@ -24,7 +25,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> 
     capsys.readouterr()
     assert run(["snapshot", *map(str, arguments), "--json"]) == code
     said = capsys.readouterr()
-    return json.loads(said.out) if said.out else said.err
+    return json.loads(said.out, parse_constant=pytest.fail) if said.out else said.err
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for _ in range(2):
             model(input_ids=TOKENS, labels=TOKENS).loss.backward()
             optimizer.step()
-        runtime.commit({"note": "two"}).wait()
-        runtime.snapshot(folder / "copy", {"note": "two"}).wait()
+        runtime.commit({"note": "two", "losses": [float("nan")]}).wait()
+        runtime.snapshot(folder / "copy", {"note": "two", "losses": [float("nan")]}).wait()
         with torch.no_grad():
             logits = model.eval()(input_ids=TOKENS).logits
     return folder, directories, logits
@@ -58,7 +59,7 @@ def test_listing_and_verifying(capsys: pytest.CaptureFixture[str], trained: Any)
         snapshot = call(capsys, command, folder / "copy")
         assert (commit["kind"], snapshot["kind"]) == ("commit", "snapshot")
         for report in (commit, snapshot):
-            assert (report["step"], report["extra"], report["param_dtype"]) == (2, {"note": "two"}, "bfloat16")
+            assert (report["step"], report["extra"], report["param_dtype"]) == (2, EXTRA, "bfloat16")
             assert (report["parameters"], report["tensors"]) == (numel, 28)
             assert (report["verified"], report["damaged"]) == (command == "verify", [])
     assert (snapshot["world_size"], snapshot["files"]) == (1, 1)

@@ -7,9 +7,10 @@ Guarantees one JSON object on stdout with `--json`, and exit code 1 for damage.
 from __future__ import annotations
 
 import json as json_module
+import math
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -70,6 +71,15 @@ def reshard_command(
 def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
     """Print a report."""
     if json:
-        sys.stdout.write(json_module.dumps(asdict(report)) + "\n")
+        sys.stdout.write(json_module.dumps(_finite(asdict(report)), allow_nan=False) + "\n")
     else:
         terminal().print(report.to_table())
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that are not finite, as a caller's `extra` may have them: JSON holds none."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
