@@ -17,6 +17,7 @@ from types import FrameType
 
 from swap.bench.leftovers import remove_leftovers
 from swap.bench.plan import Order, make_plan
+from swap.bench.report import BenchReport
 from swap.bench.sweep import run_bench
 from swap.blocks import align_down
 from swap.errors import SwapError
@@ -35,22 +36,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(
             f"about {plan.estimate_seconds():.0f} seconds, {plan.write_nbytes / 1e9:.1f} GB to be laid out\n"
         )
-        report = run_bench(plan, lambda what, _: print_line(what))
+        _show(run_bench(plan, lambda what, _: print_line(what)), json_object=options.json)
     except ValueError as error:
         return _fail(str(error), _WRONG_USAGE)
     except (SwapError, OSError) as error:
         return _fail(str(error), _FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
-    if options.json:
-        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
-        return 0
-    rows = report.to_rows()
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        sys.stdout.write("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "\n")
-    sys.stdout.write("\n".join(report.to_lines()) + "\n")
     return 0
+
+
+def _show(report: BenchReport, *, json_object: bool) -> None:
+    """Print it on stdout, now: a disk that is full is an error of this program, not of the interpreter's end."""
+    if json_object:
+        text = json.dumps(report.to_dict())
+    else:
+        rows = report.to_rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        text = "\n".join([*table, *report.to_lines()])
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def print_line(what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -375,6 +376,21 @@ def test_only_what_nobody_holds_and_is_ours_is_removed(tmp_path: Path) -> None:
     assert remove_leftovers([tmp_path, tmp_path / "none"]) == [str(tmp_path / "tiermem-bench-10-0123abcd")]
     assert {path.name for path in tmp_path.iterdir()} == kept
     held.close(remove=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_report_that_cannot_be_written_is_an_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: list[str]
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", open(full, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+        assert main([str(tmp_path), "--mebibytes", "8", "--seconds", "0.05", "--quick", *form]) == 1
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # writes what is left
+    os.close(full)
+    assert capsys.readouterr().err.splitlines()[-1] == "swap.bench: [Errno 28] No space left on device"
 
 
 def test_the_module_alone_reports_and_refuses_in_one_line(tmp_path: Path) -> None:
