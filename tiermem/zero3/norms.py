@@ -42,7 +42,9 @@ def gradient_norm(flat: torch.Tensor, squares: float | None = None) -> torch.Ten
     else:
         norm = _norm_of_halves(flat)
     if math.isinf(norm):  # of a number: two operations of torch's less
-        norm = _vector_norm(flat, torch.float64).to(norm.dtype)
+        exact = _vector_norm(flat, torch.float64)
+        largest = math.inf if math.isinf(exact) else torch.finfo(norm.dtype).max
+        norm = exact.clamp(max=largest).to(norm.dtype)
     return norm
 
 
