@@ -11,21 +11,26 @@ import threading
 
 import pytest
 import torch
-from doubles_combinations import pairs_of
+from doubles_combinations import half_of, pairs_of
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
 from doubles_together import leased_pages
-from doubles_training import budget_for, config_for
+from doubles_training import UPDATES, budget_for, config_for
 from torch import nn
 
 import tiermem
+from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.speculation import Speculation
+from tiermem.optim.updater import Updater
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Kind
 from tiermem.runtime import commits, snapshots
+from tiermem.runtime.ledger import GradientLedger
 from tiermem.zero3 import gather, handles
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.handles import SavedTensorHooks
+from tiermem.zero3.order import OrderRecorder
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.sources import Leased
@@ -45,6 +50,17 @@ class Once:
         if self.left == 0:
             raise KeyboardInterrupt
         return self.function(*args, **kwargs)
+
+
+class OnceBehind(Once):
+    """The same, and it is interrupted when it has done everything."""
+
+    def __call__(self, *args, **kwargs):
+        done = self.function(*args, **kwargs)
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return done
 
 
 def begin(tmp_path, update="forward", budget="tight"):
@@ -272,6 +288,63 @@ def test_an_update_that_was_queued_when_the_interrupt_came_is_done_once(budget, 
             its.step()
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
+
+
+COUNTING = {
+    "asking": (UpdateCoordinator, "start_unit"),
+    "counting": (tiermem.AdamW, "count"),
+    "claiming": (GradientLedger, "claimed"),
+    "queueing": (Updater, "start"),
+    "keeping": (Speculation, "keep"),
+    "ending the step": (OrderRecorder, "finish"),
+}
+
+
+@pytest.mark.parametrize(("where", "update"), half_of(COUNTING, UPDATES))
+@pytest.mark.filterwarnings("ignore:zero_grad\\(\\) between backward and step:RuntimeWarning")
+def test_a_step_is_counted_where_moments_are_of_it(where, update, tmp_path, monkeypatch):
+    """An update was counted, and lost: from then on its moments were taken for those of another step."""
+    model, plain, runtime = begin(tmp_path, update, "tight" if update in ("backward", "auto") else "generous")
+    with runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+
+        def expect():
+            entries = [copy.deepcopy(other.state[values]) for values in plain.parameters()]
+            return [(values.detach().clone(), entry) for values, entry in zip(plain.parameters(), entries, strict=True)]
+
+        def step(net, its):
+            net(batch()).square().mean().backward()
+            its.step()
+            its.zero_grad()
+
+        for _ in range(2):
+            step(model, optimizer), step(plain, other)
+        for number, again in ((1, False), (3, True)):
+            states = {int(other.state[values]["step"]): expect() for values in plain.parameters()}
+            step(plain, other)
+            states |= {int(other.state[values]["step"]): expect() for values in plain.parameters()}
+            owner, name = COUNTING[where]
+            kind, number = (OnceBehind, 1) if where == "ending the step" else (Once, number)
+            once = kind(getattr(owner, name), number)
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(owner, name, lambda *given, once=once: once(*given))
+                step(model, optimizer)
+            if again and once.left <= 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            found = optimizer.full_state_dict()["state"]
+            for place, parameter in enumerate(model.parameters()):
+                values, entry = states[int(found[place]["step"])][place]
+                assert torch.equal(runtime.parameter(parameter), values)
+                assert all(torch.equal(found[place][key], entry[key]) for key in ("exp_avg", "exp_avg_sq"))
+            plain.load_state_dict(
+                {key: runtime.parameter(value) for key, value in model.named_parameters()}, strict=False
+            )
+            other.load_state_dict(optimizer.full_state_dict())
+        step(model, optimizer), step(plain, other)
+        for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.parameter(parameter), values), "a step that changed nothing"
 
 
 class Interrupting:

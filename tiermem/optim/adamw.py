@@ -215,10 +215,10 @@ class AdamW(torch.optim.Optimizer):
             settings[index] = Settings(*found, step=self._steps.get(index, 0) + 1)
         return settings
 
-    def count(self, parameters: Iterable[int]) -> None:
-        """For the runtime: these parameters have been updated, or will be, once more."""
-        for index in parameters:
-            self._steps[index] = self._steps.get(index, 0) + 1
+    def count(self, settings: Mapping[int, Settings]) -> None:
+        """For the runtime: these parameters have been updated, or will be, with these settings; said twice, once."""
+        for index, used in settings.items():
+            self._steps[index] = used.step
 
     def steps_of(self, parameter: torch.Tensor) -> int:
         """How many updates a parameter has had (or has queued). Raises KeyError for one that it does not have."""

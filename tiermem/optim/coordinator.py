@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Mapping, MutableMapping, MutableSet, Sequence
+from functools import partial
 
 import torch
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.optim.claims import Claim
 from tiermem.optim.hyperparameters import norm_to_clip_by
 from tiermem.optim.late import LateNorms
 from tiermem.optim.scales import Scales
@@ -98,6 +100,7 @@ class UpdateCoordinator:
                 "can update: step that one, and make optimizers for parts of a model with parameters of their own. To "
                 "change settings or add parameters use param_groups and add_param_group"
             )
+        self._speculation.finish()
         self._queue.raise_failed()  # before anything is claimed for a step that makes no sense any more
         if unscale != 1.0 and (self.spent or (self._schedule.early and self._for_good)):
             raise ConfigError(
@@ -147,6 +150,7 @@ class UpdateCoordinator:
         Raises `ConfigError` if gradients have been used up, which happens in "backward" before the first such call, or
         if they were clipped before and have grown since.
         """
+        self._speculation.finish()
         if asked:
             self._calling.add(source)
         if self.spent:
@@ -163,6 +167,7 @@ class UpdateCoordinator:
 
         Those that were for good stay. If it was `asked` for that, as it may be again, the next ones are not for good.
         """
+        self._speculation.finish()
         spent = self.spent
         if spent and asked:
             self._calling.add(source)
@@ -181,6 +186,7 @@ class UpdateCoordinator:
 
     def wait_updates(self) -> None:
         """Wait for everything queued. Raises the error of an update that failed."""
+        self._speculation.finish()
         self._queue.wait_all()
 
     # What the gather scheduler reports.
@@ -191,6 +197,7 @@ class UpdateCoordinator:
         Before the step a unit is used with the values it has had so far: what was updated early is undone, unless that
         was for good.
         """
+        self._speculation.finish()
         if self._speculation.holds(unit):
             self._speculation.take_back(redone=True)
         if self._queue.pending(unit):
@@ -220,6 +227,7 @@ class UpdateCoordinator:
 
         Raises TiermemError where that was for good.
         """
+        self._speculation.finish()
         if self.spent:
             raise TiermemError(
                 "parameters are to be changed, or given to another optimizer, between backward and step, but "
@@ -235,15 +243,14 @@ class UpdateCoordinator:
         mine = [p for p in present if self._source_of.get(p) is source]
         by_scale: dict[float, list[int]] = {}
         for parameter in mine:
-            by_scale.setdefault(self._scales.pop(parameter), []).append(parameter)
+            by_scale.setdefault(self._scales.of(parameter), []).append(parameter)
         left = len(present)
         for scale, parameters in by_scale.items():
             left -= len(parameters)
             settings = source.settings(parameters)
             update = _update(self._units[unit], settings, scale=scale, last=left == 0)
-            source.count(parameters)
-            self._gradients.claimed(unit, parameters)
-            self._queue.start(update)
+            behind = partial(self._scales.forget, parameters)
+            self._speculation.claims.make(Claim(source, unit, settings, update, behind))
 
     def start_early(self, unit: int) -> bool:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.

@@ -85,10 +85,9 @@ class Scales:
         """Whether something was said of any of these gradients, be it 1."""
         return not self._factors.keys().isdisjoint(parameters)
 
-    def pop(self, parameter: int) -> float:
-        """The factor of a gradient, which is forgotten."""
-        self._clipped.pop(parameter, None)
-        return self._factors.pop(parameter, 1.0)
+    def of(self, parameter: int) -> float:
+        """The factor of a gradient."""
+        return self._factors.get(parameter, 1.0)
 
     def forget(self, parameters: Collection[int]) -> None:
         """Nothing was said of these gradients."""

@@ -44,8 +44,8 @@ class SettingsSource(Protocol):
     def settings(self, parameters: Iterable[int]) -> Mapping[int, Settings]:
         """Settings of these parameters as they are now, for their next update; counts nothing."""
 
-    def count(self, parameters: Iterable[int]) -> None:
-        """These parameters have been updated once more."""
+    def count(self, settings: Mapping[int, Settings]) -> None:
+        """These parameters have been updated with these settings, whose `step` is their count from now on."""
 
     def step_counts(self) -> Mapping[int, int]:
         """How many updates each parameter has had, or has queued."""

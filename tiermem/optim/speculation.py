@@ -12,9 +12,10 @@ under no protection, and cost what they would cost after the step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tiermem.optim.claims import Claim, Claims
 from tiermem.optim.service import GradientBook, SettingsSource, Undo, UpdateQueue
 from tiermem.optim.updates import Protector, Settings, UnitUpdate
 from tiermem.stats import Counters
@@ -41,6 +42,8 @@ class Speculation:
         self._gradients = gradients
         self._undo = undo
         self._counters = counters
+        self.claims = Claims(queue, gradients)
+        """The way to the queue for what is for good, and what an interrupt has left on it."""
         self._protection: Protector | None = None
         self._shares: list[_Share] = []
         self._units: set[int] = set()  # of the shares
@@ -73,16 +76,14 @@ class Speculation:
 
         `settings`: those of all these parameters, whether anything of them is in `update` or not.
         """
-        parameters = list(settings)
         if self._protection is None:
-            source.count(parameters)
             self._spent.update(settings)
-            self._gradients.claimed(update.unit, parameters)
-        else:
-            update = replace(update, protection=self._protection)
-            self._shares.append(_Share(source, update, settings))
-            self._units.add(update.unit)
-            self._gradients.borrowed(update.unit, parameters)
+            self.claims.make(Claim(source, update.unit, settings, update))
+            return
+        update = replace(update, protection=self._protection)
+        self._shares.append(_Share(source, update, settings))
+        self._units.add(update.unit)
+        self._gradients.borrowed(update.unit, list(settings))
         self._queue.start(update)
 
     def give_up(self) -> None:
@@ -124,15 +125,17 @@ class Speculation:
 
     def keep(self, source: SettingsSource) -> None:
         """The share of `source` counts; once that holds for everybody concerned, nothing can be taken back."""
-        for share in self._shares:
-            if share.source is source and source not in self._kept:
-                self._gradients.claimed(share.update.unit, list(share.settings))
-                source.count(share.settings)
-        self._kept.add(source)
-        self._confirm_kept()
+        shares = [share for share in self._shares if share.source is source and source not in self._kept]
+        left = tuple(Claim(source, share.update.unit, share.settings) for share in shares)
+        kept, claims = self._kept | {source}, self.claims
+        # At once, as in `_close`: the rest is done by whoever comes next, should an interrupt come.
+        self._kept, claims.left = kept, left
+        self.finish()
 
-    def _confirm_kept(self) -> None:
-        if self._protection is not None and all(share.source in self._kept for share in self._shares):
+    def finish(self) -> None:
+        """Do what an interrupt has left undone of what counts."""
+        self.claims.finish()
+        if self._protection is not None and self._shares and self._kept >= {share.source for share in self._shares}:
             self._protection.confirm()
             self._counters.count(speculated=1, confirmed=1)
             self._close()
@@ -143,8 +146,7 @@ class Speculation:
         `redone`: for the statistics, whether the rest is going to be updated in this step again.
         Raises TiermemError, and changes nothing, if somebody keeps a view of parameters concerned.
         """
-        if self._shares:
-            self._confirm_kept()  # an interrupt came before that
+        self.finish()
         if self._protection is None:
             return
         self._gradients.require_free({share.update.unit for share in self._shares})
@@ -155,16 +157,22 @@ class Speculation:
         undone = [share for share in shares if share.source not in kept]
         wanted = {share.update.unit for share in undone}
         self._gradients.given_back(wanted, [parameter for share in undone for parameter in share.settings])
-        self._close()  # from here on it is not done again, should an interrupt come
+        again = []
         for share in sorted(shares, key=lambda share: share.update.unit):
-            update = share.update
             if share.source in kept:
-                last = update.discard_gradients and update.unit not in wanted
-                self._queue.start(replace(update, protection=None, discard_gradients=last))
+                update, unit = share.update, share.update.unit
+                last = update.discard_gradients and unit not in wanted
+                update = replace(update, protection=None, discard_gradients=last)
+                again.append(Claim(share.source, unit, {}, update))  # it counts already
+        self._close(again)  # from here on it is not done again, should an interrupt come
+        self.claims.finish()
         self._counters.count(speculated=1, redone=redone)
 
-    def _close(self) -> None:
-        self._protection = None
-        self._shares = []
-        self._units = set()
-        self._kept = set()
+    def _close(self, left: Sequence[Claim] = ()) -> None:
+        """Nothing can be taken back any more; `left` is to be done."""
+        shares: list[_Share] = []
+        units: set[int] = set()
+        kept: set[SettingsSource] = set()
+        claims, rest = self.claims, tuple(left)
+        # All of it or nothing: an interrupt comes where something is called, so nothing is called in between.
+        self._protection, self._shares, self._units, self._kept, claims.left = None, shares, units, kept, rest

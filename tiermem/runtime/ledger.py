@@ -155,6 +155,7 @@ class GradientLedger:
         Where nothing was computed since the last step ended, another optimizer's call has ended it: both are one step.
         """
         if self.scheduler.order.position == 0:
+            self._claimed.clear()  # of a step whose end was interrupted just before that
             return False
         if any(number in owned for number in self.unclaimed()):
             self.scheduler.forget(sorted(self._claimed), updated=True)

@@ -86,12 +86,14 @@ class LazyQueue:
         self.prepare = queue.prepare
 
     def start(self, update: UnitUpdate) -> None:
-        """Keep the update until somebody waits for its unit."""
-        self._kept.setdefault(update.unit, []).append(update)
+        """Keep the update until somebody waits for its unit. Said again, by who was interrupted, it is kept once."""
+        kept = self._kept.get(update.unit, [])
+        if all(update is not each for each in kept):
+            self._kept[update.unit] = [*kept, update]
 
     def wait(self, unit: int) -> None:
         """Carry out the unit's updates. Raises the error of one that failed, or that could not begin: it is kept."""
-        kept = self._kept.pop(unit, [])
+        kept = self._kept.get(unit, [])  # not taken out before they are queued: an interrupt may come in between
         while kept:
             try:
                 self._let_go()
@@ -100,6 +102,7 @@ class LazyQueue:
                 self._kept = {unit: kept, **self._kept}
                 raise
             del kept[0]
+        self._kept.pop(unit, None)
         self._queue.wait(unit)
 
     def wait_all(self) -> None:
