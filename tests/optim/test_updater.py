@@ -141,6 +141,23 @@ def test_gradients_wanted_by_another_stay(pager: FakePager) -> None:
     assert all(pager.is_written(PageKey(0, Kind.GRAD, k)) for k in range(3))
 
 
+def test_what_is_queued_behind_an_update_that_runs_is_announced_at_once_and_said_twice_is_done_once(
+    pager: FakePager,
+) -> None:
+    units = make_units(pager, 3)
+    pager.gate.clear()
+    updater = Updater(pager, units)
+    updater.start(whole(units[0]))
+    assert _eventually(lambda: touched(pager) == [0])
+    for unit in (1, 2):
+        update = whole(units[unit])
+        updater.start(update), updater.start(update)
+    assert [group[0].unit for group in pager.agenda] == [0, 1, 2]
+    pager.gate.set()
+    updater.wait_all()
+    assert touched(pager) == [0, 1, 2]
+
+
 def test_hurry_moves_a_queued_unit_to_the_front(pager: FakePager) -> None:
     units = make_units(pager, 4)
     pager.gate.clear()
@@ -394,6 +411,8 @@ def test_a_float16_tile_has_all_its_masters_those_that_fewer_bits_could_hold_too
     store, values = StateStore(pager, {0: state}), (torch.full((500,), 2.0**-40), torch.randn(500))
     for parameter, value in enumerate(values):
         write_parameter(pager, state, parameter, value.half())
+    for parameter, value in enumerate(values):
         store.store_master(0, parameter, value)
+        assert all(store.read_master(0, other).isnan().all() for other in range(parameter + 1, 2)), "not stored yet"
     for parameter, value in enumerate(values):
         assert torch.equal(store.read_master(0, parameter), value)
