@@ -673,7 +673,7 @@ def test_a_state_dict_carries_steps_and_groups(harness: Harness) -> None:
 
 
 def test_a_state_dict_without_states_leaves_counts_beside_their_moments(harness: Harness) -> None:
-    """As one saved before the first step has none, and one of settings alone: the numbers go on as they were."""
+    """As one saved before the first step has none, and one of settings alone: it warns, and goes on as it was."""
     ours, torchs = AdamW(harness.faces, lr=5.0), torch.optim.AdamW(harness.plain, lr=0.01, fused=True)
     fresh = torch.optim.AdamW(harness.plain, lr=0.01).state_dict()
     assert not fresh["state"]
@@ -681,9 +681,11 @@ def test_a_state_dict_without_states_leaves_counts_beside_their_moments(harness:
     for step in range(4):
         harness.backward(step)
         if step == 2:
-            ours.load_state_dict(fresh)
+            with pytest.warns(RuntimeWarning, match="no moments of 6 parameters .*their moments stay"):
+                ours.load_state_dict(fresh)
         if step == 3:
-            ours.load_state_dict({**fresh, "state": {1: {"step": 3}}})
+            with pytest.warns(RuntimeWarning, match="no moments of 5 parameters"):
+                ours.load_state_dict({**fresh, "state": {1: {"step": 3}}})
         ours.step()
         torchs.step()
     assert [ours.steps_of(face) for face in harness.faces] == [4] * 6

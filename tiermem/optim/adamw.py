@@ -261,7 +261,7 @@ class AdamW(torch.optim.Optimizer):
         With a state of torch's AdamW a run that was begun in plain PyTorch goes on; give the model its weights before
         it is offloaded. Moments of any floating dtype are taken one after the other, so they may be of a file that is
         mapped (`torch.load(path, mmap=True)`); on several ranks each loads the same. A parameter without a state in it
-        keeps its count, as its moments are pages and stay; a count without moments that is another warns.
+        keeps its count, as its moments are pages and stay. Where that makes a difference it warns.
 
         Raises `ConfigError` for a state or groups of another optimizer or another model, or without numbers, and
         `TiermemError` between backward and step; nothing is changed then.
@@ -275,15 +275,16 @@ class AdamW(torch.optim.Optimizer):
         store()
         # The counts of the others stay: moments beside a count of 0 would be scaled up as if they were of one step.
         found = {self._index_of[parameter]: entry["step"] for parameter, entry in loaded.items()}
-        alone = {self._index_of[parameter] for parameter, entry in loaded.items() if entry["alone"]}
-        others = [number for number in alone if found[number] != self._steps.get(number, 0)]
+        whole = {self._index_of[parameter] for parameter, entry in loaded.items() if not entry["alone"]}
+        rest = [number for number in self._index_of.values() if number not in whole]
+        others = sum(found.get(number, 0) != self._steps.get(number, 0) for number in rest)
         self._steps.update(found)
         if others:
             warnings.warn(
-                f"this state has step counts without moments, as state_dict() gives them; of {len(others)} parameters "
-                "the moments here have had another number of updates (none, in a new run), so what follows will not be "
-                "what the run that saved it did. Save optimizer.full_state_dict(), or resume from a commit or a "
-                "snapshot",
+                f"this state has no moments of {others} parameters that have had another number of updates here than "
+                "it says (none, if it leaves them out): their moments stay, so what follows will not be what the run "
+                "that saved it did. Save optimizer.full_state_dict() behind a step, or resume from a commit or a "
+                "snapshot; to begin anew, offload the model again",
                 RuntimeWarning,
                 stacklevel=2,
             )
