@@ -703,6 +703,10 @@ def test_states_of_other_optimizers_are_refused_and_change_nothing(harness: Harn
         saved["param_groups"][0] = {**saved["param_groups"][0], "weight_decay": 0.5, name: value}
         with pytest.raises(ConfigError, match="expected"):
             ours.load_state_dict(saved)
+    (group,) = ours.state_dict()["param_groups"]
+    for damaged in (None, {**group, "params": None}, {**group, "params": [[0]]}):
+        with pytest.raises(ConfigError, match="of this state: expected"):
+            ours.load_state_dict({"state": {}, "param_groups": [damaged]})
     assert (ours.param_groups[0]["lr"], ours.param_groups[0]["weight_decay"]) == (0.01, 0.01)
 
 

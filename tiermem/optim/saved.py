@@ -6,7 +6,7 @@ number stands for. Guarantees that what is refused is named, so that it can be r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +43,16 @@ def check_state_dict(state_dict: Any, sizes: Sequence[int]) -> dict[int, int]:
     return {number: _count(number, entry["step"]) for number, entry in states.items() if "step" in entry}
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
+def _check_group(group: Any) -> None:
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"a parameter group of this state: expected a dictionary, found {type(group).__name__}")
     check_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
     if missing := sorted((SETTINGS | {"params"}) - group.keys()):
         raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
+    if not isinstance(group["params"], (list, tuple)) or not all(
+        isinstance(number, Hashable) for number in group["params"]
+    ):
+        raise ConfigError(f"params of a parameter group of this state: expected numbers, found {group['params']!r:.60}")
     numbers_of(group)  # not their range: a cosine may end a rounding below 0
     if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
         raise ConfigError("this is the state of Adam, which decays weights by way of their gradients, not AdamW's")
