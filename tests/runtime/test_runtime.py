@@ -36,6 +36,7 @@ from swap.syscalls import SystemCalls
 from tiermem.errors import CopyError, InvariantError
 from tiermem.memory.arena import LiveFrames
 from tiermem.runtime.storage import close_all
+from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.placeholder import is_placeholder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -460,6 +461,54 @@ def test_restoring_behind_a_close_that_gave_the_values_up_is_an_error(tmp_path):
         runtime.close(restore_model=True)
         runtime.close(restore_model=True)  # it did the first time
         assert torch.isfinite(runtime.model.shift).all()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_restoring_that_fails_closes_nothing_and_can_be_done_again(error, tmp_path, monkeypatch):
+    """The files were gone then, and with them the values of the whole model."""
+    both = Both(Stack, tmp_path, "step")
+    both.step(tokens_batch, 2)
+    gather, asked = Gatherer.gather, []
+
+    def fail(gatherer, unit, **options):
+        asked.append(unit)
+        if len(asked) == 3:
+            raise error
+        return gather(gatherer, unit, **options)
+
+    monkeypatch.setattr(Gatherer, "gather", fail)
+    with pytest.raises(error):
+        both.runtime.close(restore_model=True)
+    both.step(tokens_batch)
+    both.runtime.close(restore_model=True)
+    for left, right in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_an_interrupt_while_values_are_given_back_keeps_none_of_them(tmp_path, monkeypatch):
+    both = Both(Stack, tmp_path, "step")
+    both.step(tokens_batch, 2)
+    face = tiermem.runtime.face
+    monkeypatch.setattr(face, "give", Interrupted(face.give))
+    with pytest.raises(KeyboardInterrupt):
+        both.runtime.close(restore_model=True)
+    for left, right in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+class Interrupted:
+    """Gives one value, and is interrupted; what is left another time."""
+
+    def __init__(self, give):
+        self.give, self.calls = give, 0
+
+    def __call__(self, values):
+        self.calls += 1
+        if self.calls == 1:
+            last = [values.pop()]
+            self.give(last)
+            raise KeyboardInterrupt
+        self.give(values)
 
 
 def test_settle_waits_for_all_updates(tmp_path):

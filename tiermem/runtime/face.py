@@ -41,7 +41,7 @@ from tiermem.zero3.activations import ActivationStore
 from tiermem.zero3.conductor import Act
 from tiermem.zero3.guards import ModelGuards, refuse_placeholders
 from tiermem.zero3.layout import Slot
-from tiermem.zero3.lend import lend, restore
+from tiermem.zero3.lend import copies, give, lend
 
 
 class Runtime(Closing):
@@ -317,10 +317,11 @@ class Runtime(Closing):
 
         Args:
             restore_model: give every parameter storage of its own again; ConfigError where an earlier close did not.
+                What is raised before all have their values (an interrupt, too little memory) closes nothing.
             remove: delete the swap files, and what is committed in them. Default: if nothing is; False: never.
 
-        Raises the error of an update or a commit that failed; everything is closed nevertheless. TiermemError inside
-        `gathered`, and closes nothing. Dropped without this, it is closed by Python, late, with a ResourceWarning.
+        Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered`, and
+        closes nothing. Dropped without this, it is closed by Python, late, with a ResourceWarning.
         """
         if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
             if self._closed and restore_model:
@@ -331,17 +332,16 @@ class Runtime(Closing):
                 "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
                 "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
             )
-        house = self._open()
-        try:
-            if restore_model:
-                self.settle()
-                house.scheduler.settle()
-                restore(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
-        finally:
-            self._closed = True
-            self._abandoned.detach()
-            # The guards last: what an interrupted forward had gathered is placeholders only then.
-            close_all([lambda: house.close(remove=remove), self._guards.close])
+        house, values = self._open(), []
+        if restore_model:
+            self.settle()
+            house.scheduler.settle()
+            values = copies(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
+        self._closed = True
+        self._abandoned.detach()
+        # Given twice: an interrupt may end the first. The guards last: what an interrupted forward had gathered is
+        # placeholders only then.
+        close_all([*[lambda: give(values)] * 2, lambda: house.close(remove=remove), self._guards.close])
 
     def _open(self) -> House:
         self._home.check()

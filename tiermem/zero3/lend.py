@@ -76,23 +76,32 @@ def lend(
         yield
 
 
-def restore(
+def copies(
     gatherer: Gatherer,
     layouts: Sequence[UnitLayout],
     parameters: Sequence[nn.Parameter],
     *,
     needed: Callable[[int], None],
-) -> None:
-    """Give every parameter storage of its own again, in host memory, unit by unit; waits.
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Every parameter with a copy of its values in host memory, taken unit by unit; waits, and changes nothing.
 
     Needs the memory of the whole model.
     """
+    found = []
     for layout in layouts:
-        with lend(gatherer, layouts, [layout.unit], needed=needed):
-            with outside_inference():
-                copies = [parameters[slot.parameter].data.to("cpu", copy=True) for slot in layout.slots]
-        for slot, values in zip(layout.slots, copies, strict=True):
-            parameters[slot.parameter].data = values
+        with lend(gatherer, layouts, [layout.unit], needed=needed), outside_inference():
+            for slot in layout.slots:
+                parameter = parameters[slot.parameter]
+                found.append((parameter, parameter.data.to("cpu", copy=True)))
+    return found
+
+
+def give(values: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Make values the parameters' own, and empty the list; what an interrupt has left in it is for another call."""
+    while values:
+        parameter, own = values[-1]
+        parameter.data = own
+        del values[-1]
 
 
 def _refuse_written(layout: UnitLayout, base: torch.Tensor, before: Sequence[int]) -> None:
