@@ -174,4 +174,5 @@ def transformer(
         units.append(UnitWork(f"layer {layer}", numel, numel, unit_flops(numel, tokens, seq=seq, width=width)))
     units.append(UnitWork("head", words, words, unit_flops(words, tokens)))
     order = order_of([(unit, unit > 0) for unit in range(len(units))])
-    return Workload(f"{parameters / 1e9:.3g} B parameters", tuple(units), order, tokens, batches, dtype, moments)
+    size = f"{parameters / 1e12:.3g} T" if parameters >= 1e12 else f"{parameters / 1e9:.3g} B"
+    return Workload(f"{size} parameters", tuple(units), order, tokens, batches, dtype, moments)
