@@ -13,7 +13,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.zero3.deferred import deferred_init
-from tiermem.zero3.lend import restore
+from tiermem.zero3.lend import copies, give
 from tiermem.zero3.materialize import Materializer, plan_layouts
 from tiermem.zero3.placeholder import Placeholders, is_placeholder
 from tiermem.zero3.units import find_units
@@ -272,7 +272,7 @@ def test_model_has_its_values_again_after_restore():
     plain = copy.deepcopy(model)
     sharded = Sharded(model)
     sharded.scheduler.close()
-    restore(sharded.gatherer, sharded.layouts, sharded.parameters, needed=sharded.unit_needed)
+    give(copies(sharded.gatherer, sharded.layouts, sharded.parameters, needed=sharded.unit_needed))
     x = torch.randn(5, 6)
     assert same(model(x).detach(), plain(x).detach())
     assert sharded.leased() == []
