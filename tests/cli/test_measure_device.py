@@ -128,6 +128,7 @@ def test_a_layer_counts_as_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -
     grad = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *given: gradients.extend(grad(*given)))
     monkeypatch.setattr(measure_layer, "median_seconds", once)
+    monkeypatch.setattr(measure_layer, "in_time", lambda dtype, device, shape, seconds: shape)
     rows, seq, width, mlp = 2, 24, 64, 96
     shape = measure_layer.LayerShape(rows=rows, seq=seq, width=width, mlp=mlp)
     found = measure_layer.layer_flops(torch.float32, torch.device("cpu"), 1.0, shape)

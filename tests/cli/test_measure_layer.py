@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.cli import measure, measure_layer
+from tiermem.cli import measure, measure_layer, timing
 from tiermem.cli.machines import load_profile
 from tiermem.cli.measure import with_rates_for
 from tiermem.cli.measure_layer import ANY_LAYER, LayerShape, layer_for, train_layer
@@ -65,6 +65,35 @@ def test_a_gradient_is_that_of_every_weight() -> None:
         assert isinstance(gradients, tuple)
         assert [gradient.dtype for gradient in gradients] == [dtype] * 5
         assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize(("rate", "whole"), [(1e9, False), (1e11, True)])
+def test_a_processor_without_instructions_for_a_dtype_is_timed_on_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, rate: float, whole: bool
+) -> None:
+    """Which would take half a minute otherwise for what others do in a hundredth of a second."""
+    small, large = LayerShape(rows=1, seq=16, width=64, mlp=64), LayerShape(rows=2, seq=512, width=256, mlp=512)
+    timed: list[LayerShape] = []
+
+    def train(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Any:
+        timed.append(shape)
+        return lambda: None
+
+    monkeypatch.setattr(measure_layer, "train_layer", train)
+    monkeypatch.setattr(measure_layer, "seconds_of", lambda _: measure_layer._operations(timed[-1]) / rate)
+    few = LayerShape(rows=1, seq=8, width=256, mlp=512)
+    assert measure_layer.in_time(torch.bfloat16, CPU, large, 0.25) == (large if whole else few)
+    assert measure_layer.in_time(torch.bfloat16, CPU, small, 0.25) == small, "takes no time anyway"
+
+
+def test_what_takes_long_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+    for each, once, more in ((9.0, 2, 1), (0.2, 4, 3), (0.01, 26, 25)):
+        monkeypatch.setattr(timing, "seconds_of", lambda work, each=each: (work(), each)[1])
+        for measured, expected in ((timing.median_seconds, once), (timing.mean_seconds, more)):
+            calls.clear()
+            assert measured(lambda: calls.append(1.0), 0.25) == pytest.approx(each)
+            assert len(calls) == expected
 
 
 def test_a_machine_is_fitted_where_its_processors_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import check_directory, free_together
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
-from tiermem.cli.measure_layer import ANY_LAYER, layer_flops, layer_for, train_layer
+from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, layer_for, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -78,7 +78,8 @@ def measure_machine(
     numel, update = _TILE, _update
     if beside_device:
         numel, update = _LARGE_TILE, functools.partial(_update, beside_device=True)
-    train, renew = train_layer(torch.bfloat16, _CPU, ANY_LAYER), update(torch.bfloat16)
+    shape = in_time(torch.bfloat16, _CPU, ANY_LAYER, seconds)
+    train, renew = train_layer(torch.bfloat16, _CPU, shape), update(torch.bfloat16)
     with nullcontext() if beside_device else _repeating(train):
         drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
     products, updates, copies = {}, {}, {}
@@ -141,7 +142,7 @@ def with_rates_for(machine: Machine, workload: Workload, *, seq: int, seconds: f
 
 def slower_together(dtype: torch.dtype, seconds: float = _SECONDS) -> tuple[float, float]:
     """How much longer computation takes beside the update, and the update beside computation: see `Host`."""
-    return _beside(train_layer(dtype, _CPU, ANY_LAYER), _update(dtype), seconds)
+    return _beside(train_layer(dtype, _CPU, in_time(dtype, _CPU, ANY_LAYER, seconds)), _update(dtype), seconds)
 
 
 def _host_memory(directories: Sequence[Path]) -> int:

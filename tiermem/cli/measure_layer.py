@@ -11,12 +11,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
-from tiermem.cli.timing import median_seconds
+from tiermem.cli.timing import median_seconds, seconds_of
 from tiermem.planner.workload import BACKWARD_SHARE, Workload, unit_flops
 
 # Beyond these a processor's rate hardly changes any more, and one layer would take seconds.
@@ -25,6 +25,11 @@ _STEP = 64  # widths are multiples of it
 _HEAD = 128  # elements of an attention head, about
 _BEYOND_CACHES = 256 << 20
 _MOST_LAYERS = 16
+# Operations a second that a processor stays below which has no instructions for a dtype, as AVX2 alone has none for
+# bfloat16: 0.8e9 to 2e9, on few tokens and many, by one thread and more; float32 on few tokens has 11e9 there.
+_WITHOUT_INSTRUCTIONS = 2.5e9
+_FEW_TOKENS = 8
+_LONG = 8  # times what is to be measured for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +76,25 @@ def layer_flops(dtype: torch.dtype, device: torch.device, seconds: float, shape:
 
     Timed for about `seconds`.
     """
+    shape = in_time(dtype, device, shape, seconds)
     taken = median_seconds(train_layer(dtype, device, shape), seconds)
-    operations = unit_flops(shape.weights, shape.rows * shape.seq, seq=shape.seq, width=shape.width)
-    return (1 + BACKWARD_SHARE) * operations / taken
+    return _operations(shape) / taken
+
+
+def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds: float) -> LayerShape:
+    """The layer on a few of its tokens where a processor lacks instructions for `dtype` and all would take long."""
+    if device.type != "cpu":
+        return shape
+    few = replace(shape, rows=1, seq=min(shape.seq, _FEW_TOKENS))
+    train = train_layer(dtype, device, few)
+    taken = min(seconds_of(train), seconds_of(train))
+    slow = _operations(few) / taken < _WITHOUT_INSTRUCTIONS
+    return few if slow and taken * shape.rows * shape.seq / few.seq > _LONG * seconds else shape
+
+
+def _operations(shape: LayerShape) -> float:
+    tokens = shape.rows * shape.seq
+    return (1 + BACKWARD_SHARE) * unit_flops(shape.weights, tokens, seq=shape.seq, width=shape.width)
 
 
 def train_layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Callable[[], None]:
