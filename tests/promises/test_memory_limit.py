@@ -59,7 +59,7 @@ def test_half_a_billion_parameters_train_in_one_gibibyte(tmp_path: Path) -> None
     # this group. The budget, twice the largest unit, leaves room for what is outside it.
     command = [
         *(sys.executable, "-m", "tiermem", "train", "--model", "llama-537m", "--steps", "2", "--batch", "1"),
-        *("--seq", "16", "--host-memory", "208MiB", "--swap-dir", str(tmp_path), "--json"),
+        *("--seq", "4", "--host-memory", "208MiB", "--swap-dir", str(tmp_path), "--json"),
     ]
     run = run_limited(command, 1024 * MIB, timeout_seconds=280, cwd=ROOT)
     assert run.completed.returncode == 0, run.completed.stderr
