@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import statistics
@@ -15,11 +14,12 @@ from rich.console import Console
 from swap import SystemCalls
 from tiermem.cli import machines, main, train
 from tiermem.cli.machines import load_profile
-from tiermem.cli.measure import measure_machine
+from tiermem.cli.measure import measure_machine, with_room_now
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.presets import count_parameters, find_model
 from tiermem.cli.tune import run
 from tiermem.config import Config
+from tiermem.planner.machine import Machine
 
 BERT = {
     "hidden_size": 32,
@@ -36,10 +36,19 @@ BERT = {
 def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    quick = functools.partial(measure_machine, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
-    monkeypatch.setattr(machines, "measure_machine", quick)
+    monkeypatch.setattr(machines, "measure_machine", measured)
     (tmp_path / "text").write_text("a text to learn " * 100)
     (tmp_path / "swap").mkdir()
+
+
+RATES: dict[str, Machine] = {}
+
+
+def measured(directories: list[Path], config: Config) -> Machine:
+    """This machine, of which each kind of device is measured once, and not for long: what it takes is no question."""
+    if config.device not in RATES:
+        RATES[config.device] = measure_machine(directories, config, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
+    return with_room_now(RATES[config.device], directories, config)
 
 
 def a_model(**values: Any) -> str:

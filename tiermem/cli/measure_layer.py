@@ -86,7 +86,7 @@ def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds
     if device.type != "cpu":
         return shape
     few = replace(shape, rows=1, seq=min(shape.seq, _FEW_TOKENS))
-    train = train_layer(dtype, device, few)
+    train = _layer(dtype, device, few)
     taken = min(seconds_of(train), seconds_of(train))
     slow = _operations(few) / taken < _WITHOUT_INSTRUCTIONS
     return few if slow and taken * shape.rows * shape.seq / few.seq > _LONG * seconds else shape
