@@ -29,8 +29,10 @@ help:
 	@echo "make oldest  the tests with the oldest libraries that pyproject.toml allows"
 	@echo "make clean   remove what the others made"
 
+# float32, because many processors have no instructions for bfloat16: it would take them hours.
 demo: $(READY)hf
-	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing
+	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing \
+		--param-dtype float32
 
 test: $(READY)lint $(READY)test
 	@echo "lint: ruff, and mypy for most of a minute the first time"
