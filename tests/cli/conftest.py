@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiermem
+from tiermem.cli import beginning
 from tiermem.config import Config
 from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
@@ -83,4 +84,5 @@ def plain_core(monkeypatch: pytest.MonkeyPatch) -> PlainCore:
     monkeypatch.setattr(tiermem, "AdamW", PlainAdamW, raising=False)
     monkeypatch.setattr(tiermem, "deferred_init", contextlib.nullcontext, raising=False)
     monkeypatch.setattr(tiermem, "offload", core.offload, raising=False)
+    monkeypatch.setattr(beginning, "times_float32", lambda dtype: 1.0)  # this processor is any
     return core

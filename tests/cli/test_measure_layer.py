@@ -67,6 +67,24 @@ def test_a_gradient_is_that_of_every_weight() -> None:
         assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
 
 
+def test_a_dtype_is_compared_with_float32_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the least of several times, for what else the machine does makes some longer."""
+    seconds = {torch.float32: iter([0.5, 0.1, 0.4, 0.3]), torch.float16: iter([3.0, 1.2, 1.7, 8.0])}
+    threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+
+    def train(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Any:
+        return lambda: found.append(torch.get_num_threads()) or next(seconds[dtype])
+
+    monkeypatch.setattr(measure_layer, "_layer", train)
+    monkeypatch.setattr(measure_layer, "seconds_of", lambda work: work())
+    try:
+        assert measure_layer.times_float32(torch.float16) == pytest.approx(12)
+        assert (found, torch.get_num_threads()) == ([1] * 8, 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(("rate", "whole"), [(1e9, False), (1e11, True)])
 def test_a_processor_without_instructions_for_a_dtype_is_timed_on_few_tokens(
     monkeypatch: pytest.MonkeyPatch, rate: float, whole: bool

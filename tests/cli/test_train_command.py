@@ -14,7 +14,7 @@ import pytest
 
 import swap
 import tiermem
-from tiermem.cli import main
+from tiermem.cli import beginning, main
 from tiermem.cli.interrupts import INTERRUPTED
 from tiermem.cli.report import StepReport, TrainReport
 from tiermem.errors import CapacityError
@@ -114,6 +114,23 @@ def test_options_reach_the_configuration(plain_core: Any, tmp_path: Path) -> Non
     assert runtime.config.param_dtype == "float32"
     assert plain_core.resumes == ["auto"]
     assert runtime.calls == ["commit 2", "close remove=None"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "said"),
+    [("bfloat16", 9.6, True), ("float16", 9.6, True), ("bfloat16", 1.4, False), ("float32", 9.6, False)],
+)
+def test_a_dtype_that_the_processor_has_no_instructions_for_is_remarked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str, times: float, said: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(beginning, "times_float32", lambda dtype: times)
+    assert main.run([*SHORT, "--param-dtype", dtype, "--json"]) == 0
+    captured = capsys.readouterr()
+    first = captured.err.splitlines()[0]
+    assert first.startswith(f"{dtype} takes this processor 10 times as long as float32") is said
+    assert first.startswith("step 1/2") is not said
+    assert json.loads(captured.out)["steps"], "and nothing of it on stdout"
 
 
 def test_a_configuration_file_is_used_and_options_go_on_top(plain_core: Any, tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ class LayerShape:
 
 # What stands for any workload: wide enough for a matrix product's full speed on a few hundred tokens.
 ANY_LAYER = LayerShape(rows=1, seq=256, width=768, mlp=2048)
+# What shows within moments whether a processor has instructions for a dtype.
+_SMALL_LAYER = LayerShape(rows=1, seq=32, width=256, mlp=704)
+_PAIRS = 4
 
 
 def layer_for(workload: Workload, *, seq: int) -> LayerShape:
@@ -90,6 +93,18 @@ def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds
     taken = min(seconds_of(train), seconds_of(train))
     slow = _operations(few) / taken < _WITHOUT_INSTRUCTIONS
     return few if slow and taken * shape.rows * shape.seq / few.seq > _LONG * seconds else shape
+
+
+def times_float32(dtype: torch.dtype) -> float:
+    """How many times as long as in float32 this processor takes for a small layer in `dtype`, forward and backward."""
+    fast, slow = (_layer(each, torch.device("cpu"), _SMALL_LAYER) for each in (torch.float32, dtype))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where the machine does something else, too
+    try:
+        pairs = [(seconds_of(fast), seconds_of(slow)) for _ in range(_PAIRS)]
+    finally:
+        torch.set_num_threads(threads)
+    return min(slow for _, slow in pairs) / min(fast for fast, _ in pairs)
 
 
 def _operations(shape: LayerShape) -> float:

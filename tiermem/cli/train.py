@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 import tiermem
+from tiermem.cli.beginning import say_beginning
 from tiermem.cli.disk import capacity_bytes, check_output, swap_directories
 from tiermem.cli.launch import Launch, launched
 from tiermem.cli.presets import (
@@ -264,26 +265,6 @@ def write_timeline(runtime: tiermem.Runtime, file: Path | None) -> str | None:
     except OSError as error:
         return f"--timeline: {file} could not be written: {error}"
     return None
-
-
-def say_beginning(training: Training, config: tiermem.Config, console: Console) -> None:
-    """Say where a training that was to be resumed begins, as far as that is not what the options say."""
-    options = training.options
-    if options.resume and training.runtime.committed is None:
-        console.print(f"nothing was committed in {config.swap_paths[0]}: training begins anew")
-        return
-    if not options.resume:
-        return
-    if options.weights is not None:
-        console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
-    committed = training.runtime.committed or {}
-    for name, before in committed.get("batches", {}).items():
-        now = getattr(options, name)
-        if now != before:
-            console.print(f"training goes on with other batches than its own: --{name} was {before}, is {now}")
-    (rate, *_) = training.scheduler.base_lrs
-    if rate != options.lr:
-        console.print(f"training goes on with its own learning rate of {rate:g}: --lr {options.lr:g} is for a new run")
 
 
 def run_steps(training: Training, steps: list[StepReport], progress: TrainProgress) -> None:
