@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tiermem
-from tiermem.cli import beginning
+from tiermem.cli import beginning, measure
+from tiermem.cli.measure_layer import LayerShape
 from tiermem.config import Config
 from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
@@ -86,3 +87,10 @@ def plain_core(monkeypatch: pytest.MonkeyPatch) -> PlainCore:
     monkeypatch.setattr(tiermem, "offload", core.offload, raising=False)
     monkeypatch.setattr(beginning, "times_float32", lambda dtype: 1.0)  # this processor is any
     return core
+
+
+@pytest.fixture
+def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine, for answers that do not depend on how fast it is."""
+    monkeypatch.setattr(measure, "ANY_LAYER", LayerShape(rows=1, seq=16, width=64, mlp=64))
+    monkeypatch.setattr(measure, "_TILES", 1)

@@ -31,7 +31,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def measured(monkeypatch: pytest.MonkeyPatch, small_measurements: None) -> list[str]:
     """The devices that were measured; measuring is short."""
     devices: list[str] = []
 

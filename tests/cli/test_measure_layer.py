@@ -45,13 +45,17 @@ def test_a_layer_is_as_large_as_most_units_and_no_larger_than_a_second_allows(
 
 def test_processors_train_more_weights_than_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[LayerShape] = []
-    layer = measure_layer._layer
+    layer, weights = measure_layer._layer, measure_layer._weights
 
-    def counted(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Any:
+    def narrow(shape: LayerShape) -> LayerShape:
+        return dataclasses.replace(shape, width=64, mlp=64)
+
+    def counted(dtype: torch.dtype, device: torch.device, shape: LayerShape, like: list[torch.Tensor]) -> Any:
         made.append(shape)
-        return layer(dtype, device, dataclasses.replace(shape, width=64, mlp=64))
+        return layer(dtype, device, narrow(shape), like)
 
     monkeypatch.setattr(measure_layer, "_layer", counted)
+    monkeypatch.setattr(measure_layer, "_weights", lambda dtype, device, shape: weights(dtype, device, narrow(shape)))
     for shape, nbytes in ((ANY_LAYER, 226 << 20), (LayerShape(rows=1, seq=8, width=2048, mlp=5440), 380 << 20)):
         made.clear()
         train_layer(torch.float32, CPU, shape)()
@@ -60,8 +64,9 @@ def test_processors_train_more_weights_than_caches_hold(monkeypatch: pytest.Monk
 
 
 def test_a_gradient_is_that_of_every_weight() -> None:
+    shape = LayerShape(rows=2, seq=6, width=192, mlp=128)
     for dtype in (torch.float32, torch.bfloat16):
-        gradients = measure_layer._layer(dtype, CPU, LayerShape(rows=2, seq=6, width=192, mlp=128))()
+        gradients = measure_layer._layer(dtype, CPU, shape, measure_layer._weights(dtype, CPU, shape))()
         assert isinstance(gradients, tuple)
         assert [gradient.dtype for gradient in gradients] == [dtype] * 5
         assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tiermem.cli import disk, machines, main, measure
+from tiermem.cli import beginning, disk, machines, main, measure
+from tiermem.cli import plan as planning
 from tiermem.cli.measure import measure_machine
 from tiermem.cli.modelwork import model_workload, parse_count
 from tiermem.cli.plan import _relief
@@ -32,7 +33,7 @@ CONTRACT = {
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_measurements: None) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
@@ -202,18 +203,40 @@ def test_this_machine_is_measured_once_and_again_when_asked(
         return measure_machine(directories, config, seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
 
     monkeypatch.setattr(machines, "measure_machine", quick)
-    found = answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
+    arguments = ("llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--param-dtype", "float32")
+    found = answer(capsys, *arguments)
     assert found["machine"]["source"].startswith("measured 20")
-    again = answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
+    again = answer(capsys, *arguments)
     assert again["machine"] == found["machine"]
     assert len(calls) == 1
-    answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--measure")
+    answer(capsys, *arguments, "--measure")
     assert len(calls) == 2
     assert [path for path in tmp_path.iterdir() if path.name != "cache"] == [], "nothing of the probe is left"
     (damaged,) = (tmp_path / "cache/tiermem").iterdir()
     damaged.write_text("{")
-    answer(capsys, "llama-tiny", "--host-memory", "8MiB", "--swap-dir", str(tmp_path))
+    answer(capsys, *arguments)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "times", "said"),
+    [
+        ((), 9.6, True),
+        ((), 1.4, False),
+        (("--param-dtype", "float32"), 9.6, False),
+        (("--machine", "laptop"), 9.6, False),  # which another processor computes on
+        (("--host-memory", "64KiB"), 9.6, False),  # nothing is planned
+    ],
+)
+def test_a_dtype_that_this_processor_has_no_instructions_for_is_remarked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], times: float, said: bool
+) -> None:
+    laptop = machines.load_profile("laptop")
+    monkeypatch.setattr(planning, "this_machine", lambda directories, config, *, again: laptop)
+    monkeypatch.setattr(planning, "with_rates_for", lambda machine, workload, *, seq: machine)
+    monkeypatch.setattr(beginning, "times_float32", lambda dtype: times)
+    main.run(["plan", "llama-tiny", "--host-memory", "8MiB", *more])
+    assert ("bfloat16 takes this processor 10 times as long as float32" in capsys.readouterr().err) is said
 
 
 def test_room_is_what_is_free_now_and_a_file_system_counts_once(
@@ -286,14 +309,14 @@ def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -
 def test_a_number_of_parameters_may_stand_where_the_model_does(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    rest = ("--machine", "laptop", "--host-memory", "8GiB")
-    named = answer(capsys, "--parameters", "2B", *rest)
-    for count in ("2B", "2000000000", "2e9", "2_000_000_000"):
+    rest = ("--machine", "laptop", "--host-memory", "1GiB")
+    named = answer(capsys, "--parameters", "20M", *rest)
+    for count in ("20M", "20000000", "2e7", "20_000_000"):
         found = answer(capsys, count, *rest)
         assert (found["parameters"], found["swap_bytes"]) == (named["parameters"], named["swap_bytes"])
-    (tmp_path / "2B").mkdir()  # a folder of that name is meant, if there is one
-    assert main.run(["plan", "2B", *rest, "--json"]) == 1
-    assert "2B" in capsys.readouterr().err
+    (tmp_path / "20M").mkdir()  # a folder of that name is meant, if there is one
+    assert main.run(["plan", "20M", *rest, "--json"]) == 1
+    assert "20M" in capsys.readouterr().err
 
 
 def test_counts_of_parameters_as_people_write_them() -> None:

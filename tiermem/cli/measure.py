@@ -283,8 +283,8 @@ def _moving(directory: Path) -> Iterator[None]:
 def _update(dtype: torch.dtype, *, beside_device: bool = False) -> Callable[[], None]:
     """Tiles in turn, more than caches hold, as they come from the drive in training."""
     numel, count = (_LARGE_TILE, _LARGE_TILES) if beside_device else (_TILE, _TILES)
-    parameters = [torch.randn(numel).to(dtype) for _ in range(count)]
     gradient = torch.randn(numel).to(dtype)
+    parameters = [gradient.clone() for _ in range(count)]
     state = UnitState(0, dtype, (Segment(0, 0, numel),), numel, numel)
     planes = [tile_planes(torch.zeros(state.state_nbytes(0), dtype=torch.uint8), state, 0) for _ in range(count)]
     workspace = Workspace(shares=Shares(update_threads(beside_device=beside_device)))

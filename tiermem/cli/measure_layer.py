@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,7 +116,8 @@ def train_layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> 
     """Forward and backward of a layer, to be called again and again; on processors of several layers in turn."""
     nbytes = shape.weights * dtype.itemsize
     count = max(2, min(_MOST_LAYERS, _BEYOND_CACHES // nbytes)) if device.type == "cpu" else 1
-    turn = itertools.cycle([_layer(dtype, device, shape) for _ in range(count)])
+    weights = _weights(dtype, device, shape)
+    turn = itertools.cycle([_layer(dtype, device, shape, weights) for _ in range(count)])
 
     def train() -> None:
         next(turn)()
@@ -126,22 +127,30 @@ def train_layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> 
     return train
 
 
-def _layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> Callable[[], object]:
+def _weights(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> list[torch.Tensor]:
     width, mlp = shape.width, shape.mlp
+    sizes = ((3 * width, width), (width, width), (2 * mlp, width), (width, mlp))
+    return [_random(dtype, device, *each) for each in sizes]
 
-    def random(*sizes: int) -> torch.Tensor:
-        values = torch.rand(*sizes, device=device).sub_(0.5).mul_((12 / sizes[-1]) ** 0.5)
-        return values.to(dtype).requires_grad_()
 
-    qkv, out, gated, down = random(3 * width, width), random(width, width), random(2 * mlp, width), random(width, mlp)
-    weights = (qkv, out, gated, down)
-    inputs = random(shape.rows, shape.seq, width)
-    angles = torch.rand(shape.seq, width // shape.heads, device=device)
+def _random(dtype: torch.dtype, device: torch.device, *sizes: int) -> torch.Tensor:
+    values = torch.rand(*sizes, device=device).sub_(0.5).mul_((12 / sizes[-1]) ** 0.5)
+    return values.to(dtype).requires_grad_()
+
+
+def _layer(
+    dtype: torch.dtype, device: torch.device, shape: LayerShape, like: Sequence[torch.Tensor] | None = None
+) -> Callable[[], object]:
+    """`like`: weights that it has copies of, which are made sooner than others."""
+    made = _weights(dtype, device, shape) if like is None else [each.detach().clone().requires_grad_() for each in like]
+    qkv, out, gated, down = weights = made
+    inputs = _random(dtype, device, shape.rows, shape.seq, shape.width)
+    angles = torch.rand(shape.seq, shape.width // shape.heads, device=device)
     turns = angles.cos().to(dtype), angles.sin().to(dtype)
-    gradient = torch.ones(shape.rows, shape.seq, width, dtype=dtype, device=device)
+    gradient = torch.ones_like(inputs)
 
     def train() -> object:
-        parted = (shape.rows, shape.seq, shape.heads, width // shape.heads)
+        parted = (shape.rows, shape.seq, shape.heads, shape.width // shape.heads)
         parts = functional.linear(_normed(inputs), qkv).chunk(3, dim=-1)
         query, key, value = (part.view(parted).transpose(1, 2) for part in parts)
         query, key = _turned(query, *turns), _turned(key, *turns)

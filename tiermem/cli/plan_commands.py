@@ -7,12 +7,16 @@ Guarantees one JSON object on stdout with `--json`, and exit code 1 for a plan t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from tiermem.cli import options
 from tiermem.cli.terminal import terminal
 from tiermem.errors import TiermemError
+
+if TYPE_CHECKING:
+    from tiermem.planner.predict import Prediction
 
 
 def plan(
@@ -40,7 +44,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
-    from tiermem.cli import main, plan_plot
+    from tiermem.cli import beginning, main, plan_plot
     from tiermem.cli import plan as planning
     from tiermem.cli.disk import check_plot
     from tiermem.cli.train import load_config, make_config, named_directories
@@ -66,15 +70,24 @@ def plan(
     overrides |= {"update": update, "param_dtype": param_dtype}
     settings = make_config(load_config(config, directories), directories, overrides)
     found = planning.plan(what, settings, with_actions=actions)
-    zero = planning.zero_rows(found) if zero_table else None
-    if json:
-        main.print_object(planning.to_json(found, zero))
-    else:
-        terminal().print(planning.to_table(found, zero))
+    _show_plan(found, with_zero_table=zero_table, json=json)
     if plot is not None:
         plan_plot.plot_plan(found, plot)
     if not found.fits:
         raise typer.Exit(main.fail(planning.missing_sentence(found), 1))
+    if machine is None and found.machine.device is None:
+        beginning.say_slow(settings.dtype, terminal(stderr=True))
+
+
+def _show_plan(found: Prediction, *, with_zero_table: bool, json: bool) -> None:
+    from tiermem.cli import main
+    from tiermem.cli import plan as planning
+
+    zero = planning.zero_rows(found) if with_zero_table else None
+    if json:
+        main.print_object(planning.to_json(found, zero))
+    else:
+        terminal().print(planning.to_table(found, zero))
 
 
 def tune(
