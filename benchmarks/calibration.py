@@ -115,7 +115,8 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
     that no configuration has.
     """
     steps, share = 2 if quick else 8, share_bytes(PAGED, work)
-    beside_update, beside_compute = slower_together(getattr(torch, work.dtype))
+    short = {"seconds": 0.01} if quick else {}
+    beside_update, beside_compute = slower_together(getattr(torch, work.dtype), **short)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         alone, paged = (
             train_steps(model, settings_of(work, update, nbytes), [Path(place) / update], steps)

@@ -114,14 +114,14 @@ def side_by_side(part: str, options: argparse.Namespace) -> list[dict[str, Any]]
     plan = Plan(
         workloads=("quick",) if options.quick else workloads,
         contenders=tuple(contenders),
-        rounds=options.rounds,
+        rounds=1 if options.quick else options.rounds,
         warm_up=1,
         steps=0,
         directory=options.directory,
         in_turns=True,
         pause=REST if part == "drive" and not options.quick else 0.0,
     )
-    return run_all(plan if part != "batches" else replace(plan, rounds=max(5, options.rounds)))
+    return run_all(plan if part != "batches" or options.quick else replace(plan, rounds=max(5, options.rounds)))
 
 
 def limited_training(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("script", "words", "rows"),
     [
-        ("prediction", ("configurations within 10 %", "| measured s | predicted s | error |"), 4),
+        ("prediction", ("configurations within 10 %", "| measured s | predicted s | error |"), 2),
         ("cache_by_plan", ("least possible", "| read / LRU |"), 4),
         ("auto_rules", ("simulated cases paged", "| rule |"), 2),
         ("planning", ("64 GPUs", "| processor s |"), 6),
