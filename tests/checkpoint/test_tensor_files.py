@@ -239,6 +239,25 @@ def test_a_fault_that_is_said_once_more_by_closing_is_told_as_the_first(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_drive_that_does_not_say_what_is_free_is_told_as_full(tmp_path: Path) -> None:
+    class Silent(Faulty):
+        def free_bytes(self, path: str) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with pytest.raises(swap.SwapFullError, match=r"cannot be found out \(No space left on device\)"):
+        write_with(Silent("write", 1, errno.ENOSPC), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_may_be_as_long_as_names_are(tmp_path: Path) -> None:
+    for letter, count in [("x", 255), ("\N{SNOWMAN}", 85)]:  # 255 bytes
+        write_with(SystemCalls(), tmp_path / (letter * count))
+        assert open_tensors(tmp_path / (letter * count) / "model.safetensors").tensors
+    with pytest.raises(swap.SwapIOError, match="ENAMETOOLONG"):
+        write_with(SystemCalls(), tmp_path / ("x" * 256))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_source_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken"):
         save_pretrained(tmp_path / "out", Given(TENSORS, ValueError("broken")), {}, max_shard_nbytes=30)

@@ -23,6 +23,8 @@ from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, reporting, write_all
 from tiermem.errors import ConfigError
 
+_SHOWN = 48  # characters of a folder's name in that of its draft, which is longer; a name has 255 bytes at most
+
 
 class Draft:
     """A folder being made. A context manager: without `finish` it is gone at the end."""
@@ -40,16 +42,16 @@ class Draft:
         `folder`: where another process has begun it; that one finishes it, and removes it if it is abandoned.
 
         A system call that the drive does not answer within `stall_seconds` is an error. Raises ConfigError if the path
-        is neither, SwapIOError if the folder above cannot be written to.
+        is neither, SwapIOError if it cannot be looked at, or the folder above not be written to.
         """
         self.path = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
         self._system = PatientSystemCalls(system or SystemCalls(), stall_seconds)
         self._finished = folder is not None  # nothing for this process to remove
         if folder is None:
-            _check_free(self.path)
             with reporting("open", self.path, system=self._system):
-                name = tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent)
-                folder = Path(name)
+                _check_free(self.path)
+                prefix = f".{self.path.name[:_SHOWN]}."
+                folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=self.path.parent))
         self.folder = folder
         self._open: list[TensorWriter] = []
 
@@ -75,8 +77,8 @@ class Draft:
     def finish(self) -> None:
         """Give the folder its name; durable when this returns. Raises ConfigError if the name was taken meanwhile."""
         sync_directory(os.fspath(self.folder), self._system)
-        _check_free(self.path)
         with reporting("rename", self.path, system=self._system):
+            _check_free(self.path)
             self._system.rename(os.fspath(self.folder), os.fspath(self.path))
         self._finished = True
         sync_directory(os.fspath(self.path.parent), self._system)

@@ -155,14 +155,21 @@ def reporting(
     except OSError as error:
         code = error.errno or errno.EIO
         if code in NO_SPACE:
-            free = system.free_bytes(os.path.dirname(path) or ".")
             nbytes = needed or length
             size = f" of {nbytes} bytes" if nbytes else ""
             raise SwapFullError(
-                f"no room for {str(path)!r}{size}: {free} bytes are free there "
-                f"({why_full(code, needed=nbytes, free=free)}); free some, or choose a folder on another drive"
+                f"no room for {str(path)!r}{size}: {_free(path, code, nbytes, system)}; free some, or choose a folder "
+                "on another drive"
             ) from error
         raise SwapIOError(operation, path, offset=offset, length=length, errno=code) from error
+
+
+def _free(path: Path, code: int, needed: int, system: SystemCalls) -> str:
+    try:
+        free = system.free_bytes(os.path.dirname(path) or ".")
+    except OSError:
+        return f"how many bytes are free there cannot be found out ({os.strerror(code)})"
+    return f"{free} bytes are free there ({why_full(code, needed=needed, free=free)})"
 
 
 def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[dict[str, tuple[int, int]], bytes]:
