@@ -244,7 +244,8 @@ class Generations:
         """Claim the extents of a commit in a space opened with `keep`, make them current, and return a mark on them.
 
         `key` turns the text of an entry back into its key. `spares` are extents that keys have to spare, see `spares`.
-        Raises SwapError, and claims nothing, if any of the extents is in use, outside the files, or there twice.
+        Raises SwapError if any of the extents is in use, outside the files, or there twice, and what `key` raises;
+        claims nothing then.
         """
         copies: dict[Hashable, Copy] = {}
         extra: list[tuple[Hashable, Extent]] = []
@@ -259,8 +260,9 @@ class Generations:
                     self._space.claim(entry.extent)
                     copies[own] = Copy(entry.extent, entry.checksum)
                 for name, extent in spares:
+                    own = key(name)  # first: what it raises must find nothing claimed that is not noted
                     self._space.claim(extent)
-                    extra.append((key(name), extent))
+                    extra.append((own, extent))
             except BaseException:
                 for claimed in (*(copy.extent for copy in copies.values()), *(extent for _, extent in extra)):
                     self._space.free(claimed)

@@ -9,6 +9,7 @@ written to it, so that whatever ends the process ends the file too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def check_room(directories: Sequence[Path], nbytes: int, system: SystemCalls | N
             device = file_system_of(os.path.join(path, ""))  # with the slash a file in its place is an error
             free = system.free_bytes(path)
         except OSError as error:
-            raise SwapIOError("open", path, errno=error.errno or 0) from error
+            raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
         wanted[device] = wanted.get(device, 0) + nbytes + DATA_OFFSET
         if wanted[device] > free - free // _LEFT_FREE:
             raise SwapFullError(

@@ -273,6 +273,15 @@ def test_too_little_room_is_refused_before_anything_is_made(tmp_path: Path) -> N
         run_bench(make_plan(replace(TINY, directories=(tmp_path,))), system=Small())
 
 
+def test_a_file_system_that_does_not_say_what_is_free_is_refused(tmp_path: Path) -> None:
+    class Silent(SystemCalls):
+        def free_bytes(self, path: str) -> int:
+            raise OSError("of a file system in user space, without a number")
+
+    with pytest.raises(SwapIOError, match="EIO"):
+        run_bench(make_plan(replace(TINY, directories=(tmp_path,))), system=Silent())
+
+
 @pytest.mark.parametrize("backend", ["threads", "inline"])
 def test_a_failing_drive_ends_the_measurement_with_its_error_and_no_file(tmp_path: Path, backend: str) -> None:
     system = FaultySystemCalls()

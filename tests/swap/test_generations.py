@@ -379,6 +379,8 @@ def test_a_commit_is_adopted_or_nothing_is_claimed(tmp_path: Path) -> None:
             generations.adopt([*entries, swap.Entry("d", entries[0].extent, 1)])
         with pytest.raises(SwapError, match="'a' is there twice"):
             generations.adopt([*entries, entries[0]])
+        with pytest.raises(KeyError):
+            generations.adopt(entries[:1], {"a": 0}.__getitem__, spares=[("b", entries[1].extent)])
         assert space.statistics().allocated == 0
         mark = generations.adopt(entries)
         assert generations.current("b").checksum == 7
