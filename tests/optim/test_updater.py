@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 import torch
 from doubles_optim import FakePager, FakeProtection, add_unit, read_parameter, write_gradient, write_parameter
 
 from tiermem.errors import ConfigError, InvariantError, TiermemError
+from tiermem.future import Future
 from tiermem.optim.masters import CutBuffers, StateStore
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
@@ -166,10 +169,13 @@ def test_hurry_moves_a_queued_unit_to_the_front(pager: FakePager) -> None:
         updater.start(whole(state))
     assert _eventually(lambda: touched(pager) == [0])
     updater.hurry(3)
+    assert all(updater.pending(unit) for unit in range(4)), "running or queued"
+    assert updater.statistics().queued == 4
     pager.gate.set()
     updater.wait(3)
     updater.wait_all()
     assert touched(pager) == [0, 3, 1, 2]
+    assert not any(updater.pending(unit) for unit in range(4))
 
 
 def test_hurry_keeps_the_order_of_one_units_updates_and_lets_be_what_runs(pager: FakePager) -> None:
@@ -313,9 +319,11 @@ def test_closing_ends_what_runs_and_gives_up_what_is_queued(pager: FakePager) ->
     assert _eventually(lambda: touched(pager) == [0])
     threading.Timer(0.02, pager.gate.set).start()
     updater.close()
+    assert pager.held == 0, "it has waited for what had begun"
+    assert not updater.pending(0)
     updater.close()
     updater.wait(0)
-    assert pager.held == 0
+    assert touched(pager) == [0]
     with pytest.raises(TiermemError, match="had begun"):
         updater.wait(2)
     with pytest.raises(TiermemError, match="closed"):
@@ -331,12 +339,67 @@ def test_a_wait_on_the_loop_is_refused(pager: FakePager) -> None:
     updater.start(whole(units[1]))
 
     async def wait_there() -> None:
+        updater.wait(0)  # nothing to wait for
         updater.wait(1)
 
     with pytest.raises(InvariantError, match="loop"):
         pager.start_task(wait_there()).result()
     pager.gate.set()
     updater.wait_all()
+
+
+@pytest.mark.parametrize("ask", ["wait", "wait_all", "unfinished"])
+def test_what_an_interrupt_has_left_queued_is_carried_out_for_whoever_asks(
+    pager: FakePager, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    units = make_units(pager, 2)
+    updater, start_task, ended = Updater(pager, units), pager.start_task, []
+
+    def told_late(coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        """Whoever carried out the queue has ended, and nobody has heard of it yet."""
+        ended.append(start_task(coroutine))
+        return Future()
+
+    def interrupted(coroutine: Coroutine[Any, Any, None]) -> None:
+        coroutine.close()
+        raise KeyboardInterrupt
+
+    for unit in range(2):  # the first to be queued at all, and one behind others that are done
+        monkeypatch.setattr(pager, "start_task", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            updater.start(whole(units[unit]))
+        assert touched(pager) == list(range(unit))
+        monkeypatch.setattr(pager, "start_task", told_late)
+        if ask == "unfinished":
+            for future in updater.unfinished():
+                pager.wait_for(future)
+        else:
+            updater.wait(unit) if ask == "wait" else updater.wait_all()
+        assert touched(pager) == list(range(unit + 1))
+        ended.pop().result()
+
+
+@pytest.mark.parametrize("refused", ["start_task", "set_agenda"])
+def test_updates_that_cannot_be_carried_out_fail_and_later_ones_are_carried_out(
+    pager: FakePager, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    units = make_units(pager, 2)
+    updater = Updater(pager, units)
+
+    def fails(what: object) -> None:
+        if refused == "start_task":
+            what.close()
+        raise TiermemError("no more")
+
+    with monkeypatch.context() as patch, contextlib.suppress(TiermemError):
+        patch.setattr(pager, refused, fails)
+        updater.start(whole(units[0]))
+        updater.wait(0)
+    with pytest.raises(TiermemError, match="no more"):
+        updater.wait(0)
+    updater.start(whole(units[1]))
+    updater.wait(1)
+    assert touched(pager) == [1]
 
 
 def test_wrong_questions_are_refused(pager: FakePager) -> None:

@@ -68,7 +68,6 @@ class Updater:
         self._running = False
         self._walking = False  # whether the queue is being carried out; `_running`: or is about to be
         self._loop_thread: int | None = None
-        self._task: Future[None] | None = None
         self._closed = False
 
     def prepare(self) -> None:
@@ -169,13 +168,10 @@ class Updater:
             self._closed = True
             given_up = list(self._queue)
             self._queue.clear()
-            task = self._task
             begun = [entry for entries in self._unfinished.values() for entry in entries if entry not in given_up]
         for entry in given_up:
             self._end(entry, TiermemError(f"closed before the update of unit {entry.update.unit} had begun"))
         try:
-            if task is not None and not task.cancelled():
-                self._pager.wait_for(task)
             for entry in begun:
                 self._pager.wait_for(entry.future)
         finally:
@@ -199,8 +195,8 @@ class Updater:
     def _take_up(self, entries: Sequence[_Entry]) -> None:
         """Somebody is about to wait for these: have the queue carried out if nobody does."""
         with self._lock:
-            # An interrupt came between queueing and starting, or all who queue would have.
-            abandoned = bool(entries and self._queue) and (self._task is None or self._task.done())
+            # Nobody has begun yet, or an interrupt came between queueing and starting; the latter cannot be told.
+            abandoned = bool(entries and self._queue) and not self._walking
         if abandoned:
             self._start_running()
 
@@ -210,7 +206,6 @@ class Updater:
         except Exception as error:
             self._end_all(error)
             raise
-        self._task = task
         task.add_done_callback(self._run_ended)
 
     def _run_ended(self, task: Future[None]) -> None:
