@@ -156,6 +156,13 @@ def test_a_leased_page_is_not_reverted(house: House) -> None:
         house.revert(protection)
 
 
+def test_a_page_that_somebody_is_writing_is_not_protected(house: House) -> None:
+    house.write(KEYS[:1], 1, Intent.FRESH)
+    protection = house.protection()
+    with house.pager.lease(KEYS[:1], Intent.WRITE), pytest.raises(InvariantError, match="while it is being written"):
+        house.protect(protection, KEYS[:1])
+
+
 def test_a_drive_that_fails_while_a_page_is_protected(house: House) -> None:
     house.write(KEYS[:1], 1, Intent.FRESH)
     house.system.inject("pwritev", 5)

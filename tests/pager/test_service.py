@@ -837,6 +837,40 @@ def test_what_is_at_home_on_the_device_comes_down_for_want_of_room_there() -> No
     assert again.frame().contents == 100
 
 
+def at_home_there(bench: Bench) -> set[int]:
+    return {page.key.unit for page in bench.pages if page.home is DEVICE}
+
+
+def test_what_had_to_leave_the_device_is_at_home_there_again_in_the_next_step() -> None:
+    bench = Bench(30, device=40, kept=frozenset({5}), settled=frozenset({4}))
+    homes = bench.service.homes
+    homes.follow(at_home=True)
+    assert at_home_there(bench) == {0, 1, 2, 3}, "but for what is kept below, or settled"
+    homes.displace(bench.pages[1])
+    assert at_home_there(bench) == {0, 2, 3}
+    homes.begin_step()
+    assert at_home_there(bench) == {0, 1, 2, 3}
+    homes.follow(at_home=False)
+    assert not at_home_there(bench)
+    homes.begin_step()
+    assert not at_home_there(bench)
+
+
+def test_behind_a_step_with_protected_updates_nothing_is_at_home_on_the_device() -> None:
+    """They write down what the device has in any case."""
+    bench = Bench(30, device=40)
+    homes = bench.service.homes
+    homes.follow(at_home=True)
+    protection_of(bench)
+    homes.begin_step()
+    assert not at_home_there(bench)
+    homes.begin_step()
+    assert at_home_there(bench) == set(range(6)), "nothing was protected in that one"
+    protection_of(bench)
+    homes.follow(at_home=True)
+    assert not at_home_there(bench), "another plan changes nothing about that"
+
+
 def test_what_is_at_home_on_the_device_makes_no_room_for_what_is_fetched_ahead() -> None:
     bench = Bench(20, device=20, reserve=0)
     at_home(bench, 0, 1)
@@ -1257,18 +1291,21 @@ def test_what_was_to_be_fetched_is_passed_over_if_it_need_not_be_any_more(become
     assert bench.pages[0].error is None or not bench.pages[0].frames
 
 
-@pytest.mark.parametrize("confirmed", [False, True])
-def test_nothing_is_written_to_protect_what_needs_no_protection_any_more(confirmed: bool) -> None:
-    bench = Bench(30)
-    bench.bring(0, intent=WRITE)
-
+def protection_of(bench: Bench) -> Protection:
     def post(function: Any) -> bool:
         function()
         return True
 
     copies: Any = SteppedCopies(bench.store)
     next_event: Any = NextEvent
-    protection = Protection(bench.residency, bench.service, copies, post, next_event)
+    return Protection(bench.residency, bench.service, copies, post, next_event)
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_nothing_is_written_to_protect_what_needs_no_protection_any_more(confirmed: bool) -> None:
+    bench = Bench(30)
+    bench.bring(0, intent=WRITE)
+    protection = protection_of(bench)
     if confirmed:
         protection.confirm()
     protection.prepare([bench.pages[0].key])
