@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import swap
@@ -281,6 +283,33 @@ def test_a_real_limit_of_file_size(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def still_open(folder: Path) -> list[str]:
+    """The files below a folder of which this process has a descriptor."""
+    found = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return [name for name in (os.readlink(each) for each in found if os.path.islink(each)) if str(folder) in name]
+
+
+def test_a_file_whose_header_cannot_be_written_is_closed(tmp_path: Path) -> None:
+    with pytest.raises(swap.SwapIOError, match="EIO"):
+        TensorWriter(tmp_path / "file", [], system=Faulty("write", 0, errno.EIO))
+    assert not still_open(tmp_path)
+
+
+def test_what_is_durable_is_told_with_its_checksums(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", torch.int8, (3,)), TensorSpec("b", torch.float32, (2,))]
+    writer = TensorWriter(tmp_path / "file", specs, metadata={"format": "pt"})
+    writer.write("a", memoryview(b"abc"))
+    writer.write("b", memoryview(bytes(8)).cast("f"))  # in bytes, whatever its elements
+    written = writer.finish()
+    assert not still_open(tmp_path)
+    data = (tmp_path / "file").read_bytes()
+    assert written.nbytes == len(data)
+    assert written.header == xxhash.xxh3_64_hexdigest(data[:-11])
+    assert written.tensors == {"a": xxhash.xxh3_64_hexdigest(b"abc"), "b": xxhash.xxh3_64_hexdigest(bytes(8))}
+    with safe_open(tmp_path / "file", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_bytes_missing_or_too_many_are_a_bug(tmp_path: Path) -> None:

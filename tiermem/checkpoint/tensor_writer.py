@@ -70,7 +70,7 @@ class TensorWriter:
         ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
         self._path = path
         self._system = system or SystemCalls()
-        self._places, header = _header(ordered, metadata or {})
+        self._places, header = _header(ordered, metadata)
         self._header = xxhash.xxh3_64_hexdigest(header)
         self._digests = {spec.name: xxhash.xxh3_64() for spec in ordered}
         self._unsynced = 0
@@ -172,7 +172,9 @@ def _free(path: Path, code: int, needed: int, system: SystemCalls) -> str:
     return f"{free} bytes are free there ({why_full(code, needed=needed, free=free)})"
 
 
-def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[dict[str, tuple[int, int]], bytes]:
+def _header(
+    specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None
+) -> tuple[dict[str, tuple[int, int]], bytes]:
     """The place (offset, bytes) of each tensor in the file, and the header with its length before it."""
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     ends, offset = {}, 0
