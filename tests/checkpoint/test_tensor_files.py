@@ -246,7 +246,9 @@ def test_a_full_drive_that_does_not_say_what_is_free_is_told_as_full(tmp_path: P
         def free_bytes(self, path: str) -> int:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    with pytest.raises(swap.SwapFullError, match=r"cannot be found out \(No space left on device\)"):
+    with pytest.raises(
+        swap.SwapFullError, match=r"of \d{3,} bytes: .* cannot be found out \(No space left on device\)"
+    ):
         write_with(Silent("write", 1, errno.ENOSPC), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -292,9 +294,28 @@ def still_open(folder: Path) -> list[str]:
 
 
 def test_a_file_whose_header_cannot_be_written_is_closed(tmp_path: Path) -> None:
-    with pytest.raises(swap.SwapIOError, match="EIO"):
+    with pytest.raises(swap.SwapIOError, match=r"write of 16 bytes at offset 0 .*EIO"):
         TensorWriter(tmp_path / "file", [], system=Faulty("write", 0, errno.EIO))
     assert not still_open(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
+def test_what_a_file_cannot_hold_is_refused_before_there_is_one(tmp_path: Path, names: tuple[str, ...]) -> None:
+    with pytest.raises(swap.FormatError, match=f"two tensors called '{names[-1]}'"):
+        TensorWriter(tmp_path / "file", [TensorSpec(name, torch.float32, (2,)) for name in names])
+    with pytest.raises(swap.FormatError, match=r"cannot hold 'z' of torch\.complex128"):
+        TensorWriter(tmp_path / "file", [TensorSpec("z", torch.complex128, (2,))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_takes_nothing_is_said_to(tmp_path: Path) -> None:
+    class Deaf(SystemCalls):
+        def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+            return 0
+
+    with pytest.raises(swap.SwapIOError, match="the device takes no more"):
+        write_with(Deaf(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_durable_is_told_with_its_checksums(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def reporting(
 
 def _free(path: Path, code: int, needed: int, system: SystemCalls) -> str:
     try:
-        free = system.free_bytes(os.path.dirname(path) or ".")
+        free = system.free_bytes(os.fspath(path.parent))
     except OSError:
         return f"how many bytes are free there cannot be found out ({os.strerror(code)})"
     return f"{free} bytes are free there ({why_full(code, needed=needed, free=free)})"
