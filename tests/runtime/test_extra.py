@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,22 @@ def test_arrays_and_numbers_of_numpy() -> None:
         ({(1, 2): 3}, "keys"),
         ({"m": torch.empty(2, device="meta")}, "dense tensor with values, found one of torch.float32 on meta"),
         ({"s": torch.eye(2).to_sparse()}, "dense tensor"),
-        ({"o": np.array([object()])}, "numbers"),
+        ({"o": np.array([object()])}, "numbers, found ndarray of dtype object"),
+        ({"o": np.ma.masked_array([1, 2], [0, 1])}, "numbers, found MaskedArray"),
         ({"b": bytes(LARGEST + 1)}, "file of its own"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_its_place(value: Any, says: str) -> None:
     with pytest.raises(tiermem.ConfigError, match=says):
         to_record(value)
+
+
+def test_a_nested_tensor_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, as torch says once
+        value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(tiermem.ConfigError, match="dense tensor with values"):
+        to_record([value])
 
 
 def test_what_holds_itself_is_refused() -> None:

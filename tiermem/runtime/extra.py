@@ -57,7 +57,7 @@ def _record(value: Any, what: str) -> Any:
     if isinstance(value, torch.Tensor):
         return _of_tensor(value, what)
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (float, str, bytes)):
-        return _of_array(np.asarray(value), what)
+        return _of_array(value, what)
     if isinstance(value, (bytes, bytearray)):
         return {MARK: "bytes", "data": _text(bytes(value), what)}
     return _plain(value, what)
@@ -89,7 +89,7 @@ def _plain(value: Any, what: str) -> Any:
 def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
     if registry.find(value) is not None:  # its values are elsewhere: a placeholder would be kept
         raise ConfigError(f"{what}: an offloaded parameter, which every commit holds anyway")
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
         kind = f"{value.dtype} on {value.device}, {value.layout}"
         raise ConfigError(f"{what}: expected a dense tensor with values, found one of {kind}")
     whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -98,9 +98,10 @@ def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
     return {MARK: "tensor", "dtype": dtype, "shape": list(value.shape), "data": _text(data, what)}
 
 
-def _of_array(value: np.ndarray[Any, Any], what: str) -> dict[str, Any]:
-    if value.dtype.hasobject or value.dtype.names is not None:
-        raise ConfigError(f"{what}: expected an array of numbers, found dtype {value.dtype}; convert it")
+def _of_array(value: np.ndarray[Any, Any] | np.generic[Any], what: str) -> dict[str, Any]:
+    if value.dtype.hasobject or value.dtype.names is not None or isinstance(value, np.ma.MaskedArray):
+        found = f"{type(value).__name__} of dtype {value.dtype}"
+        raise ConfigError(f"{what}: expected an array of numbers, found {found}; convert it")
     shape = list(value.shape)
     return {MARK: "array", "dtype": value.dtype.str, "shape": shape, "data": _text(value.tobytes(), what)}
 
