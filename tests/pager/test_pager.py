@@ -217,6 +217,32 @@ def test_flush_waits_for_what_is_still_written_to(make: Any) -> None:
     assert house.pager.residency()[key(0)][0] == {Tier.SWAP, Tier.HOST}
 
 
+def test_what_changes_behind_a_flush_stays_in_memory(make: Any) -> None:
+    house = make(4, backend="inline")
+    house.add(2)
+    house.fill(0, 1)
+    house.pager.flush()
+    house.fill(0, 2)
+    house.fill(1, 3)  # what was given back before is looked at first
+    house.pager.check_invariants()
+    places = house.pager.residency()
+    assert [places[key(number)][0] for number in range(2)] == [{Tier.HOST}] * 2
+
+
+def test_what_is_to_be_saved_is_with_the_drive_all_at_once(make: Any) -> None:
+    house, stalls = make(4), [Stall() for _ in range(3)]
+    house.add(3)
+    for number in range(3):
+        house.fill(number, number)
+    house.system.inject("pwritev", *stalls)
+    saved = house.pager.start_save([key(0).kind], lambda: "done")
+    for stall in stalls:
+        assert stall.entered.wait(10)
+    for stall in stalls:
+        stall.release()
+    assert saved.result() == "done"
+
+
 def test_a_failed_lease_fails_the_page_and_no_other(make: Any) -> None:
     house = make(4)
     house.add(2)
@@ -297,6 +323,7 @@ def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, m
 
     tasks = [house.pager.start_task(task) for task in (leases(), house.pager.run_worker(kernel), idle())]
     assert entered.wait(10)
+    gc.collect()  # an event loop by itself keeps no task that waits for what nobody else has
     closer = threading.Thread(target=house.pager.close)
     closer.start()
     with pytest.raises(TiermemError, match="closed while"):

@@ -32,6 +32,8 @@ class LoopThread:
         self._after = after
         self._failed = failed
         self._inbox: deque[Message] = deque()
+        # asyncio would let one be collected that waits for what nobody else has, and whoever waits for it with it.
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._ringing = False
         self._is_hungry = True
         self._door = threading.RLock()  # a finalizer may release a lease in the middle of anything
@@ -122,7 +124,10 @@ class LoopThread:
         future: Future[T] = Future()
 
         def begin_task() -> None:
-            self.asyncio.create_task(coroutine).add_done_callback(lambda task: _tell(task, future))
+            task = self.asyncio.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda task: _tell(task, future))
 
         with self._door:
             if not self._shut:
