@@ -232,8 +232,7 @@ class SwapSpace:
         Raises the error of a write that failed while it waited, or SwapIOError. Writes that had failed before are the
         business of who started them.
         """
-        with self._lock:
-            self._check_open()
+        _require_home(self.engine)
         for request in self.engine.pending(Operation.WRITE):
             request.wait()
         self.make_durable()

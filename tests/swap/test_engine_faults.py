@@ -494,6 +494,8 @@ def test_a_forked_child_is_told_and_does_no_harm(tmp_path: Path, *, held: bool) 
             lambda: space.start_read(extent, buffer.view),
             lambda: space.allocate(NBYTES),
             lambda: space.free(extent),
+            lambda: space.claim(extent),
+            space.sync,
             space.make_durable,
             space.statistics,
         ]

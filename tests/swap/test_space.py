@@ -11,6 +11,7 @@ from doubles import FaultySystemCalls, Stall, StepBackend
 
 import swap
 from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
+from swap.extents import Extent
 
 MIB = 1 << 20
 
@@ -28,6 +29,8 @@ def test_allocation_is_rounded_up_and_spread_over_directories(tmp_path: Path) ->
             space.free(extent)
         statistics = space.statistics()
         assert (statistics.allocated, statistics.high_water, statistics.nbytes) == (0, 6 * 8192, 3 * MIB)
+        assert [directory.weight for directory in statistics.directories] == [1 / 3] * 3
+        assert space.allocate(1).nbytes == 4096
 
 
 def test_a_space_can_be_driven_by_hand(tmp_path: Path) -> None:
@@ -63,10 +66,30 @@ def test_kept_data_can_be_claimed_and_read(tmp_path: Path) -> None:
             space.claim(extent)
             with pytest.raises(swap.SwapError, match="cannot be claimed"):
                 space.claim(extent)
-            space.start_read(extent, target.view).wait(30)
+            assert space.statistics().high_water == 8192
+            read = space.start_read(extent, target.view, checksum=True)
+            read.wait(30)
+            assert read.checksum == swap.checksum(source.view)
             space.free(extent)
             assert space.statistics().directories[0].largest_hole == MIB
         assert source.view == target.view
+
+
+def test_of_an_extent_that_is_in_use_in_part_nothing_is_claimed(tmp_path: Path) -> None:
+    directories = [tmp_path / str(index) for index in range(2)]
+    for directory in directories:
+        directory.mkdir()
+    with SwapSpace.open(directories, name="r0", nbytes=8 * MIB) as space:
+        whole = space.allocate(4 * MIB)
+        assert [piece.directory for piece in whole.pieces] == [0, 1]
+        space.free(whole)
+        second = Extent(whole.pieces[1:])
+        space.claim(second)
+        with pytest.raises(swap.SwapError, match="cannot be claimed"):
+            space.claim(whole)
+        assert space.statistics().allocated == second.nbytes
+        space.free(second)
+        space.claim(whole)
 
 
 def test_a_full_space_says_how_full(tmp_path: Path) -> None:
@@ -190,6 +213,7 @@ def test_everything_after_close_is_a_clear_error(tmp_path: Path) -> None:
             lambda: space.allocate(4096),
             lambda: space.start_read(extent, buffer.view),
             lambda: space.start_write(extent, buffer.view),
+            lambda: space.claim(extent),
             space.sync,
         ):
             with pytest.raises(swap.SwapClosedError):
