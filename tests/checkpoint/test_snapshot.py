@@ -319,6 +319,23 @@ def test_a_committed_run_is_replaced_only_by_a_whole_snapshot_and_only_if_asked(
     training.close()
 
 
+def test_what_another_number_of_ranks_has_committed_there_stands_in_the_way_of_continuing_it_alone(
+    tmp_path: Path,
+) -> None:
+    """A snapshot is how one process goes on with a run of several: in directories as for a new one."""
+    snapshot = whole(tmp_path)
+    (tmp_path / "run" / "rank_00001").mkdir(parents=True)
+    theirs = tmp_path / "run" / "rank_00001" / f"tiermem.{7:020d}.manifest"
+    theirs.write_text("of rank 1")
+    config = make_config(tmp_path / "run")
+    for resume in ("auto", True):
+        with pytest.raises(tiermem.ResumeError, match="ranks, which only as many can continue"):
+            Training(config, resume=resume)
+    for resume in (False, snapshot):
+        Training(config, resume=resume).close()
+    assert theirs.read_text() == "of rank 1"
+
+
 def test_folders_that_are_no_snapshot(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(tiermem.ResumeError, match="expected a snapshot"):

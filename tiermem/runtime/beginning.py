@@ -102,7 +102,7 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
             _refuse_parts(config, leftovers)
         if not config.overwrite:
             _refuse_parts_of_others(config, leftovers)
-        if resume is not False:
+        if continues:
             _refuse_other_sizes(config)
         if resume is True:
             raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
@@ -264,6 +264,6 @@ def _refuse_other_sizes(config: Config) -> None:
         if others:
             ranks = "one process" if alone is not None else f"{len({each.parent for each in others})} ranks"
             raise ResumeError(
-                f"{alone or path} holds a commit of {ranks}, which only as many can continue; start anew with "
-                "resume=False, or choose other directories"
+                f"{alone or path} holds a commit of {ranks}, which only as many can continue; go on from a snapshot of "
+                "that run (resume=path), start anew with resume=False, or choose other directories"
             )
