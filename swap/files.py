@@ -248,9 +248,15 @@ class SwapFile:
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error
             # Without reservation the best that can be done is to look, and to fail later if others fill the disk.
-            if self._system.free_bytes(self.path) + os.fstat(self._fd).st_blocks * 512 < needed:
+            if self._lacks_room(needed):
                 raise self._full(error) from error
             self._truncate(needed)
+
+    def _lacks_room(self, needed: int) -> bool:
+        try:
+            return self._system.free_bytes(self.path) + os.fstat(self._fd).st_blocks * 512 < needed
+        except OSError:  # nobody says how much there is: writing will
+            return False
 
     def _full(self, error: OSError) -> SwapFullError:
         try:

@@ -622,6 +622,40 @@ def test_what_is_free_cannot_be_found_out(tmp_path: Path) -> None:
     system.free_bytes = fails  # type: ignore[method-assign]
     with pytest.raises(SwapFullError, match="how many are free there cannot be found out"):
         open_file(tmp_path, system=system)
+    system.always("fallocate", errno.EOPNOTSUPP)
+    file = open_file(tmp_path, system=system)  # nor reserved: writing will tell
+    assert not file.reserved
+    file.close()
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.EIO, SwapIOError), (errno.EFBIG, SwapFullError)])
+def test_a_file_that_cannot_get_its_size_is_given_back(tmp_path: Path, code: int, error: type[Exception]) -> None:
+    system = FaultySystemCalls()
+    system.always("fallocate", errno.EOPNOTSUPP)
+    system.always("truncate", code)
+    with pytest.raises(error, match=r"truncate|cannot reserve"):
+        open_file(tmp_path, system=system)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spared", [".swapfile", ".lock"])
+def test_a_name_that_cannot_be_removed_is_an_error_and_the_directory_is_free_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spared: str
+) -> None:
+    unlink, file = os.unlink, open_file(tmp_path)
+
+    def refused(path: str) -> None:
+        if path.endswith(spared):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        with pytest.raises(SwapIOError, match=r"unlink .*EROFS"):
+            file.close(remove=True)
+    assert [path.suffix for path in tmp_path.iterdir()] == [spared]
+    open_file(tmp_path).close(remove=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reserving_is_refused_where_it_cannot_be_done() -> None:

@@ -364,6 +364,17 @@ def test_misuse_is_told() -> None:
         mark.entries()
     with pytest.raises(SwapError, match="hold nothing yet"):
         generations.adopt([])
+    undo = generations.mark(empty=True)
+    generations.protect(undo, "a")
+    generations.written("a", generations.extent_for_write("a", UNIT))
+    with pytest.raises(SwapError, match="protected once"):
+        generations.protect(undo, "a")
+    generations.release(undo)
+    generations.restore(mark)
+    generations.release(mark)
+    with pytest.raises(SwapError, match="has been released"):
+        generations.restore(mark)
+    generations.trim()
     assert space.allocator.allocated == UNIT
 
 

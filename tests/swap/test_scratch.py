@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 from doubles import FaultySystemCalls
 
-from swap import AlignedBuffer, ScratchSpace, SwapFullError, SwapIOError, SwapSpace, SystemCalls
+from swap import (
+    AlignedBuffer,
+    ScratchSpace,
+    SwapClosedError,
+    SwapFile,
+    SwapFullError,
+    SwapIOError,
+    SwapSpace,
+    SystemCalls,
+)
 
 MIB = 1 << 20
 
@@ -92,6 +101,23 @@ def test_a_disk_that_is_nearly_full_is_used_to_the_end(tmp_path: Path) -> None:
         scratch.free(*held.pop())
         scratch.allocate(MIB)
         scratch.close()
+
+
+def test_files_that_cannot_lose_their_names_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(file: SwapFile) -> None:
+        raise SwapIOError("unlink", file.path, errno=errno.EROFS)
+
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
+        before, scratch = sorted(tmp_path.iterdir()), ScratchSpace(space, first=MIB)
+        with monkeypatch.context() as patch:
+            patch.setattr(SwapFile, "forget_name", refused)
+            with pytest.raises(SwapIOError, match="EROFS"):
+                scratch.allocate(4096)
+        assert sorted(tmp_path.iterdir()) == before
+        assert scratch.allocate(4096)[1].nbytes == 4096
+        scratch.close()
+        with pytest.raises(SwapClosedError):
+            scratch.allocate(4096)
 
 
 def test_an_error_in_closing_leaves_no_file_open(tmp_path: Path) -> None:
