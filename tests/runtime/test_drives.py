@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doubles_commit import Training, make_config, undisturbed
+from doubles_commit import Net, Training, make_config, undisturbed
 
 import swap
 import tiermem
@@ -104,3 +104,24 @@ def test_direct_io_is_not_to_be_had_of_aiofiles(tmp_path: Path) -> None:
     with pytest.raises(tiermem.ConfigError, match="direct=True, but io_backend"):
         Training(make_config(tmp_path, direct=True, io_backend="aiofiles"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_for_whose_successor_there_is_no_room_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(make_config(tmp_path))
+    training.step()
+    training.commit().wait()
+    training.close()
+    monkeypatch.setattr(swap.SystemCalls, "free_bytes", lambda *_: 0)
+    with pytest.raises(swap.SwapFullError, match=r"swap files need \d+ bytes, .*commits=False"):
+        Training(make_config(tmp_path, overwrite=True), model=lambda: Net(layers=4))
+    Training(make_config(tmp_path), resume=True).close()
+
+
+def test_a_drive_that_does_not_say_what_is_free_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(swap.SystemCalls, "free_bytes", silent)
+    training = Training(make_config(tmp_path))
+    training.step()
+    training.close()

@@ -146,16 +146,20 @@ def _replacing(path: Path) -> Beginning:
 def check_room(config: Config, nbytes: int) -> None:
     """Raise SwapFullError unless the swap directories together have room, files of earlier runs counted as free.
 
-    Before a commit is replaced: afterwards it would be too late. Directories on one file system count once.
+    Before a commit is replaced: afterwards it would be too late. Directories on one file system count once. Where a
+    file system does not say what is free, whoever makes the files will find out.
     """
     free: dict[int, int] = {}
     old = 0
-    for path in config.swap_paths:
-        device = file_system_of(path)
-        free[device] = max(free.get(device, 0), SystemCalls().free_bytes(os.fspath(path)))
-        file = path / f"{SPACE_NAME}.swapfile"
-        if file.exists():
-            old += file.stat().st_blocks * 512
+    try:
+        for path in config.swap_paths:
+            device = file_system_of(path)
+            free[device] = max(free.get(device, 0), SystemCalls().free_bytes(os.fspath(path)))
+            file = path / f"{SPACE_NAME}.swapfile"
+            if file.exists():
+                old += file.stat().st_blocks * 512
+    except OSError:
+        return
     if sum(free.values()) + old < nbytes:
         names = ", ".join(str(path) for path in config.swap_paths)
         advice = "; Config(commits=False) needs half of it" if config.commits else ""
