@@ -131,6 +131,20 @@ def test_files_cut_short(tmp_path: Path, length: int) -> None:
         open_tensors(path)
 
 
+def test_a_kind_of_number_that_torch_does_not_know_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + b"1")
+    with pytest.raises(swap.FormatError, match="F8_E8M0"):
+        open_tensors(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("data", "says"), [(b"four", "at most 3 bytes, found 4"), (b"\xff", "to be text")])
+def test_what_is_no_text_or_too_long_is_said_to_be(tmp_path: Path, data: bytes, says: str) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(swap.FormatError, match=says):
+        tensor_file.read_text(tmp_path / "file", limit=3)
+
+
 def test_a_file_cut_short_after_it_was_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     save_file({"a": torch.zeros(2000)}, path)

@@ -107,6 +107,14 @@ def test_blocks_move_into_the_gaps_and_scraps_are_left() -> None:
     )
     whole = Placement(20, 0, cooled=(Range(2, 4),), cold=(Range(20, 22),))
     assert whole.exchanges(2) == ([(Range(2, 4), 20)], []), "nothing is left of what moves as a whole"
+    single = Placement(9, 0, cooled=(Range(3, 4),), cold=(Range(9, 10),))
+    assert single.exchanges(1) == ([(Range(3, 4), 9)], [])
+    assert single.exchanges(2) == ([], [Range(3, 4)])
+
+
+def test_an_empty_range_is_added_to_no_set() -> None:
+    with pytest.raises(InvariantError, match="is empty"):
+        RangeSet().add(5, 5)
 
 
 def test_a_warm_range_of_the_same_length_is_preferred() -> None:
