@@ -36,6 +36,8 @@ IMPORTS = {
     "planned": "transformers.models.llama.modeling_llama",
     "mixture": "transformers.models.mixtral.modeling_mixtral",
     "streamed": "transformers.models.mixtral.modeling_mixtral",
+    "trainer": "doubles_rank_trainer",
+    "trainer_adapters": "peft",
 }
 
 
@@ -98,6 +100,8 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
     known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS | commits.SCENARIOS
     known |= kept.SCENARIOS | hybrid.SCENARIOS | deviations.SCENARIOS | plans.SCENARIOS
+    if any(name.startswith("trainer") for name in names):  # which brings all of transformers' Trainer
+        known |= importlib.import_module("doubles_rank_trainer").SCENARIOS
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)

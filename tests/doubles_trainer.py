@@ -19,6 +19,7 @@ import tiermem
 from tiermem.integrations.trainer import Trainer
 
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch", "step", "total_flos")
+COMPARED += ("eval_right", "eval_rows", "eval_sum")  # of doubles_rank_trainer
 _ALWAYS: dict[str, Any] = {
     "use_cpu": True,
     "per_device_train_batch_size": 2,
@@ -86,9 +87,7 @@ def plain(
     trainer = kind(
         model,
         arguments(directory, arguments_kind, **settings),
-        train_dataset=data(),
-        eval_dataset=data(6),
-        **(named or {}),
+        **{"train_dataset": data(), "eval_dataset": data(6)} | (named or {}),
     )
     (script or _train)(trainer)
     return trained(trainer, {name: values.detach().clone() for name, values in model.named_parameters()})

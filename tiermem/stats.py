@@ -136,6 +136,7 @@ class Statistics:
     """A run so far: the last closed step, everything, how many steps were closed, the tiers from far to near, drives.
 
     `last` is None before the first step closed. `total` includes what happened since. `look_ahead`: the one in use.
+    `ranks`: how many have the model together; all else is this one's.
     """
 
     last: StepStatistics | None = None
@@ -144,6 +145,7 @@ class Statistics:
     tiers: tuple[TierStatistics, ...] = ()
     drives: tuple[DriveStatistics, ...] = ()
     look_ahead: LookAhead | None = None
+    ranks: int = 1
 
     def wear(self, endurance: Endurance = UNKNOWN) -> Wear:
         """Return what the writing so far, going on at the pace of the last step, means for the drives."""

@@ -365,7 +365,9 @@ def test_without_commits_a_checkpoint_is_refused_before_training(tmp_path: Path)
 
 
 @pytest.mark.parametrize("update", ["forward", "backward", "auto"])
-def test_a_run_of_transformers_own_trainer_goes_on_bit_for_bit(update: str, tmp_path: Path, expected: Trained) -> None:
+def test_a_run_of_transformers_own_trainer_goes_on_bit_for_bit(
+    update: str, tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(KilledError):
         plain(tmp_path / "elsewhere", make=dropping, named={"callbacks": [Killer(5)]}, **RUN)
     checkpoint = tmp_path / "elsewhere" / "checkpoint-4"
@@ -373,7 +375,16 @@ def test_a_run_of_transformers_own_trainer_goes_on_bit_for_bit(update: str, tmp_
     def script(trainer: transformers.Trainer) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
-    same_end(paged(tmp_path, make=empty, script=script, update=update, **RUN), expected)
+    load, mapped = torch.load, []
+
+    def noting(path: Any, **named: Any) -> Any:
+        mapped.extend([named.get("mmap")] if str(path).endswith("optimizer.pt") else [])
+        return load(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", noting)
+        same_end(paged(tmp_path, make=empty, script=script, update=update, **RUN), expected)
+    assert mapped == [True, True], "moments are not in memory all at once"
     # It ended with a checkpoint of its own, which is not to be given up for that folder by mistake.
     with pytest.raises(ResumeError, match=r"made by transformers' own Trainer.*offload the model with resume=False"):
         resumed(tmp_path, str(checkpoint), update=update)

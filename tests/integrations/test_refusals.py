@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import TrainingArguments
 
 import tiermem
 from tiermem import ConfigError
-from tiermem.integrations.refusals import choose_clipping
+from tiermem.integrations.refusals import choose_clipping, refuse_arguments
 from tiermem.integrations.trainer import Trainer
 
 
@@ -54,7 +55,11 @@ ARGUMENTS = {
     "enable_jit_checkpoint": (TrainingArguments, {"enable_jit_checkpoint": True}, "between backward and step"),
     "debug": (TrainingArguments, {"debug": "underflow_overflow"}, "read as NaN"),
     "another optimizer": (TrainingArguments, {"optim": "adafactor"}, "found 'adafactor'; tiermem has AdamW only"),
-    "several processes": (SeveralProcesses, {}, "found 2 processes.*DistributedDataParallel"),
+    "several processes": (
+        SeveralProcesses,
+        {},
+        "found world_size=2, where 1 processes have joined.*start them by torchrun",
+    ),
     "several GPUs": (SeveralGpus, {}, "found 2 GPUs in one process"),
     "another device": (Elsewhere, {}, "found device meta, and a runtime that computes on cpu"),
     "deepspeed": (Engine, {"engine": "deepspeed"}, "found deepspeed=.*nobody else can divide it"),
@@ -72,15 +77,43 @@ def test_arguments(name: str, runtime: tiermem.Runtime, tmp_path: Path) -> None:
     assert runtime.statistics().steps == 0
 
 
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+
 def test_processes_that_the_environment_does_not_tell_of(
     runtime: tiermem.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of torch.multiprocessing.spawn: each would take itself for the only one, and train on the same rows."""
     args = arguments(tmp_path / "out")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    several(monkeypatch)
     assert args.world_size == 1
-    with pytest.raises(ConfigError, match=r"found 2 processes.*DistributedDataParallel"):
+    with pytest.raises(ConfigError, match=r"found world_size=1, where 2 processes have joined"):
+        Trainer(args=args, train_dataset=data(), runtime=runtime)
+
+
+def test_a_model_that_was_offloaded_before_processes_joined(
+    runtime: tiermem.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path / "out", SeveralProcesses)
+    several(monkeypatch)
+    with pytest.raises(
+        ConfigError, match=r"found world_size=2, and a model that was offloaded by 1: make TrainingArguments"
+    ):
+        Trainer(args=args, train_dataset=data(), runtime=runtime)
+
+
+@pytest.mark.parametrize("name", ["save_on_each_node", "auto_find_batch_size", "ddp_broadcast_buffers"])
+def test_what_one_of_several_processes_would_do_by_itself(
+    name: str, runtime: tiermem.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path / "out", SeveralProcesses, **{name: True})
+    refuse_arguments(arguments(tmp_path / "out", **{name: True}), runtime)
+    several(monkeypatch)
+    told = dataclasses.replace(runtime.statistics(), ranks=2)
+    monkeypatch.setattr(tiermem.Runtime, "statistics", lambda _: told)
+    with pytest.raises(ConfigError, match=rf"found {name}=True"):
         Trainer(args=args, train_dataset=data(), runtime=runtime)
 
 

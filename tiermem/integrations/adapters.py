@@ -15,19 +15,23 @@ from torch import nn
 
 from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
+from tiermem.integrations.checkpoints import load_optimizer
+from tiermem.integrations.ranks import average_gradients, share_values
 from tiermem.integrations.refusals import refuse_arguments, refuse_trained_pages
 from tiermem.runtime import Runtime
 
 try:
     import transformers
     from safetensors.torch import load_file
+
+    from tiermem.integrations.unwrapped import UnwrappedTrainer
 except ImportError as error:
     raise ImportError("tiermem.integrations.adapters needs transformers 5.4 or newer, accelerate and peft") from error
 
 _FILE = "adapter_model.safetensors"
 
 
-class AdapterTrainer(transformers.Trainer):
+class AdapterTrainer(UnwrappedTrainer):
     """`transformers.Trainer` for a `PeftModel` around the model of a runtime, offloaded before the adapters came."""
 
     def __init__(self, model: nn.Module, args: Any = None, *others: Any, runtime: Runtime, **named: Any) -> None:
@@ -40,12 +44,29 @@ class AdapterTrainer(transformers.Trainer):
         refuse_arguments(args, runtime)
         super().__init__(model, args, *others, **named)
 
+    def create_optimizer(self, *others: Any, **named: Any) -> Any:
+        """As transformers'. As training begins all processes have the adapters of the first, as DDP sees to."""
+        if self.is_in_train:
+            share_values(list(self._adapters().values()))
+        return super().create_optimizer(*others, **named)
+
+    def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
+        """As transformers'. Behind the last micro-batch of a step gradients become the mean over processes."""
+        loss = super().training_step(*others, **named)
+        if self.accelerator.sync_gradients:
+            average_gradients(list(self._adapters().values()))
+        return loss
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As transformers', of the adapters: the state of the whole model would be full of NaN."""
         super()._save(output_dir, state_dict=self._adapters() if state_dict is None else state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         self._load_adapters(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler, mapped=False)
 
     def _load_best_model(self) -> None:
         self._load_adapters(Path(str(self.state.best_model_checkpoint)))

@@ -25,11 +25,12 @@ from torch import nn
 
 from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
+from tiermem.integrations.ranks import by_first
 from tiermem.output_file import write_whole
 from tiermem.runtime import Runtime
 
 TICKET = "tiermem.json"
-OPTIMIZER = "optimizer.pt"  # transformers' name for it
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names for them
 KEY = "transformers.Trainer"  # in the `extra` of a commit
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -131,19 +132,24 @@ def export_weights(runtime: Runtime, folder: Path) -> None:
     """Write the model into a folder that may hold other files, in place of weights that are there.
 
     As `Runtime.save_pretrained`, by way of a folder inside, so that an error leaves earlier weights as they were.
+    Collective: the first rank writes, and the others return when all is there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     new = folder / f".weights.{uuid.uuid4().hex}"
+    by_first("begin to save the model", lambda: folder.mkdir(parents=True, exist_ok=True))
     try:
         runtime.save_pretrained(new)
-        kept = {path.name for path in new.iterdir()}
-        for name in sorted(kept, key=lambda name: name.endswith(".index.json")):  # the index names files that are there
-            (new / name).replace(folder / name)
-        for path in folder.iterdir():
-            if _WEIGHTS.fullmatch(path.name) and path.name not in kept:
-                path.unlink()
+        by_first("put the model into its folder", lambda: _move_weights(new, folder))
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)  # of the others it is not there
+
+
+def _move_weights(new: Path, folder: Path) -> None:
+    kept = {path.name for path in new.iterdir()}
+    for name in sorted(kept, key=lambda name: name.endswith(".index.json")):  # the index names files that are there
+        (new / name).replace(folder / name)
+    for path in folder.iterdir():
+        if _WEIGHTS.fullmatch(path.name) and path.name not in kept:
+            path.unlink()
 
 
 def has_moments(folder: Path) -> bool:
@@ -159,6 +165,17 @@ def has_moments(folder: Path) -> bool:
         return any("exp_avg" in entry for entry in state["state"].values())
     except Exception as error:  # torch has no one error for a file that is damaged, or no state of an optimizer
         raise ResumeError(f"{str(path)!r}: expected the state of an optimizer, found {error}") from error
+
+
+def load_optimizer(folder: Path, optimizer: Any, scheduler: Any, *, mapped: bool) -> None:
+    """Restore an optimizer and a scheduler from a Trainer's folder, if it has both, by way of host memory.
+
+    transformers reads states straight onto the device, in each of several processes. `mapped`: they stay in the file,
+    which is for an optimizer that keeps none of what it is given.
+    """
+    if (folder / OPTIMIZER).is_file() and (folder / SCHEDULER).is_file():
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", mmap=mapped, weights_only=True))
+        scheduler.load_state_dict(torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True))
 
 
 def load_weights(runtime: Runtime, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
+from tiermem.integrations.ranks import joined
 from tiermem.optim.adamw import AdamW
 from tiermem.registry import registry
 from tiermem.runtime import Runtime
@@ -104,7 +105,7 @@ def choose_clipping(own: float | None, asked: float | None) -> float | None:
 
 def _contradictions(args: Any, runtime: Runtime) -> Iterator[str]:
     """What was found and what to do, one after the other, what would divide or move the model first."""
-    yield from _engines(args)
+    yield from _engines(args, runtime)
     parameter = next(runtime.model.parameters())
     if _place(args.device) != _place(parameter.device):
         yield (
@@ -128,26 +129,51 @@ def _contradictions(args: Any, runtime: Runtime) -> Iterator[str]:
         yield f"debug={args.debug}: it would look at parameters that are paged out, which read as NaN; leave it out"
 
 
-def _engines(args: Any) -> Iterator[str]:
+def _engines(args: Any, runtime: Runtime) -> Iterator[str]:
     for name in ("deepspeed", "fsdp", "parallelism_config"):
         if getattr(args, name, None):
             yield f"{name}={getattr(args, name)!r}: tiermem pages the model, nobody else can divide it; leave it out"
-    if (size := max(args.world_size, _ranks())) > 1:
-        yield (
-            f"{size} processes: Trainer would wrap the model in DistributedDataParallel, which reads and "
-            "writes parameters that are paged out; start one process, or write a loop of your own under torchrun"
-        )
+    yield from _processes(args, runtime)
     if args.n_gpu > 1:
         yield (
-            f"{args.n_gpu} GPUs in one process: Trainer would copy the model to each (DataParallel); set "
-            "CUDA_VISIBLE_DEVICES to one"
+            f"{args.n_gpu} GPUs in one process: Trainer would copy the model to each (DataParallel); start a process "
+            "for each by torchrun, or set CUDA_VISIBLE_DEVICES to one"
         )
 
 
-def _ranks() -> int:
-    """How many processes have joined; accelerate learns it from the environment only, which torchrun sets."""
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if joined else 1
+def _processes(args: Any, runtime: Runtime) -> Iterator[str]:
+    size, ranks = args.world_size, runtime.statistics().ranks
+    if size != joined():
+        yield (
+            f"world_size={size}, where {joined()} processes have joined: each would train on rows that others have, "
+            "too; start them by torchrun, from whose environment TrainingArguments know (RANK, LOCAL_RANK, WORLD_SIZE)"
+        )
+    if size != ranks:
+        yield (
+            f"world_size={size}, and a model that was offloaded by {ranks}: make TrainingArguments, with which "
+            "processes join, before tiermem.offload, and leave none of them out by mesh="
+        )
+    if size > 1:
+        yield from _by_oneself(args)
+
+
+def _by_oneself(args: Any) -> Iterator[str]:
+    """What one of several processes would do without the others."""
+    if args.save_on_each_node:
+        yield (
+            "save_on_each_node=True: the first process writes the weights, and all go on from its folder; leave it "
+            "out, and choose an output_dir that machines share"
+        )
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True and several processes: one that runs out of memory would begin anew without the "
+            "others; choose per_device_train_batch_size"
+        )
+    if args.ddp_broadcast_buffers:
+        yield (
+            "ddp_broadcast_buffers=True: there is no DistributedDataParallel here, and buffers that training changes "
+            "are each process's own; leave it out"
+        )
 
 
 def _place(device: torch.device) -> tuple[str, int]:

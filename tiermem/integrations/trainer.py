@@ -21,11 +21,13 @@ from tiermem.integrations.checkpoints import (
     export_weights,
     find_checkpoint,
     has_moments,
+    load_optimizer,
     load_weights,
     make_durable,
     set_aside,
     why_no_ticket,
 )
+from tiermem.integrations.ranks import by_first, joined, together
 from tiermem.integrations.refusals import (
     choose_clipping,
     refuse_arguments,
@@ -42,13 +44,15 @@ try:
     import transformers
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers.trainer_utils import rotate_checkpoints
+
+    from tiermem.integrations.unwrapped import UnwrappedTrainer
 except ImportError as error:
     raise ImportError(
         "tiermem.integrations.trainer needs transformers 5.4 or newer and accelerate: pip install 'tiermem[hf]'"
     ) from error
 
 
-class Trainer(transformers.Trainer):
+class Trainer(UnwrappedTrainer):
     """`transformers.Trainer` for the model of a runtime; takes what that takes, and the runtime.
 
     With another trainer of that family it goes first: `class Mine(Trainer, trl.SFTTrainer)`, as `Seq2SeqTrainer` below.
@@ -156,36 +160,62 @@ class Trainer(transformers.Trainer):
         chosen = choose_clipping(own, self.args.max_grad_norm)
         return float("inf") if chosen is None and self.runtime.config.update != "backward" else chosen
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers', in all processes, which have to call it; not all of its versions do more than the first."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Weights by `Runtime.save_pretrained`, the rest as transformers does."""
+        """Weights by `Runtime.save_pretrained`, so in all processes; the rest as transformers does."""
         if state_dict is not None:
             raise TiermemError("expected to save the weights of the runtime, found a state_dict given; leave it out")
         folder = Path(str(output_dir or self.args.output_dir))
         export_weights(self.runtime, folder)
+        by_first("save what stands beside the weights", lambda: self._save_beside(folder))
+
+    def _save_beside(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As transformers', and a commit of the runtime that belongs to it. Earlier ones go when it is durable."""
+        """As transformers', and a commit of the runtime that belongs to it. Earlier ones go when it is durable.
+
+        Of several processes each writes its random states and its part of the commit, the first all else, and none is a
+        step ahead of the others.
+        """
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        replaced = set_aside(folder, Ticket.of_commit(self.runtime.committed))
+        committed, save = Ticket.of_commit(self.runtime.committed), super()._save_checkpoint
+        replaced = by_first("begin a checkpoint", lambda: set_aside(folder, committed))
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # what is committed may be the oldest
         try:
-            super()._save_checkpoint(model, trial)
+            together("save a checkpoint", lambda: save(model, trial))
         finally:
             self.args.save_total_limit = limit
-        torch.save(self.args, folder / "training_args.bin")
-        if not self.args.save_only_model:
-            ticket = Ticket.new(folder, self.state.global_step)
-            ticket.write(folder)
-            make_durable(folder)
+        ticket = by_first("finish a checkpoint", lambda: self._seal(folder))
+        if ticket is not None:
             self.runtime.commit(ticket.extra).wait()
             self._state_of = (ticket, self.runtime.statistics().steps)
+        by_first("remove earlier checkpoints", lambda: self._clear(folder.parent, replaced))
+
+    def _seal(self, folder: Path) -> Ticket | None:
+        """Complete a checkpoint whose files are there: the ticket for its commit, if it is to have one."""
+        torch.save(self.args, folder / "training_args.bin")  # as they are: while it was saved they had no limit
+        if self.args.save_only_model:
+            return None
+        ticket = Ticket.new(folder, self.state.global_step)
+        ticket.write(folder)
+        make_durable(folder)
+        return ticket
+
+    def _clear(self, output_dir: Path, replaced: Path) -> None:
+        """Remove what the commit that is now durable has no need of."""
+        if not self.args.save_only_model:
             shutil.rmtree(replaced, ignore_errors=True)
-        best = self.state.best_model_checkpoint
-        rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        rotate_checkpoints(str(output_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         """Nothing is read: the pages hold it already. Raises ResumeError if they do not.
@@ -219,6 +249,11 @@ class Trainer(transformers.Trainer):
             )
         self._must_resume = False
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As transformers', but that moments stay in their file until they are taken, one after the other."""
+        if checkpoint is not None:
+            load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler, mapped=True)
+
     def _load_best_model(self) -> None:
         """Weights of the best checkpoint, into pages, layer by layer."""
         load_weights(self.runtime, Path(str(self.state.best_model_checkpoint)))
@@ -227,3 +262,11 @@ class Trainer(transformers.Trainer):
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` for the model of a runtime: as `Trainer`, with generation in evaluation."""
+
+    def evaluate(self, *others: Any, **named: Any) -> dict[str, float]:
+        """As transformers'; of several processes the first to have generated its part goes on until all have."""
+        return super().evaluate(*others, **{"synced_gpus": joined() > 1, **named})
+
+    def predict(self, *others: Any, **named: Any) -> Any:
+        """As `evaluate`."""
+        return super().predict(*others, **{"synced_gpus": joined() > 1, **named})

@@ -75,8 +75,9 @@ class Runtime(Closing):
 
     def statistics(self) -> Statistics:
         """What happened in the last step and in total, what tiers hold, what drives moved; the look-ahead in use."""
-        storage, look_ahead = self._house.storage, self._house.steps.look_ahead
-        return replace(storage.counters.snapshot(storage.tiers(), storage.drives()), look_ahead=look_ahead)
+        house, storage = self._house, self._house.storage
+        found = storage.counters.snapshot(storage.tiers(), storage.drives())
+        return replace(found, look_ahead=house.steps.look_ahead, ranks=house.company.size)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> OverlapReport:
         """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.
@@ -293,7 +294,6 @@ class Runtime(Closing):
         """Keep what autograd saves for backward in pages: HOST as far as the budget goes, the rest in SWAP.
 
         Beside a device they leave its memory: what was computed there passes through frames of `device_memory`.
-
         Put it around the forward; backward may be inside or outside. With torch.utils.checkpoint it keeps the inputs of
         the checkpointed parts, without it all activations. `threshold`: bytes (or text, "1MiB") below which a saved
         tensor stays where it is. The numbers do not change. Room on disk is taken as it is needed and given back by
