@@ -255,6 +255,19 @@ def trainer_killed(directory: Path, rank: int, size: int) -> Any:
     return {"deaths": found, "run": attempt(), "left": left()}
 
 
+def trainer_alone(directory: Path, rank: int, size: int) -> Any:
+    """What the first cannot do, and what it does alone: errors for both."""
+    folder = sharing(rank, size, directory, "alone")
+    args = arguments(folder / "out")
+    (folder / "file").parent.mkdir(exist_ok=True)
+    (folder / "file").touch()
+    with offloaded(folder) as runtime:
+        trainer = Trainer(args=args, runtime=runtime)
+        some = next(runtime.model.parameters())
+        refused = told(lambda: trainer.save_model(str(folder / "file" / "model")))
+        return [refused, told(lambda: trainer.save_model() if rank == 0 else runtime.parameter(some))]
+
+
 def trainer_generates(directory: Path, rank: int, size: int) -> Any:
     """Ranks that generate different numbers of tokens."""
     folder = sharing(rank, size, directory, "generating")
@@ -314,5 +327,12 @@ def trainer_adapters(directory: Path, rank: int, size: int) -> Any:
 
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     function.__name__: function
-    for function in (*map(at_stage, (1, 2, 3)), trainer_best, trainer_killed, trainer_generates, trainer_adapters)
+    for function in (
+        *map(at_stage, (1, 2, 3)),
+        trainer_best,
+        trainer_killed,
+        trainer_alone,
+        trainer_generates,
+        trainer_adapters,
+    )
 }

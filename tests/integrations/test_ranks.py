@@ -14,12 +14,13 @@ from doubles_trainer import Trained, check
 pytestmark = pytest.mark.long
 
 STAGES = [f"trainer_stage_{stage}" for stage in (1, 2, 3)]
-OTHERS = ["trainer_best", "trainer_killed", "trainer_generates", "trainer_adapters"]
+OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates", "trainer_adapters"]
 
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return run_jobs(warm_python, tmp_path_factory.mktemp("trainers"), [(2, [*STAGES, *OTHERS])])
+    jobs = [(2, [*STAGES, *OTHERS])]
+    return run_jobs(warm_python, tmp_path_factory.mktemp("trainers"), jobs, limit=200)
 
 
 def same_end(found: Trained, expected: Trained) -> None:
@@ -78,6 +79,14 @@ def test_what_the_others_are_told(reports: Reports) -> None:
     one = "one has not saved"
     assert first[one]["error"] == f"TiermemError: another rank could not save a checkpoint: rank 1: KilledError: {one}"
     assert first[one]["left"] == ["checkpoint-2", "checkpoint-3"], "what is committed stays until the next one is"
+
+
+def test_saving_is_for_all_of_them(reports: Reports) -> None:
+    (refused, alone), (others_refused, others_alone) = values(reports[2, "trainer_alone"])
+    assert refused.startswith("NotADirectoryError")
+    assert others_refused.startswith("TiermemError: another rank could not begin to save the model: rank 0: ")
+    for told in (alone, others_alone):
+        assert told.startswith("TiermemError: the ranks do different things: rank 0 ")
 
 
 def test_ranks_that_generate_different_numbers_of_tokens(reports: Reports) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
-from tiermem.integrations.ranks import by_first
+from tiermem.integrations.ranks import by_first, is_first
 from tiermem.output_file import write_whole
 from tiermem.runtime import Runtime
 
@@ -135,10 +135,20 @@ def export_weights(runtime: Runtime, folder: Path) -> None:
     Collective: the first rank writes, and the others return when all is there.
     """
     new = folder / f".weights.{uuid.uuid4().hex}"
-    by_first("begin to save the model", lambda: folder.mkdir(parents=True, exist_ok=True))
+    refused: OSError | None = None
+    if is_first():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refused = error
     try:
+        # First of all, as the runtime notices if not all processes have come to this; without a folder it fails in all.
         runtime.save_pretrained(new)
         by_first("put the model into its folder", lambda: _move_weights(new, folder))
+    except Exception:
+        if refused is not None:
+            raise refused from None
+        raise
     finally:
         shutil.rmtree(new, ignore_errors=True)  # of the others it is not there
 
