@@ -38,7 +38,7 @@ class Claims:
         """What is still to be done; to be set where nothing is left."""
 
     def make(self, claim: Claim) -> None:
-        """Claim an update. Raises what the queue raises; it counts, and the queue will say so again."""
+        """Claim an update. Raises what the queue raises, or a signal handler while it waits: it counts, and is left."""
         self.left = (claim,)
         self.finish()
 
@@ -49,10 +49,6 @@ class Claims:
             claim.source.count(claim.settings)
             self._gradients.claimed(claim.unit, list(claim.settings))
             claim.behind()
-            try:
-                if claim.update is not None:
-                    self._queue.start(claim.update)
-            except Exception:
-                self.left = self.left[1:]
-                raise
+            if claim.update is not None:
+                self._queue.start(claim.update)
             self.left = self.left[1:]

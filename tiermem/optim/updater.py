@@ -203,7 +203,7 @@ class Updater:
     def _start_running(self) -> None:
         try:
             task = self._pager.start_task(self._run_queue())
-        except Exception as error:
+        except TiermemError as error:  # nobody else's, such as a signal handler's: the task may have been started
             self._end_all(error)
             raise
         task.add_done_callback(self._run_ended)

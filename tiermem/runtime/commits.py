@@ -52,6 +52,8 @@ class PendingCommit:
 
     def __init__(self, pager: Pager) -> None:
         self.future: Future[None] = Future()
+        self._ended: Future[None] = Future()  # also where it has failed: what a wait for this raises is no error of it
+        self.future.add_done_callback(lambda _: self._ended.set_result(None))
         self.seen = False
         self._pager = pager
         self._begins = threading.Lock()
@@ -81,8 +83,7 @@ class PendingCommit:
     def wait_ended(self) -> None:
         """Wait until it is durable or has failed; whoever asks for the error gets it later."""
         if not self.done:
-            with contextlib.suppress(Exception):  # kept in the future, and raised by `wait` and `raise_unseen`
-                self._pager.wait_for(self.future)
+            self._pager.wait_for(self._ended)
 
     def raise_unseen(self) -> None:
         """Raise its error unless somebody has been told already."""
