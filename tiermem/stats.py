@@ -254,7 +254,7 @@ class Counters:
         """`on_step(started, ended)` is told of every closed step, in seconds of `clock`."""
         self._clock = clock
         self._on_step = on_step
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask for the statistics in the middle of anything
         self._edges: dict[str, _Edge] = {}
         self._open = _Tally()
         self._opened_at = clock()

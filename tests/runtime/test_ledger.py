@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiermem.errors import TiermemError
+from tiermem.process import HomeProcess
 from tiermem.runtime.ledger import GradientLedger
+from tiermem.zero3.calls import Call, CallStack, Turn
 from tiermem.zero3.conductor import Act
 
 # The trainable parameters of each unit; unit 1 has none.
@@ -31,7 +33,7 @@ class FakeScheduler:
         self.kept_views: set[int] = set()
         self.gradients = self
         self.order = SimpleNamespace(position=0, forget_contributions=lambda: self.asked.append(("cut short",)))
-        self.stack: Any = SimpleNamespace(calls=[])
+        self.stack = CallStack(HomeProcess(), Turn())
         self.lockstep: object = None
         self.saved = SimpleNamespace(leave_rest=lambda: self.asked.append(("leave rest",)))
 
@@ -209,7 +211,7 @@ class Inside(nn.Module):
 
 @contextmanager
 def calls(scheduler: FakeScheduler, *modules: nn.Module | None) -> Iterator[None]:
-    scheduler.stack.calls = [SimpleNamespace(module=module) for module in modules]
+    scheduler.stack.calls = [Call(module) for module in modules]
     yield
     scheduler.stack.calls = []
 

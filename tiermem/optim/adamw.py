@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError, CopyError, TiermemError
+from tiermem.interrupts import call_out, refuse_amid
 from tiermem.optim.byhand import Membership, NoState, moments_elsewhere
 from tiermem.optim.hyperparameters import (
     UNSUPPORTED,
@@ -122,10 +123,11 @@ class AdamW(torch.optim.Optimizer):
             TiermemError: as above, somebody keeps a view of a parameter, or the runtime is closed.
             Exception: the error of an update that failed.
         """
+        refuse_amid()
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = call_out(closure)
         self._refuse_plain_gradients()
         if not isinstance(self.state, NoState):
             raise moments_elsewhere()
@@ -181,6 +183,7 @@ class AdamW(torch.optim.Optimizer):
 
         Where update="backward" has used some already that counts, which a RuntimeWarning says.
         """
+        refuse_amid()  # first: one may just have come that nobody has taken yet
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in `_refuse_plain_gradients`
             super().zero_grad(set_to_none)
         self._runtime().drop_gradients(self)
@@ -195,6 +198,7 @@ class AdamW(torch.optim.Optimizer):
         gradients up that the norm needs: it keeps them once it has seen a call of this, so call it in every step, or
         set `max_grad_norm`.
         """
+        refuse_amid()
         norm = self._runtime().clip_gradients(self, as_number("max_norm", max_norm))
         self._last = StepResult(norm, self._last.skipped)
         return norm
@@ -245,6 +249,7 @@ class AdamW(torch.optim.Optimizer):
         `runtime.master(parameter)`, or `Runtime.close(restore_model=True)` if they are float32. Collective: every rank
         gets all of it. Raises TiermemError between backward and step, once there are moments.
         """
+        refuse_amid()
         packed = self.state_dict()
         for group in packed["param_groups"]:
             group["fused"] = True  # whose bits these are
@@ -266,6 +271,7 @@ class AdamW(torch.optim.Optimizer):
         Raises `ConfigError` for a state or groups of another optimizer or another model, or without numbers, and
         `TiermemError` between backward and step; nothing is changed then.
         """
+        refuse_amid()
         counts = check_state_dict(state_dict, [len(group["params"]) for group in self.param_groups])
         store = self._prepare_moments(state_dict)
         entries = state_dict["state"]

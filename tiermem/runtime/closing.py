@@ -1,7 +1,8 @@
 """Objects that are closed at the end of a `with`, and of which there is one.
 
-Owns the two methods of a context manager, and the refusal of copies. Does not know what closing means. Guarantees that
-`close` is called however the body ends, that the body's error is not swallowed, and that nothing closed is entered.
+Owns the two methods of a context manager, the refusal of copies, and of what is asked inside something else. Does not
+know what closing means. Guarantees that `close` is called however the body ends, that the body's error is not
+swallowed, and that nothing closed is entered.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NoReturn, Self, SupportsIndex
 
-from tiermem.errors import CopyError
+from tiermem.errors import CopyError, TiermemError
+from tiermem.zero3.engine import backward_number
+from tiermem.zero3.scheduler import GatherScheduler
 
 
 class Closing(ABC):
@@ -37,3 +40,20 @@ class Closing(ABC):
             "of the run by runtime.snapshot(path), to go on from by offload(..., resume=path), or of the model by "
             "runtime.save_pretrained(path)"
         )
+
+
+def refuse_inside(verb: str, scheduler: GatherScheduler) -> None:
+    """Raise TiermemError for what is asked inside a forward or backward, where it would be of half a step."""
+    if scheduler.lockstep is not None or scheduler.stack.goes_on or backward_number() >= 0:
+        raise TiermemError(
+            f"{verb} inside a forward or backward: expected between two steps. Have a signal handler set a flag, and "
+            "the loop look at it there; or have it raise an exception"
+        )
+
+
+def refuse_lent() -> None:
+    """Raise TiermemError for a `close` inside of `gathered`."""
+    raise TiermemError(
+        "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
+        "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
+    )

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from swap import Mark, SwapError, take_checksums
 from tiermem.future import Future
+from tiermem.interrupts import refuse_amid
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
 from tiermem.process import start_thread
@@ -74,7 +75,9 @@ class PendingCommit:
         """Wait until it is durable. Raises the error if it failed: the commit before holds then.
 
         swap.SwapError: the drive has failed, or is full; training may go on. Exception: an update of the step failed.
+        TiermemError: a signal handler calls this in the middle of something that it may be waiting for.
         """
+        refuse_amid()
         try:
             self._pager.wait_for(self.future)
         finally:

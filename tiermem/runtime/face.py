@@ -19,14 +19,14 @@ from torch import nn
 from tiermem.checkpoint.pretrained import MAX_SHARD, ModelSource, model_files, save_pretrained
 from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError, TiermemError
-from tiermem.interrupts import empty_all_frames
+from tiermem.interrupts import empty_all_frames, refuse_amid
 from tiermem.memory.sizes import parse_bytes
 from tiermem.overlap import OverlapReport, explain_stalls
 from tiermem.process import HomeProcess
 from tiermem.runtime.abandoned import abandon
 from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.capture import start_commit, start_snapshot
-from tiermem.runtime.closing import Closing
+from tiermem.runtime.closing import Closing, refuse_inside, refuse_lent
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.extra import from_record, to_record
 from tiermem.runtime.house import House
@@ -320,19 +320,17 @@ class Runtime(Closing):
                 What is raised before all have their values (an interrupt, too little memory) closes nothing.
             remove: delete the swap files, and what is committed in them. Default: if nothing is; False: never.
 
-        Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered`, and
-        closes nothing. Dropped without this, it is closed by Python, late, with a ResourceWarning.
+        Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered`, or a
+        forward or backward, and closes nothing. Dropped without this, Python closes it, late, with a ResourceWarning.
         """
         if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
             if self._closed and restore_model:
                 refuse_placeholders(self.model)
             return
-        if self._lent:
-            raise TiermemError(
-                "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
-                "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
-            )
         house, values = self._open(), []
+        refuse_inside("close", house.scheduler)
+        if self._lent:
+            refuse_lent()
         if restore_model:
             self.settle()
             house.scheduler.settle()
@@ -347,4 +345,5 @@ class Runtime(Closing):
         self._home.check()
         if self._closed:
             raise TiermemError("this runtime is closed; offload the model again to go on")
+        refuse_amid()
         return self._house

@@ -37,6 +37,7 @@ from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
+from tiermem.runtime.closing import refuse_inside
 from tiermem.runtime.commits import Commits
 from tiermem.runtime.company import Company, leave_directories
 from tiermem.runtime.continuing import fill_pages, take_over
@@ -120,8 +121,9 @@ class House:
     def require_between_steps(self, verb: Act) -> None:
         """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep.
 
-        With several ranks also if not all of them call the same.
+        Inside a forward or backward, too: random numbers are of no step there. Or if not all ranks call the same.
         """
+        refuse_inside(verb.name.lower(), self.scheduler)
         self.ledger.line_up()
         if self.company.size > 1:
             self.conductor.run(Operation(verb))

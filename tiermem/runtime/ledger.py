@@ -8,14 +8,11 @@ steps some of the parameters leaves the gradients of the others as they are. Use
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError, TiermemError
@@ -112,11 +109,10 @@ class GradientLedger:
         """
         if self.scheduler.lockstep is not None:
             return
-        calls = self.scheduler.stack.calls
-        if not calls:
+        if not self.scheduler.stack.calls:
             self.scheduler.saved.leave_rest()
             self._gatherer.forget_calls()
-        elif not any(call.module is not None and _is_running(call.module) for call in calls):
+        elif not self.scheduler.stack.goes_on:
             self.scheduler.settle()
 
     def drop(self, parameters: Sequence[int]) -> None:
@@ -164,16 +160,6 @@ class GradientLedger:
         self.scheduler.finish_step(updated=updated)
         self._claimed.clear()
         return True
-
-
-def _is_running(module: nn.Module) -> bool:
-    """Whether a call of the module is on this thread's stack: what is asked then comes from inside of it."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see one's callers
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:  # noqa: SLF001
-            return True
-        frame = frame.f_back
-    return False
 
 
 class Steps:

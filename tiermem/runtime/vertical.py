@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.interrupts import call_out
 from tiermem.memory.heap import keep_freed_blocks
 from tiermem.runtime.house import House
 from tiermem.zero3.cuts import Arguments, Cuts
@@ -146,14 +147,14 @@ class Passage:
             self._surroundings.enter(stack)
             if self._cuts is not None:
                 self._cuts.begin()
-            loss = self._loss(self._micro_batch)
+            loss = call_out(self._loss, self._micro_batch)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise TiermemError(f"a loss is a tensor of one element, found {found}; return one from `loss`")
             self._result = loss.detach().clone()
             if self._cuts is not None:
                 self._cuts.close(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            call_out(loss.backward)
 
     def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A module of `unit` is called."""
@@ -187,7 +188,7 @@ class Passage:
         """Backward through one of them."""
         if self._cuts is not None:
             with torch.autograd.set_multithreading_enabled(False):
-                self._cuts.go_back()
+                call_out(self._cuts.go_back)
 
     def resume(self) -> None:
         """Continue this micro-batch's random numbers."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tiermem.errors import CopyError, TiermemError
+from tiermem.interrupts import call_out
 from tiermem.zero3.engine import unseen
 
 # What torch is asked to do, with its arguments and what carries it out.
@@ -139,7 +140,7 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
     def plainly() -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the public way to say so
-            return function(*args, **kwargs)
+            return call_out(function, *args, **kwargs)
 
     if function in _ASKED:
         return plainly()
@@ -202,10 +203,10 @@ def _through_edges(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     if not edges or next(absent_in(given_too), None) is not None:
         return None
     if not kwargs.get("materialize_grads"):
-        return lambda: function(args[0], **given)
+        return lambda: call_out(function, args[0], **given)
 
     def with_zeros() -> Any:
-        found = function(args[0], **(given | {"materialize_grads": False, "allow_unused": True}))
+        found = call_out(function, args[0], **(given | {"materialize_grads": False, "allow_unused": True}))
         pairs = zip(found, wanted, strict=True)
         return tuple(torch.zeros_like(each) if gradient is None else gradient for gradient, each in pairs)
 

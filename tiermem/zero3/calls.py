@@ -6,8 +6,10 @@ second thread that calls the model meanwhile is refused.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch import nn
@@ -78,6 +80,11 @@ class CallStack(threading.local):
         """Whether the outermost call in progress computes no gradients."""
         return bool(self.calls) and self.calls[0].gradless
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether whoever asks does so from inside one of them; those that an interrupt has ended are none."""
+        return any(call.module is not None and _is_running(call.module) for call in self.calls)
+
     def put_aside(self) -> Callable[[], None]:
         """Have no call in progress on this thread; returns what has these in progress again."""
         before, self.calls = self.calls, []
@@ -93,3 +100,13 @@ class CallStack(threading.local):
         if not self.calls:
             self._turn.leave()
         return call
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of the module is on this thread's stack: what is asked then comes from inside of it."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see one's callers
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:  # noqa: SLF001
+            return True
+        frame = frame.f_back
+    return False

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.interrupts import empty_frames
+from tiermem.interrupts import call_out, empty_frames
 from tiermem.zero3.absent import is_absent
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, unseen, version
 from tiermem.zero3.layout import Slot, view_bytes
@@ -113,7 +113,7 @@ class Foreign:
 
 def leave_to(outer: tuple[Pack, Unpack] | None, tensor: torch.Tensor) -> Kept | Foreign:
     """What the graph keeps of an ordinary tensor: itself, or what the pair of hooks outside makes of it."""
-    return Kept(tensor) if outer is None else Foreign(outer[0](tensor), outer[1])
+    return Kept(tensor) if outer is None else Foreign(call_out(outer[0], tensor), outer[1])
 
 
 class _Scope:
@@ -309,7 +309,7 @@ class SavedTensorHooks:
         if isinstance(packed, Handle):
             return self.restore(packed)
         if isinstance(packed, Foreign):
-            return packed.unpack(packed.packed)
+            return call_out(packed.unpack, packed.packed)
         return packed.restore()  # type: ignore[no-any-return]
 
     def owns(self, pack: Pack) -> bool:
