@@ -28,6 +28,7 @@ FLOORS = {
     "tiermem.process": 1,
     "tiermem.interrupts": 1,
     "tiermem.future": 1,
+    "tiermem.errands": 1,
     "tiermem.registry": 1,
     "tiermem.wear": 1,
     "tiermem.machine_code": 1,

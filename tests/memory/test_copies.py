@@ -39,10 +39,12 @@ class Station:
         self.order: list[str] = []
         self.ended: list[tuple[str, BaseException | None]] = []
         self.changed = threading.Condition()
+        self.naming = threading.Lock()
         self.line = CopyLine("test", self.launch)
 
     def launch(self, copy: Copy) -> Gate:
-        name = next(name for name, known in self.copies.items() if known is copy)
+        with self.naming:
+            name = next(name for name, known in self.copies.items() if known is copy)
         with self.changed:
             self.order.append(name)
             self.changed.notify_all()
@@ -61,7 +63,7 @@ class Station:
                 self.changed.notify_all()
 
         self.gates[name] = Gate(error)
-        with self.line._changed:  # so that it is not launched before its name is known
+        with self.naming:  # so that it is not launched before its name is known
             self.copies = {
                 **getattr(self, "copies", {}),
                 name: self.line.start(frame, frame, frame.nbytes, urgent=urgent, done=done),

@@ -150,5 +150,5 @@ def test_collectives_have_one_issuer(calls):
     steps, everything = (
         [{thread for thread, _, _ in line} for line in calls[0][key].values()] for key in ("steps", "all")
     )
-    assert steps == [{"tiermem-ranks_0"}, {"tiermem-commit"}]
-    assert everything == [{"tiermem-ranks_0", "MainThread"}, {"tiermem-commit", "tiermem-snapshot"}]
+    assert steps == [{"tiermem-ranks"}, {"tiermem-commit"}]
+    assert everything == [{"tiermem-ranks", "MainThread"}, {"tiermem-commit", "tiermem-snapshot"}]

@@ -128,7 +128,7 @@ def test_all_do_the_same_in_the_order_in_which_it_was_asked_for():
     def part(rank: Rank) -> None:
         queued = [rank.conductor.start(rank.operation(Act.GATHER, unit)) for unit in (0, 1, 0)]
         rank.do(Act.SETTLE)
-        assert [each.result(WAIT) for each in queued] == ["prepared"] * 3
+        assert [each.result() for each in queued] == ["prepared"] * 3
         assert rank.conductor.announced == 4
 
     for rank in together(part, part, part):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from tiermem.errors import TiermemError
@@ -73,47 +74,61 @@ class CopyLine:
     def __init__(self, name: str, launch: Callable[[Copy], Flight]) -> None:
         """`launch(copy)` is called on the line's thread; an error it raises ends that copy."""
         self._launch = launch
-        self._changed = threading.Condition()
+        # Not a condition, which may stay locked behind an interrupt of whoever closes (`tiermem/future.py` says why).
+        self._lock = threading.Lock()
+        self._asked: SimpleQueue[Copy | None] = SimpleQueue()
+        self._closed = False
+        # The line's own.
         self._waiting: deque[Copy] = deque()
         self._flying: deque[tuple[Copy, Flight]] = deque()
-        self._closed = False
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         begin(self._thread)
 
     def start(self, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> Copy:
         """Copy; `done(error)` is called once, on the line's thread. Raises TiermemError after `close`."""
         copy = Copy(self, source, target, nbytes, urgent=urgent, done=done)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise TiermemError("a copy was asked of a device that is closed")
-            self._waiting.append(copy)
-            self._changed.notify()
+            self._asked.put(copy)
         return copy
 
     def promote(self, copy: Copy) -> None:
         """Let the copy overtake those that nobody waits for."""
-        with self._changed:
-            copy.urgent = True
+        copy.urgent = True
 
     def close(self) -> None:
         """Take no more copies; wait for the end of those under way. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify()
+            self._asked.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while not self._waiting and not self._flying:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                copy = self._next() if len(self._flying) < _IN_FLIGHT else None
+            idle = not self._waiting and not self._flying
+            if idle and self._is_ending:
+                return
+            self._listen(None if idle else 0.0)
+            copy = self._next() if len(self._flying) < _IN_FLIGHT else None
             if copy is not None:
                 self._take_off(copy)
-            else:
+            elif self._flying:
                 self._attend()
+
+    def _listen(self, seconds: float | None) -> None:
+        """Take in what has been asked since; wait so long for it, None: until something is."""
+        try:
+            asked = self._asked.get(timeout=seconds)
+            while True:
+                if asked is None:
+                    self._is_ending = True
+                else:
+                    self._waiting.append(asked)
+                asked = self._asked.get_nowait()
+        except Empty:
+            return
 
     def _next(self) -> Copy | None:
         """Take the copy that is next: the oldest one somebody waits for, else the oldest."""
@@ -136,9 +151,8 @@ class CopyLine:
         try:
             seconds = flight.remaining()
             if seconds > 0:
-                with self._changed:
-                    if not self._waiting or len(self._flying) >= _IN_FLIGHT:
-                        self._changed.wait(seconds)
+                if not self._waiting or len(self._flying) >= _IN_FLIGHT:
+                    self._listen(seconds)
                 return
             flight.land()
         except Exception as raised:  # noqa: BLE001 - told to whoever asked for the copy

@@ -18,12 +18,12 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tiermem.errands import Errands
 from tiermem.errors import TiermemError
-from tiermem.process import refused
+from tiermem.future import Future
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, Timeline
 from tiermem.zero3.collectives import Collectives
@@ -125,7 +125,7 @@ class Conductor:
         self._timeline = timeline
         self._counters = counters
         self._names = names
-        self._issuer = ThreadPoolExecutor(1, _ISSUER, initializer=begin)
+        self._issuer = Errands(_ISSUER, begin)
         self._serve: Serve | None = None
         self._broken: BaseException | None = None
         self._announced = 0
@@ -153,14 +153,11 @@ class Conductor:
         if self._closed and self._broken is not None:
             raise self._broken
         try:
-            return self._issuer.submit(self._carry_out, operation)
-        except RuntimeError as error:
-            # What was refused is queued all the same, and would be carried out before whatever comes next.
-            self._issuer.shutdown(wait=False, cancel_futures=True)
+            return self._issuer.start(lambda: self._carry_out(operation))
+        except TiermemError as refusal:
             operation.undo(None)
-            refusal = self._broken or refused(_ISSUER, error)
             self._break(refusal)
-            raise refusal from error
+            raise
 
     def run(self, operation: Operation[T]) -> T:
         """Do an operation now, after those queued; waits."""
@@ -195,14 +192,12 @@ class Conductor:
         """
         failure = sys.exception() or failure
         self._closed = True
-        # Alone, nothing is submitted: the cycle collector may begin, and close a runtime that somebody has dropped,
-        # inside any executor's `submit`, and all of them share a lock for that.
         if self._broken is None and self.collectives.size > 1:
             try:
-                self._issuer.submit(self._take_leave, failure).exception()
-            except RuntimeError:  # the interpreter is ending, and starts nothing any more
+                self._issuer.start(lambda: self._take_leave(failure)).exception()
+            except TiermemError:  # the interpreter is ending, and starts no thread any more
                 self.collectives.close(_farewell(failure))
-        self._issuer.shutdown(wait=True)
+        self._issuer.close()
         self._broken = self._broken or TiermemError("this runtime is closed; offload the model again to go on")
 
     def _take_leave(self, failure: BaseException | None) -> None:

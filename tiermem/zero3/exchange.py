@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
+from tiermem.future import Future
 from tiermem.pager.page import Intent
 from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives

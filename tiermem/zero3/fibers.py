@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from tiermem.errors import InvariantError, TiermemError
@@ -52,7 +53,9 @@ class OwnThread:
 
     def __init__(self, target: Callable[[], None]) -> None:
         self._target, self._context = target, contextvars.copy_context()
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Queues, where semaphores would do, but may stay locked behind an interrupt (`tiermem/future.py` says why).
+        self._go: SimpleQueue[None] = SimpleQueue()
+        self._back: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -69,26 +72,27 @@ class OwnThread:
             except TiermemError:  # no more threads are allowed: there is none to be ended
                 self._thread = None
                 raise
-        self._go.release()
-        self._back.acquire()
+        self._go.put(None)
+        self._back.get()
 
     def stop(self) -> None:
         """As of every `Fiber`."""
-        self._back.release()
-        self._go.acquire()
+        self._back.put(None)
+        self._go.get()
 
     def end(self) -> None:
         """As of every `Fiber`. It may be running: what interrupts a caller who waits does not interrupt it."""
         if self._thread is not None:
-            self._go.release()
-            self._thread.join()
+            self._go.put(None)
+            if self._thread.ident is not None:  # else it has not begun: somebody was interrupted before that
+                self._thread.join()
 
     def _live(self) -> None:
-        self._go.acquire()
+        self._go.get()
         try:
             self._context.run(self._target)
         finally:
-            self._back.release()
+            self._back.put(None)
 
 
 class OwnStack:

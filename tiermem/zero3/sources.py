@@ -9,13 +9,13 @@ most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from tiermem.future import Future
 from tiermem.pager.page import Intent, Lane, PageKey
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.engine import viewers

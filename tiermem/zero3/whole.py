@@ -6,8 +6,7 @@ is due. Guarantees that a unit which was updated is completed from the other ran
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
+from tiermem.future import Future
 from tiermem.pager.page import Intent
 from tiermem.zero3.conductor import Act, Operation
 from tiermem.zero3.sources import Access, HeldUnit, Lease, Leased, sections

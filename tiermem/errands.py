@@ -1,0 +1,58 @@
+"""A thread that does one thing after the other for others.
+
+Owns the thread and the queue before it. Does not know what is done. Guarantees that things are done in the order they
+were started in, each once, and that an interrupt (Ctrl-C) of whoever starts them, or waits, leaves nothing locked; that
+of a `concurrent.futures` executor may, see `future.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+from tiermem.future import Future
+from tiermem.process import begin
+
+T = TypeVar("T")
+
+
+class Errands:
+    """Done on a thread that begins with the first of them, by calling `first()`."""
+
+    def __init__(self, name: str, first: Callable[[], object]) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(first,), name=name, daemon=True)
+
+    def start(self, function: Callable[[], T]) -> Future[T]:
+        """Have `function()` called behind those before; the future has its result or error.
+
+        Raises TiermemError where the system allows no thread, and does nothing.
+        """
+        future: Future[T] = Future()
+        if self._thread.ident is None:
+            begin(self._thread)
+        self._queue.put(lambda: _carry_out(function, future))
+        return future
+
+    def close(self) -> None:
+        """Wait for what was started, and end the thread. May be called twice."""
+        if self._thread.ident is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self, first: Callable[[], object]) -> None:
+        first()
+        while (errand := self._queue.get()) is not None:
+            errand()
+            del errand  # nothing of it is kept until the next one comes
+
+
+def _carry_out(function: Callable[[], T], future: Future[T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        future.set_exception(error)
+    else:
+        future.set_result(result)
