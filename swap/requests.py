@@ -16,6 +16,7 @@ from typing import Protocol
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.checksums import checksum, mismatch
 from swap.errors import SwapTimeoutError
+from swap.watch import Happening
 
 
 class Priority(enum.IntEnum):
@@ -219,7 +220,7 @@ class Request:
         self._check = check
         self._owner = owner
         self._on_done = on_done
-        self._event = threading.Event()
+        self._event = Happening()
         self._submitted = time.monotonic()
         for part in parts:
             part.request = self

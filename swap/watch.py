@@ -1,9 +1,10 @@
 """Whether this process was running while it waited: a stopped one (Ctrl-Z, a paused container or machine) was not.
 
-Owns the doubt about a wait that has taken too long, and the threads that a drive may keep. Does not know what is waited
-for. Guarantees that silence is put down to a drive only after the process has run, and looked, for a while on end; so a
-drive that is silent indeed is found out that much later. And that a thread counts as ended when it has ended, whatever
-has become of those who waited for it.
+Owns the doubt about a wait that has taken too long, the threads that a drive may keep, and how one waits for what
+happens once. Does not know what that is. Guarantees that silence is put down to a drive only after the process has run,
+and looked, for a while on end; so a drive that is silent indeed is found out that much later. That a thread counts as
+ended when it has ended, whatever has become of those who waited for it; and that who waits is told, whoever else was
+interrupted.
 
 What the kernel had to say while the process was stopped its threads report as soon as they run again, and whoever has
 waited meanwhile may come before them.
@@ -11,12 +12,51 @@ waited meanwhile may come before them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 _LONGEST_GRACE = 3.0
 _LATE = 1.0
+
+
+class Happening:
+    """Something that happens once, and waits for it.
+
+    Not a `threading.Event`: who waits for one takes a lock in code of Python's own, and an interrupt (Ctrl-C) behind
+    the taking leaves it locked. Who is to set it then waits for ever, and so does whoever waits again.
+    """
+
+    __slots__ = ("_gate", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """It has. May be said twice."""
+        self._is_set = True
+        self._open()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has happened, for `timeout` seconds at most; whether it has."""
+        if not self.is_set():
+            try:
+                self._gate.acquire(timeout=-1 if timeout is None else timeout)
+            finally:
+                if self.is_set():  # let the next one through
+                    self._open()
+        return self._is_set
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._gate.release()
 
 
 class WatchedThread(threading.Thread):
@@ -27,7 +67,7 @@ class WatchedThread(threading.Thread):
 
     def __init__(self, target: Callable[[], object], *, name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
-        self._over = threading.Event()
+        self._over = Happening()
 
     def run(self) -> None:
         """Carry out the target."""
