@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import itertools
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 from doubles_combinations import half_of, pairs_of
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
+from doubles_signals import interrupted
 from doubles_together import leased_pages
 from doubles_training import UPDATES, budget_for, config_for
 from torch import nn
@@ -574,6 +576,28 @@ def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_
             its.step()
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.filterwarnings("ignore:a tiermem runtime over .* was never closed:ResourceWarning")
+@pytest.mark.timeout(60, method="thread")
+def test_a_close_that_is_interrupted_is_ended_by_the_next_one_or_by_python(again, tmp_path):
+    """Between two of its lines it left files, locks and threads behind, and the next one did nothing."""
+    for number in itertools.count(2 + again, 14):
+        model, _, runtime = begin(tmp_path / "swap", "forward", "generous")
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        reached = interrupted(runtime.close, number, ("tiermem.runtime",))
+        if again:
+            runtime.close()
+        del model, runtime, optimizer
+        gc.collect()
+        assert not [each for each in threading.enumerate() if each.name.startswith(("tiermem-", "swap-"))]
+        assert not list((tmp_path / "swap").iterdir())
+        if not reached:
+            break
+    assert number > 3 * 14
 
 
 @pytest.mark.long

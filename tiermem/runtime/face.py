@@ -323,23 +323,24 @@ class Runtime(Closing):
         Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered`, or a
         forward or backward, and closes nothing. Dropped without this, Python closes it, late, with a ResourceWarning.
         """
-        if self._closed or not self._home.is_here:  # in a forked child there is nothing to end
-            if self._closed and restore_model:
+        again = self._closed  # to its end, or an interrupt came before that
+        if not self._home.is_here or not self._abandoned.alive:  # in a forked child there is nothing to end
+            if again and restore_model:
                 refuse_placeholders(self.model)
             return
-        house, values = self._open(), []
+        house, values = self._house if again else self._open(), []
         refuse_inside("close", house.scheduler)
         if self._lent:
             refuse_lent()
-        if restore_model:
+        if restore_model and not again:
             self.settle()
             house.scheduler.settle()
             values = copies(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
         self._closed = True
-        self._abandoned.detach()
         # Given twice: an interrupt may end the first. The guards last: what an interrupted forward had gathered is
         # placeholders only then.
-        close_all([*[lambda: give(values)] * 2, lambda: house.close(remove=remove), self._guards.close])
+        actions = [*[lambda: give(values)] * 2, lambda: house.close(remove=remove), self._guards.close]
+        close_all([*actions, lambda: house.ending.then(self._abandoned.detach)])
 
     def _open(self) -> House:
         self._home.check()

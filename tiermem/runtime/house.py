@@ -39,9 +39,10 @@ from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.closing import refuse_inside
 from tiermem.runtime.commits import Commits
-from tiermem.runtime.company import Company, leave_directories
+from tiermem.runtime.company import Company
 from tiermem.runtime.continuing import fill_pages, take_over
 from tiermem.runtime.devices import open_device
+from tiermem.runtime.ending import Ending, close_rooms
 from tiermem.runtime.exchanges import open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.look_ahead import choose_look_ahead
@@ -49,7 +50,7 @@ from tiermem.runtime.plans import StepPlans
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
-from tiermem.runtime.storage import Budgets, Storage, close_all, open_storage
+from tiermem.runtime.storage import Budgets, Storage, open_storage
 from tiermem.runtime.undo import choose_schedule, make_speculation
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
@@ -108,6 +109,11 @@ class House:
         """What every commit says about the names that parameters are exported under."""
         return other_names(self.divided.model, [slot for layout in self.layouts for slot in layout.slots])
 
+    @cached_property
+    def ending(self) -> Ending:
+        """The last part of `close`: files and threads."""
+        return Ending()
+
     @property
     def in_words(self) -> str:
         """The run in a line: what is trained, how far it is, and the bytes that tiers hold."""
@@ -153,20 +159,10 @@ class House:
     def close(self, *, remove: bool | None) -> None:
         """Tear everything down in reverse; with `remove` commits and swap files go. Raises the first error at the end.
 
-        None: they go unless something is committed, or may be.
+        None: they go unless something is committed, or may be. After an interrupt it may be called again.
         """
 
-        def close_storage() -> None:
-            self.commits.wait_open()  # again, if that was interrupted: it must not outlive its bytes, nor the lock
-            self.storage.close(remove=self.commits.hold_nothing if remove is None else remove)
-            leave_directories(self.config, self.company)
-
-        self.steps.close()
-        # The conductor first, so that others who wait for this rank in vain know it soon.
-        actions = [self.conductor.close, self.coordinator.wait_updates, self.snapshots.close, self.commits.close]
-        close_all([*actions, self.scheduler.close, self.updater.close, close_storage, self.company.close])
-        for parameter in self.parameters:
-            registry.detach(parameter)
+        close_rooms(self, remove=remove)
 
 
 def build(
