@@ -54,6 +54,9 @@ class Happening:
                     self._open()
         return self._is_set
 
+    def _at_fork_reinit(self) -> None:
+        """In a forked child nobody waits for what `threading` asks this of."""
+
     def _open(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._gate.release()
@@ -68,6 +71,7 @@ class WatchedThread(threading.Thread):
     def __init__(self, target: Callable[[], object], *, name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
         self._over = Happening()
+        self._started = Happening()  # as `threading` calls it; the event there would be waited for by who starts it
 
     def run(self) -> None:
         """Carry out the target."""

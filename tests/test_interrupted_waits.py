@@ -6,6 +6,7 @@ Python's own `threading.Condition`, and what is made of it, may stay locked behi
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from doubles_signals import interrupted_everywhere
 import swap
 from swap.watch import WatchedThread
 from tiermem.memory.copies import CopyLine
+from tiermem.process import begin
 from tiermem.timeline import Timeline
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.conductor import Act, Conductor, Operation
@@ -89,6 +91,24 @@ def test_for_a_transfer(tmp_path: Path) -> None:
         for _ in interrupted_everywhere(make):
             requests[-1].wait()
         assert len(requests) > 3
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_for_the_beginning_of_a_thread(watched: bool) -> None:
+    """One that never began kept what it was given, and the program's end waited for it."""
+    threads: list[threading.Thread] = []
+    done: list[int] = []
+
+    def make():
+        work = partial(done.append, len(threads))
+        threads.append(WatchedThread(work, name="test-begun") if watched else threading.Thread(target=work))
+        return threads[-1].start if watched else partial(begin, threads[-1])
+
+    for _ in interrupted_everywhere(make):
+        if threads[-1].ident is not None:  # else the interrupt came before the system was asked
+            threads[-1].join(5)
+            assert len(threads) - 1 in done
+    assert len(done) > 3
 
 
 def test_for_a_thread_that_a_drive_may_keep() -> None:

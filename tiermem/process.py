@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiermem.errors import TiermemError
+from tiermem.future import Future
 
 _forks = [0]  # between this process and the first one: a look at it costs no system call
 
@@ -58,10 +59,34 @@ def start_thread(name: str, work: Callable[..., None], *arguments: Any) -> Tierm
 
 def begin(thread: threading.Thread) -> None:
     """Start a thread. Raises TiermemError where the system allows no more of them; it may be begun again then."""
+    thread._started = _Begun()  # type: ignore[attr-defined] # noqa: SLF001 - see there
     try:
         thread.start()
     except RuntimeError as error:
         raise refused(thread.name, error) from error
+
+
+class _Begun:
+    """Whether a thread has begun, in the place of the event of `threading`, whose names these are.
+
+    Who starts a thread waits for that, and an interrupt may leave an event locked: the thread would never begin, and
+    the program's end wait for it (`future.py`).
+    """
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+
+    def set(self) -> None:
+        self._future.set_result(None)
+
+    def is_set(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.exception()
+
+    def _at_fork_reinit(self) -> None:
+        """In a forked child nobody waits for it."""
 
 
 def refused(name: str, error: RuntimeError) -> TiermemError:
