@@ -8,6 +8,7 @@ from typing import Self
 
 import pytest
 import torch
+from doubles_signals import interrupted_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -209,6 +210,22 @@ def test_a_failed_page_is_made_anew() -> None:
     del paged
     assert torch.equal(kept.keep(tensor.clone()).restore(), tensor)
     assert kept.alive == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came while something was finalized
+def test_interrupts_anywhere_leave_a_store_that_keeps() -> None:
+    """A number was free that had no sizes yet: nothing was kept any more."""
+    tensor = torch.randint(0, 256, (PIECE + 7,), dtype=torch.uint8)
+    stores: list[ActivationStore] = []
+
+    def make():
+        stores.append(store(Shelf())[0])
+        return lambda: stores[-1].keep(tensor)
+
+    for _ in interrupted_everywhere(make):
+        again = [stores[-1].keep(each) for each in (tensor, tensor.clone())]
+        assert all(torch.equal(paged.restore(), tensor) for paged in again)
+    assert len(stores) > 30
 
 
 def test_a_saved_tensor_may_die_on_another_thread() -> None:

@@ -210,8 +210,8 @@ class ActivationStore:
         try:
             while True:
                 if not self._free:
-                    self._free.append(len(self._sizes))
-                    self._sizes.append([])
+                    self._sizes.append([])  # first: an interrupt may come between, and a number without sizes is none
+                    self._free.append(len(self._sizes) - 1)
                 tried.append(heapq.heappop(self._free))
                 if self._fit(tried[-1], sizes):
                     return tried.pop()
