@@ -32,6 +32,7 @@ from tiermem.runtime.ledger import GradientLedger
 from tiermem.zero3 import gather, handles
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.handles import SavedTensorHooks
+from tiermem.zero3.materialize import Materializer
 from tiermem.zero3.order import OrderRecorder
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.reduce import GradientStore
@@ -576,6 +577,29 @@ def test_an_interrupt_while_a_gradient_is_put_away_is_no_error_of_the_pager(tmp_
             its.step()
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_model_whose_offload_ends_half_way_is_no_model_of_nan(error, tmp_path, monkeypatch):
+    real, left = Materializer._write, 3
+
+    def write(*arguments):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(Materializer, "_write", write)
+    model = Stack()
+    with pytest.raises(error):
+        tiermem.offload(model, config_for(tmp_path, "4MiB", "forward"), coalesce=0)
+    assert list(tmp_path.iterdir()) == []
+    for use in (lambda: model(batch()), model.state_dict):
+        with pytest.raises(tiermem.TiermemError, match=r"offload itself has failed, build the model again"):
+            use()
+    with pytest.raises(tiermem.ConfigError, match=r"has no values.*build the model again"):
+        tiermem.offload(model, config_for(tmp_path, "4MiB", "forward"))
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -7,7 +7,9 @@ come from. Does not build (`house.py`). Guarantees that what is refused is refus
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import House, build
 from tiermem.runtime.paged_moments import with_moments
 from tiermem.zero3.engine import outside_inference
-from tiermem.zero3.guards import refuse_placeholders, refuse_unfit
+from tiermem.zero3.guards import guard_placeholders, refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Initializer
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.materialize import WeightSource
@@ -90,18 +92,22 @@ def offload(
             source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
             blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
             require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
-            return _hand_over(build(blueprint, own, beginning, company, init=init, weights=source), config)
+            return _begin(model, partial(build, blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         _give_up(error, config, company)
         raise
 
 
-def _hand_over(house: House, config: Config) -> Runtime:
-    """The runtime of a house; closed again if nobody gets it, as where an interrupt comes just now."""
+def _begin(model: nn.Module, make: Callable[[], House], config: Config) -> Runtime:
+    """The runtime of a new house; closed again if nobody gets it, as where an interrupt comes just now."""
+    house = None
     try:
+        house = make()
         return Runtime(with_moments(house), config)
     except BaseException:
-        house.close(remove=None)
+        guard_placeholders(model.modules())  # what had become of it by then
+        if house is not None:
+            house.close(remove=None)
         raise
 
 

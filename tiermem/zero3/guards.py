@@ -3,14 +3,14 @@
 Owns the looks at a model that is about to be offloaded, the hooks on `state_dict` and `load_state_dict`, and those that
 are left behind when the runtime is closed. Does not know how values come or go. Guarantees that `state_dict()` never
 hands out placeholders, that `load_state_dict` never writes into them or puts other parameters in their place, and that
-a model whose runtime is closed says so instead of computing with NaN, or being saved as NaN.
+a model whose runtime is closed, or could not begin, says so instead of computing with NaN, or being saved as NaN.
 """
 
 from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,10 +43,15 @@ class ModelGuards:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module in self._modules:
-            if any(map(is_placeholder, _own(module))):
-                module.register_forward_pre_hook(_refuse_closed)
-                module.register_state_dict_pre_hook(_refuse_saving_closed)  # type: ignore[no-untyped-call]
+        guard_placeholders(self._modules)
+
+
+def guard_placeholders(modules: Iterable[nn.Module]) -> None:
+    """Have modules whose parameters are placeholders, for good, refuse to compute with them and to save them."""
+    for module in modules:
+        if any(map(is_placeholder, _own(module))):
+            module.register_forward_pre_hook(_refuse_closed)
+            module.register_state_dict_pre_hook(_refuse_saving_closed)  # type: ignore[no-untyped-call]
 
 
 def all_gathered(divided: ModelUnits, gatherer: Gatherer) -> Callable[[], bool]:
@@ -195,7 +200,8 @@ def _refuse_closed(module: nn.Module, _: Any) -> None:
     if any(map(is_placeholder, _own(module))):
         raise TiermemError(
             f"{type(module).__name__} was called after its runtime was closed: its parameters are gone; use "
-            "close(restore_model=True) to keep them, or tiermem.offload(..., resume=True) to go on from a commit"
+            "close(restore_model=True) to keep them, or tiermem.offload(..., resume=True) to go on from a commit. "
+            "Where offload itself has failed, build the model again"
         )
 
 
@@ -204,7 +210,8 @@ def _refuse_saving_closed(module: nn.Module, *_: Any) -> None:
     if any(map(is_placeholder, _own(module))):
         raise TiermemError(
             f"state_dict() of {type(module).__name__} after its runtime was closed would be full of NaN: its "
-            "parameters are gone; to keep them use close(restore_model=True), or save with the runtime before closing"
+            "parameters are gone; to keep them use close(restore_model=True), or save with the runtime before closing. "
+            "Where offload itself has failed, build the model again"
         )
 
 
