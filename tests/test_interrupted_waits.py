@@ -17,6 +17,7 @@ from swap.watch import WatchedThread
 from tiermem.memory.copies import CopyLine
 from tiermem.process import begin
 from tiermem.timeline import Timeline
+from tiermem.zero3 import fibers
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.fibers import OwnThread
@@ -42,29 +43,48 @@ def test_for_what_ranks_do_together() -> None:
 
 
 def test_for_micro_batches_on_threads() -> None:
-    fibers: list[OwnThread] = []
+    made: list[OwnThread] = []
     turns = 0
 
     def live() -> None:
         nonlocal turns
         for _ in range(2):
             turns += 1
-            fibers[-1].stop()
+            made[-1].stop()
 
     def make():
-        fibers.append(OwnThread(live))
-        fibers[-1].go()
+        made.append(OwnThread(live))
+        made[-1].go()
 
         def go() -> None:
             for _ in range(2):
-                fibers[-1].go()
+                made[-1].go()
 
         return go
 
     for _ in interrupted_everywhere(make):
-        fibers[-1].end(), fibers[-1].end()
+        made[-1].end(), made[-1].end()
         assert not any(thread.name == "tiermem-micro-batch" for thread in threading.enumerate())
     assert turns > 5
+
+
+def test_a_micro_batch_whose_start_was_interrupted_does_not_begin_behind_its_end(monkeypatch) -> None:
+    """It ran beside the training that went on, and its gradients were added to the next ones."""
+    threads: list[threading.Thread] = []
+    ran: list[int] = []
+
+    def interrupt(thread: threading.Thread) -> None:
+        threads.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fibers, "begin", interrupt)
+    fiber = OwnThread(lambda: ran.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        fiber.go()
+    fiber.end()
+    threads[0].start()
+    threads[0].join()
+    assert ran == []
 
 
 def test_for_the_end_of_copies() -> None:

@@ -57,6 +57,7 @@ class OwnThread:
         self._go: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._begins = threading.Lock()  # taken by the thread, or by who ends it before it has begun
 
     @property
     def inside(self) -> bool:
@@ -82,12 +83,14 @@ class OwnThread:
 
     def end(self) -> None:
         """As of every `Fiber`. It may be running: what interrupts a caller who waits does not interrupt it."""
-        if self._thread is not None:
-            self._go.put(None)
-            if self._thread.ident is not None:  # else it has not begun: somebody was interrupted before that
-                self._thread.join()
+        if self._thread is None or self._begins.acquire(blocking=False):
+            return  # where somebody was interrupted as he started it, it may begin yet: and does nothing
+        self._go.put(None)
+        self._thread.join()
 
     def _live(self) -> None:
+        if not self._begins.acquire(blocking=False):
+            return
         self._go.get()
         try:
             self._context.run(self._target)
