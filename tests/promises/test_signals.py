@@ -154,18 +154,19 @@ def test_what_our_functions_call_of_others_may_ask(tmp_path):
 
     def loss_of(each):
         lend()
-        output = model(each)
-        output.register_hook(lend)
-        return output.square().mean()
+        return model(each).square().mean()
 
     with runtime:
         optimizer.step(closure)
         step(plain, other)
-        runtime.forward_backward([batch()], loss_of)
+        hook = model.layers[0].register_full_backward_hook(lend)
+        runtime.forward_backward([batch(), batch()], loss_of)  # one after the other through each part of the model
+        hook.remove()
         optimizer.step()
         optimizer.zero_grad()
+        plain(batch()).square().mean().backward()
         step(plain, other)
-        assert len(asked) == 3
+        assert len(asked) == 5
         for parameter, values in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
 

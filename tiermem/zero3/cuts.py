@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import TiermemError
+from tiermem.interrupts import call_out
 from tiermem.zero3.engine import has_hooks, node_number, sequence_number, version
 from tiermem.zero3.step_gradients import take_gradient
 
@@ -176,7 +177,7 @@ class Cuts:
         if roots:
             tensors, gradients = zip(*roots, strict=True)
             del roots
-            torch.autograd.backward(tensors, gradients)
+            call_out(torch.autograd.backward, tensors, gradients)
 
     def keeps_back(self, parameter: torch.Tensor) -> bool:
         """A gradient of `parameter` has arrived in `parameter.grad`; whether it is kept here, for more will come."""
