@@ -90,6 +90,13 @@ def test_a_dtype_is_compared_with_float32_on_one_thread(monkeypatch: pytest.Monk
         torch.set_num_threads(threads)
 
 
+def test_a_comparison_takes_no_random_numbers_of_a_training_that_is_about_to_begin() -> None:
+    """Else a training that is resumed, with the state that was committed, would go on with other ones."""
+    before = torch.get_rng_state()
+    assert measure_layer.times_float32(torch.bfloat16) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(("rate", "whole"), [(1e9, False), (1e11, True)])
 def test_a_processor_without_instructions_for_a_dtype_is_timed_on_few_tokens(
     monkeypatch: pytest.MonkeyPatch, rate: float, whole: bool

@@ -96,8 +96,12 @@ def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds
 
 
 def times_float32(dtype: torch.dtype) -> float:
-    """How many times as long as in float32 this processor takes for a small layer in `dtype`, forward and backward."""
-    fast, slow = (_layer(each, torch.device("cpu"), _SMALL_LAYER) for each in (torch.float32, dtype))
+    """How many times as long as in float32 this processor takes for a small layer in `dtype`, forward and backward.
+
+    Takes none of the caller's random numbers.
+    """
+    with torch.random.fork_rng(devices=()):
+        fast, slow = (_layer(each, torch.device("cpu"), _SMALL_LAYER) for each in (torch.float32, dtype))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other where the machine does something else, too
     try:
