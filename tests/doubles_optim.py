@@ -147,6 +147,7 @@ class FakePager:
 
     def close(self) -> None:
         self.gate.set()
+        self.stop_loop()  # what has not begun yet would be a coroutine that nobody has awaited
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.worker.shutdown()

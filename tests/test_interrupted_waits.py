@@ -23,7 +23,7 @@ from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.fibers import OwnThread
 from tiermem.zero3.grid import one_copy
 
-pytestmark = pytest.mark.timeout(30, method="thread")
+pytestmark = pytest.mark.timeout(200, method="thread")
 
 
 def test_for_what_ranks_do_together() -> None:

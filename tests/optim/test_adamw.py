@@ -29,7 +29,7 @@ from tiermem.pager.page import Kind, PageKey
 from tiermem.registry import Registry, registry
 from tiermem.stats import Counters
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 SIZES = [[700, 3000, 5], [64, 1], [2500]]
 

@@ -21,7 +21,7 @@ from tiermem.optim.updater import Updater
 from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
 from tiermem.pager.page import Kind, PageKey
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(200)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -24,7 +24,7 @@ from tiermem.optim.planes import tile_planes
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 
-pytestmark = pytest.mark.timeout(120)  # the first call compiles
+pytestmark = pytest.mark.timeout(200)  # the first call compiles
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tiermem.optim.updater import Updater
 from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
 from tiermem.pager.page import Intent, Kind, PageKey
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(200)
 
 SETTINGS = Settings(0.1, 0.9, 0.95, 1e-8, 0.1, 1)
 

@@ -16,7 +16,7 @@ from tiermem.optim import compiled
 from tiermem.optim.codebook import CodeBook, signed_book, unsigned_book
 from tiermem.optim.lines import EXPONENTS, LINES, straight_lines
 
-pytestmark = pytest.mark.timeout(120)  # the first call compiles
+pytestmark = pytest.mark.timeout(200)  # the first call compiles
 
 BOOKS = {"signed": signed_book, "unsigned": unsigned_book}
 BLOCK = 256

@@ -654,7 +654,7 @@ class Drive:
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_drive_that_fails_in_training(update, call, tmp_path, monkeypatch):
     drive = Drive(monkeypatch)
     model = Wide(depth=6)

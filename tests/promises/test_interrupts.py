@@ -189,7 +189,7 @@ def test_updates_that_were_queued_and_not_begun_are_carried_out(update, tmp_path
 
 
 @pytest.mark.parametrize("kept", ["commit", "snapshot"])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_what_is_kept_next_has_updates_that_were_queued_and_not_begun(kept, tmp_path, monkeypatch):
     """It waited for ever: nobody carried out what it waited for."""
     model, plain, runtime = begin(tmp_path, "forward", "generous")
@@ -523,7 +523,7 @@ def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("verb", ["commit", "snapshot"])
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(200, method="thread")
 def test_a_commit_or_snapshot_interrupted_as_it_starts_holds_nobody_up(verb, begun, tmp_path, monkeypatch):
     """Whoever was to change pages next waited for ever for a thread that there was not."""
     model, _, runtime = begin(tmp_path / "swap", "forward", "generous")
@@ -604,7 +604,7 @@ def test_a_model_whose_offload_ends_half_way_is_no_model_of_nan(error, tmp_path,
 
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.filterwarnings("ignore:a tiermem runtime over .* was never closed:ResourceWarning")
-@pytest.mark.timeout(60, method="thread")
+@pytest.mark.timeout(200, method="thread")
 def test_a_close_that_is_interrupted_is_ended_by_the_next_one_or_by_python(again, tmp_path):
     """Between two of its lines it left files, locks and threads behind, and the next one did nothing."""
     for number in itertools.count(2 + again, 14):

@@ -172,7 +172,7 @@ def test_what_our_functions_call_of_others_may_ask(tmp_path):
 
 
 @pytest.mark.parametrize("update", ["forward", "step"])
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(200, method="thread")
 def test_an_error_that_a_handler_raises_while_a_step_waits_for_a_commit_is_raised(update, tmp_path, monkeypatch):
     """It was taken for the commit's: the step went on, and the commit was of two steps. Or updates were lost."""
     model, plain, runtime, optimizer = begin(tmp_path, update)
@@ -215,7 +215,7 @@ def test_an_error_that_a_handler_raises_while_a_step_waits_for_a_commit_is_raise
             assert torch.equal(runtime.parameter(parameter), values)
 
 
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(200, method="thread")
 def test_a_handler_may_ask_for_the_statistics_while_they_are_counted():
     asked = []
 

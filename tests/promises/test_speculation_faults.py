@@ -216,7 +216,7 @@ def arm(training: Training, drive: Drive, place: str, fault: tuple[str, int | st
 
 @pytest.mark.parametrize("place", ["backward", "step"])
 @pytest.mark.parametrize("fault", [("preadv", errno.EIO), ("pwritev", errno.EIO), ("pwritev", errno.ENOSPC)])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_drive_that_fails(place: str, fault: tuple[str, int], tmp_path: Path, monkeypatch: Any) -> None:
     """The caller hears of it, and the directory resumes from the commit."""
     losses, state = undisturbed(tmp_path / "plain", STEPS, clip=CLIP)

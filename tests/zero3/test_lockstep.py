@@ -20,7 +20,7 @@ from tiermem.zero3.fibers import OwnStack, OwnThread
 from tiermem.zero3.lockstep import Lockstep
 
 pytestmark = [
-    pytest.mark.timeout(30),
+    pytest.mark.timeout(200),
     pytest.mark.parametrize("stacks", [False, True], ids=["threads", "stacks"]),
 ]
 
