@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import tiermem
+from tiermem.runtime.plans import StepPlans
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.3),
@@ -413,20 +414,37 @@ def test_torch_compile(of, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("of", some_of(["a step", "its layers before offload"], ["a model before offload"]))
+@pytest.mark.parametrize("of", some_of(["its layers before offload"], ["a model before offload"]))
 def test_torch_compile_ahead_of_time(of, tmp_path):
-    if of == "a step" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        pytest.skip("dynamo fails at attributes of optimizers")
-
     def make() -> nn.Module:
         model = Stack()
-        for part in {"a model": [model], "its layers": model.layers}.get(of.removesuffix(" before offload"), ()):
+        for part in {"a model": [model], "its layers": model.layers}[of.removesuffix(" before offload")]:
             part.compile(backend="aot_eager")
         return model
 
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
-        compare(make, compiled_step if of == "a step" else evaluation_between, tmp_path)
+        compare(make, evaluation_between, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="dynamo fails at attributes of optimizers"
+)
+def test_a_whole_step_is_compiled_but_for_what_goes_on_around_its_update(tmp_path, monkeypatch):
+    """Compiling the plan of the next step and the queue of updates took several times as long as the model."""
+    compiling = []
+    close_step = StepPlans.close_step
+
+    def noted(plans, *given):
+        compiling.append(torch.compiler.is_compiling())
+        close_step(plans, *given)
+
+    monkeypatch.setattr(StepPlans, "close_step", noted)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        compare(lambda: nn.Sequential(nn.Embedding(40, 8), nn.Tanh(), nn.Linear(8, 40)), compiled_step, tmp_path)
+    assert compiling == [False] * 3
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -572,7 +590,7 @@ def test_units_announced_late_find_room_in_the_least_budget(script, update, tmp_
 class Dropping(nn.Module):
     """Embeddings, layers of which some may have no gradients, and a head."""
 
-    def __init__(self, words: int = 500, width: int = 256) -> None:
+    def __init__(self, words: int = 500, width: int = 96) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
         self.layers = nn.ModuleList(mlp_of(width) for _ in range(4))

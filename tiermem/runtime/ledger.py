@@ -22,6 +22,7 @@ from tiermem.optim.updates import in_words
 from tiermem.process import HomeProcess
 from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.conductor import Act
+from tiermem.zero3.engine import hidden
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
@@ -228,6 +229,7 @@ class Steps:
         """Whether some optimizer has been made for a parameter."""
         return parameter in self._coordinator.owned
 
+    @hidden
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
         self._check_open()
@@ -248,7 +250,7 @@ class Steps:
                 "the record of this one grows: call that optimizer's step(), or its zero_grad() before the others' "
                 "step()",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _in_words(self, source: SettingsSource) -> str:
@@ -273,6 +275,7 @@ class Steps:
             if self._queue.pending(unit):
                 self._queue.hurry(unit)
 
+    @hidden
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
         self._check_open()
@@ -294,6 +297,7 @@ class Steps:
             raise InvariantError("moments were asked for before the runtime was built")
         return self._moments
 
+    @hidden
     def drop_gradients(self, source: SettingsSource) -> None:
         """Forget the gradients of `source` that no update has claimed.
 
@@ -315,7 +319,7 @@ class Steps:
                 " those updates count. From now on they can be undone; where that comes too late, as for the "
                 "discriminator in the generator's backward, choose update='auto', 'forward' or 'step'",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _check_open(self) -> None:

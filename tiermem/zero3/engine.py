@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -126,6 +126,16 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     except AttributeError as error:
         raise _moved("torch._C._dynamo.eval_frame.get_eval_frame_callback") from error
     return torch.compiler.disable(function) if watching else function  # type: ignore[no-untyped-call]
+
+
+def hidden(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, each of whose calls is `unseen`: dynamo would compile what is done around the updates, too."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return cast("T", unseen(function)(*args, **kwargs))
+
+    return called
 
 
 def unwatched(function: Callable[P, T]) -> Callable[P, T]:
