@@ -1,4 +1,4 @@
-"""Fewer than all cases: of several choices any two values meet, of two each one half of the others, of one some."""
+"""Fewer than all cases: any two values of several choices meet, each value of two half of the others, of one some."""
 
 from __future__ import annotations
 
@@ -33,12 +33,27 @@ def some_of(few: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     return [*few, *(others if EVERY in os.environ else [])]
 
 
+def each_of(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each value of the first choice with one combination of the others, all of them in turn.
+
+    All combinations where the environment asks for them.
+    """
+    if EVERY in os.environ:
+        return list(itertools.product(first, *others))
+    return [(value, *rest) for value, rest in zip(first, itertools.cycle(itertools.product(*others)), strict=False)]
+
+
 def half_of(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Every other combination, like the black squares of a chessboard, the same each time.
 
     Of two choices each value meets half of the others, of more any two values meet. All combinations where the
     environment asks for them.
     """
+    return part_of(2, *choices)
+
+
+def part_of(share: int, *choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As `half_of`, the `share`-th part: along each choice every so many of its values, beginning at another one."""
     board = itertools.product(*(list(enumerate(choice)) for choice in choices))
-    black = (squares for squares in board if EVERY in os.environ or sum(number for number, _ in squares) % 2 == 0)
-    return [tuple(value for _, value in squares) for squares in black]
+    left = (squares for squares in board if EVERY in os.environ or sum(number for number, _ in squares) % share == 0)
+    return [tuple(value for _, value in squares) for squares in left]

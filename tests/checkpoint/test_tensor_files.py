@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from doubles_combinations import half_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -232,11 +233,14 @@ def test_short_and_interrupted_transfers_are_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "at"),
-    [("write", 0), ("write", 1), ("write", 70), ("sync", 0), ("sync", 1), ("sync", 2), ("rename", 0)],
+    ("where", "code"),
+    half_of(
+        [("write", 0), ("write", 1), ("write", 70), ("sync", 0), ("sync", 1), ("sync", 2), ("rename", 0)],
+        [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS],
+    ),
 )
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_a_fault_leaves_nothing_that_looks_whole(tmp_path: Path, operation: str, code: int, at: int) -> None:
+def test_a_fault_leaves_nothing_that_looks_whole(tmp_path: Path, where: tuple[str, int], code: int) -> None:
+    operation, at = where
     full = code in (errno.ENOSPC, errno.EDQUOT)
     error = swap.SwapFullError if full and (operation, at) != ("sync", 2) else swap.SwapIOError  # the folder
     with pytest.raises(error) as caught:
@@ -426,7 +430,7 @@ print(loaded, saved, peak_resident_bytes() - before)
 
 
 def test_memory_while_streaming_is_the_budget_and_one_tensor(tmp_path: Path) -> None:
-    units, each = 40, 1024 * 1024 * 4
+    units, each = 28, 1024 * 1024 * 4
     (tmp_path / "swap").mkdir()
     values = {f"{number}.weight": torch.full((1024, 1024), float(number)) for number in range(units)}
     values["5.weight"] += 1e-6  # not what bfloat16 holds: there are states, too
@@ -442,8 +446,8 @@ def test_memory_while_streaming_is_the_budget_and_one_tensor(tmp_path: Path) -> 
     assert copied < sum(path.stat().st_size for path in (tmp_path / "copy").iterdir())
     index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == units * each // 2
-    last = load_file(tmp_path / "saved" / index["weight_map"]["39.weight"])["39.weight"]
-    assert torch.equal(last, torch.full((1024, 1024), 39.0, dtype=torch.bfloat16))
+    last = load_file(tmp_path / "saved" / index["weight_map"]["27.weight"])["27.weight"]
+    assert torch.equal(last, torch.full((1024, 1024), 27.0, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("operation", ["pwritev", "fsync", "rename"])

@@ -99,7 +99,7 @@ def test_where_nothing_overlaps_a_step_moves_the_bytes_foreseen(case: Case, tmp_
     assert foreseen.bytes_written == pytest.approx(statistics.median(written for _, written in real), rel=0.15)
 
 
-@pytest.mark.parametrize("update", some_of(["forward", "auto"], ["backward"]))
+@pytest.mark.parametrize("update", some_of(["auto"], ["backward", "forward"]))
 def test_where_updates_lag_it_is_near(update: str, tmp_path: Path) -> None:
     real, foreseen = both(Case(update, "bfloat16", 4 * MIB, tied=False, look_ahead="auto"), tmp_path)
     assert foreseen.bytes_read == pytest.approx(statistics.median(read for read, _ in real), rel=0.4)
@@ -113,14 +113,14 @@ def test_what_may_be_undone_is_written_before_and_what_rests_is_not(host: int, r
     assert foreseen.bytes_written == pytest.approx(statistics.median(written for _, written in real), rel=0.3)
 
 
-@pytest.mark.parametrize("update", ["forward", "backward", "step", "auto"])
+@pytest.mark.parametrize("update", some_of(["step", "auto"], ["forward", "backward"]))
 def test_what_fits_moves_nothing_in_either(update: str, tmp_path: Path) -> None:
     real, foreseen = both(Case(update, "bfloat16", 64 * MIB, tied=False, look_ahead="auto"), tmp_path)
     assert set(real) == {(0, 0)}
     assert (foreseen.bytes_read, foreseen.bytes_written) == (0, 0)
 
 
-@pytest.mark.parametrize(("update", "share"), [("step", 0.7), ("forward", 0.5), ("backward", 0.3)])
+@pytest.mark.parametrize(("update", "share"), some_of([("step", 0.7), ("backward", 0.3)], [("forward", 0.5)]))
 def test_beside_a_device_about_as_many_bytes_go_to_and_from_disk_as_the_plan_counts(
     update: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

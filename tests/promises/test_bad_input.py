@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_models import Stack, mlp
 from doubles_scenarios import Wide, tokens_batch, wide_batch
 from doubles_training import MIB, PlainAdamW, Trainee, budget_for, check, config_for, least_budget, offloaded, plain
@@ -55,9 +56,10 @@ def refused(error, match, model=None, directory=None):
 # Budgets.
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("make", [Stack, Wide])
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize(
+    ("update", "param_dtype", "make"),
+    half_of(["step", "forward", "backward"], ["float32", "bfloat16", "float16"], [Stack, Wide]),
+)
 def test_an_impossible_budget_names_the_largest_unit_and_the_least_that_works(tmp_path, make, update, param_dtype):
     model = make()
     least = least_budget(model, tmp_path, param_dtype=param_dtype)
@@ -421,9 +423,10 @@ def equal(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize(
+    ("update", "bad", "max_grad_norm"),
+    half_of(["step", "forward", "backward"], [float("nan"), float("inf")], [None, 1.0]),
+)
 def test_gradients_that_are_not_finite_skip_the_step(update, bad, max_grad_norm, tmp_path):
     model = Stack()
     with offload(model, tmp_path, update, budget_for(model, tmp_path, "least")) as runtime:
@@ -652,8 +655,7 @@ class Drive:
         return transfer
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize(("update", "call"), half_of(["step", "forward", "backward"], ["preadv", "pwritev"]))
 @pytest.mark.timeout(200)
 def test_a_drive_that_fails_in_training(update, call, tmp_path, monkeypatch):
     drive = Drive(monkeypatch)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_combinations import half_of
 from doubles_commit import Training, make_config, undisturbed
 
 import swap
@@ -174,8 +175,7 @@ def check_resumes(directory: Path, losses: list[float], **settings: Any) -> None
     training.close()
 
 
-@pytest.mark.parametrize("fault", ["short", errno.EINTR, errno.EAGAIN])
-@pytest.mark.parametrize("phase", READING + WRITING)
+@pytest.mark.parametrize(("phase", "fault"), half_of(READING + WRITING, ["short", errno.EINTR, errno.EAGAIN]))
 def test_what_a_drive_may_do_changes_no_number(
     tmp_path: Path, drive: Drive, losses: list[float], phase: Any, fault: str | int
 ) -> None:
@@ -287,8 +287,7 @@ def test_a_commit_that_could_not_be_prepared_keeps_no_room(tmp_path: Path, drive
     training.close()
 
 
-@pytest.mark.parametrize("where", [HEADER, DATA])
-@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC, errno.EDQUOT, "stall"])
+@pytest.mark.parametrize(("fault", "where"), half_of([errno.EIO, errno.ENOSPC, errno.EDQUOT, "stall"], [HEADER, DATA]))
 def test_while_a_model_is_materialized(tmp_path: Path, drive: Drive, where: int, fault: str | int) -> None:
     drive.arm("pwritev", fault, times=1000 if fault == "stall" else 1, offset=where)
     with contextlib.ExitStack() as stack:

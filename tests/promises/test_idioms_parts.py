@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_training import Script, Trainee, check, config_for, offloaded, plain
 from torch import nn
 from torch.nn import functional
@@ -140,9 +141,12 @@ class WeightAsArgumentReentrant(WeightAsArgument):
     reentrant = True
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "kind", [Fused, SavingTheWeight, InPieces, InPiecesReentrant, WeightAsArgument, WeightAsArgumentReentrant]
+    ("kind", "tied"),
+    half_of(
+        [Fused, SavingTheWeight, InPieces, InPiecesReentrant, WeightAsArgument, WeightAsArgumentReentrant],
+        [False, True],
+    ),
 )
 def test_losses_made_of_the_weight_of_a_head_that_nobody_calls(kind, tied, tmp_path):
     def tokens_loss(model: nn.Module, _: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from doubles_combinations import half_of, pairs_of
+from doubles_combinations import each_of, half_of
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
 from doubles_signals import interrupted
@@ -251,9 +251,9 @@ def test_closing_that_is_interrupted_behind_a_commit_leaves_it_whole(tmp_path, m
         assert all(map(torch.equal, map(runtime.parameter, model.parameters()), expected))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("update", ["forward", "step", "auto"])
-@pytest.mark.parametrize("budget", ["tight", "generous"])
+@pytest.mark.parametrize(
+    ("update", "budget", "number"), half_of(["forward", "step", "auto"], ["tight", "generous"], [1, 2])
+)
 def test_an_update_that_was_queued_when_the_interrupt_came_is_done_once(budget, update, number, tmp_path, monkeypatch):
     """It was kept, to be queued again by whoever needs it next, and computed twice."""
     model, plain, runtime = begin(tmp_path, update, budget)
@@ -364,7 +364,7 @@ class Interrupting:
 
 
 # How many functions lie between one interrupt and the next: each call of a step is hit in one of so many runs.
-STRIDE = 199
+STRIDE = 293
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "auto", "backward"])
@@ -426,7 +426,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("where", "budget", "together"), pairs_of(list(PLACES), ["tight", "generous"], [False, True]))
+@pytest.mark.parametrize(("where", "budget", "together"), each_of(PLACES, ["tight", "generous"], [False, True]))
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, together, tmp_path, monkeypatch):
     """As the interactive interpreter keeps the last one: with its frames, and leases that these had."""
@@ -467,8 +467,10 @@ def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, 
             assert not leased_pages(runtime), (number, kept)
 
 
-@pytest.mark.parametrize("kept", ["by the interpreter", "being handled", "behind another being handled"])
-@pytest.mark.parametrize("budget", ["tight", "generous"])
+@pytest.mark.parametrize(
+    ("kept", "budget"),
+    half_of(["by the interpreter", "being handled", "behind another being handled"], ["tight", "generous"]),
+)
 def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error_is_kept(
     budget, kept, tmp_path, monkeypatch
 ):

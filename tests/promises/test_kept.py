@@ -175,8 +175,7 @@ def test_the_comparison_is_of_something():
     assert train(wide.model, wide.step, 5) != train(narrow.model, narrow.step, 5)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("update", "clip"), half_of(UPDATES, [None, 0.05]))
 def test_nothing_kept_crosses_to_swap(update, clip, tmp_path):
     """Neither read nor written from the first step on, with the least budget, early updates taken back or not."""
     model = made()

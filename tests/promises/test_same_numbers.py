@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from doubles_combinations import half_of
+from doubles_combinations import half_of, part_of
 from doubles_models import Stack
 from doubles_scenarios import (
     LATE_ONLY,
@@ -61,16 +61,17 @@ def run(scenario: Scenario, directory, update: str, budget: str, **settings) -> 
     )
 
 
-@pytest.mark.parametrize(("name", "how"), half_of(SCENARIOS, COMBINATIONS), ids=named)
+@pytest.mark.parametrize(("name", "how"), part_of(4, SCENARIOS, COMBINATIONS), ids=named)
 def test_ordinary_life(name, how, tmp_path):
     update, budget = how
     check(run(ALL[name], tmp_path, update, budget), expected(name))
 
 
-@pytest.mark.parametrize(("update", "budget"), [pair for pair in COMBINATIONS if pair[0] != "backward"])
-@pytest.mark.parametrize("name", LATE_ONLY)
-def test_what_needs_gradients_until_the_step(name, update, budget, tmp_path):
-    check(run(ALL[name], tmp_path, update, budget), expected(name))
+@pytest.mark.parametrize(
+    ("name", "how"), half_of(LATE_ONLY, [pair for pair in COMBINATIONS if pair[0] != "backward"]), ids=named
+)
+def test_what_needs_gradients_until_the_step(name, how, tmp_path):
+    check(run(ALL[name], tmp_path, *how), expected(name))
 
 
 @pytest.mark.parametrize(
@@ -117,8 +118,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.parametrize("update", ["step", "forward"])
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize(("name", "update"), half_of(CLIPPED, ["step", "forward"]))
 def test_clipping_has_the_same_bits_where_parameters_span_tiles(name, update, tmp_path):
     """The norm is taken when a gradient arrives, of the whole of it, before it is cut into tiles."""
     make, batch = CLIPPED[name]
@@ -135,9 +135,10 @@ class OneMatrix(torch.nn.Linear):
         super().__init__(6, 6, bias=False)
 
 
-@pytest.mark.parametrize("make", [Wide, OneMatrix])
-@pytest.mark.parametrize("clip", [{}, {"max_grad_norm": 1.0}])
-@pytest.mark.parametrize("update", ["step", "forward", "backward", "auto"])
+@pytest.mark.parametrize(
+    ("update", "make", "clip"),
+    half_of(["step", "forward", "backward", "auto"], [Wide, OneMatrix], [{}, {"max_grad_norm": 1.0}]),
+)
 def test_gradients_whose_squares_are_too_large_for_float32(update, clip, make, tmp_path):
     """They are finite, so the step counts; clipped they are zero, because torch's norm of them is infinite."""
     factors = itertools.cycle([1.0, 1e26, 1.0])

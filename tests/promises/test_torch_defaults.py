@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from torch import nn
 
 import tiermem
@@ -72,18 +73,19 @@ def train(directory: Path, dtype: torch.dtype, device: str | None, **settings: A
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device"), [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")], ids=str
+    ("default", "given"),
+    half_of(
+        [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")],
+        [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "int8"), ("float16", "int8")],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(
-    ("param_dtype", "moments"),
-    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "int8"), ("float16", "int8")],
-)
-def test_other_defaults_have_the_same_bits(param_dtype, moments, dtype, device, tmp_path):
-    settings = {"param_dtype": param_dtype, "moments": moments}
+def test_other_defaults_have_the_same_bits(default, given, tmp_path):
+    settings = dict(zip(("param_dtype", "moments"), given, strict=True))
     (tmp_path / "plain").mkdir()
     (tmp_path / "other").mkdir()
     expected = train(tmp_path / "plain", torch.float32, None, **settings)
-    found = train(tmp_path / "other", dtype, device, **settings)
+    found = train(tmp_path / "other", *default, **settings)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype == torch.float32
         assert one.device.type == "cpu"

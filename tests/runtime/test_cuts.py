@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of
+from doubles_combinations import part_of
 from doubles_models import Block, small_llama
 from doubles_together import MIB, Beside, Chain, Tied, leased_pages, rows, squares
 from torch import nn
@@ -252,7 +252,7 @@ GRAPHS = [
 
 @pytest.mark.parametrize(
     ("graph", "update"),
-    half_of(GRAPHS, ["step", "forward", "backward", "auto"]),
+    part_of(4, GRAPHS, ["step", "forward", "backward", "auto"]),
     ids=lambda value: value[0].__name__ if isinstance(value, tuple) else value,
 )
 def test_the_numbers_of_accumulation_and_which_graphs_are_cut(graph, update, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_models import Stack, small_llama
 from doubles_scenarios import loop, tokens_batch
 from doubles_training import check, config_for, offloaded, plain, within_budgets
@@ -145,8 +146,7 @@ class Restless(LookAheadControl):
         self.in_use = choices[(choices.index(self.in_use) + 1) % len(choices)]
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
-@pytest.mark.parametrize("budget", ["tight", "least"])
+@pytest.mark.parametrize(("update", "budget"), half_of(["step", "forward", "backward"], ["tight", "least"]))
 def test_the_numbers_are_those_of_plain_training_whatever_it_is(
     update: str, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

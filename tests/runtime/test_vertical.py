@@ -382,8 +382,7 @@ def beside_plain(directory, update: str, bring: Callable) -> None:
             assert same(runtime.parameter(mine), other.detach())
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("failing", [0, 1, 3])
+@pytest.mark.parametrize(("update", "failing"), half_of(UPDATES, [0, 1, 3]))
 def test_an_error_ends_all_micro_batches_and_training_goes_on(failing, update, tmp_path):
     def fails(_):
         raise ValueError("in backward")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_training import Trainee, budget_for, check, config_for, offloaded, plain
 from torch import nn
 from torch.nn import functional
@@ -83,8 +84,7 @@ def script(trainee: Trainee) -> None:
 WAYS = ["direct", "view", "keyword", "out=None", "two at once", "module's own", "reentrant", "not reentrant"]
 
 
-@pytest.mark.parametrize("budget", ["generous", "tight"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "budget"), half_of(WAYS, ["generous", "tight"]))
 def test_what_is_borrowed_has_its_values_in_forward_and_backward(way: str, budget: str, tmp_path: Path) -> None:
     def make() -> nn.Module:
         return Borrower(way)
