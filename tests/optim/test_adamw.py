@@ -831,7 +831,9 @@ def test_groups_can_be_added(harness: Harness) -> None:
     harness.check_same()
 
 
-@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"amsgrad": True}, {"params": [torch.nn.Parameter(torch.ones(2))]}])
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"amsgrad": True}, {"max_grad_norm": 1.0}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
+)
 def test_a_group_that_is_refused_is_not_there(harness: Harness, wrong: dict) -> None:
     ours = AdamW(harness.faces[:3], lr=0.01)
     with pytest.raises(ConfigError):

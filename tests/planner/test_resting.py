@@ -96,7 +96,7 @@ def test_what_can_stay_in_memory_is_not_written_for_an_update_that_may_be_undone
         """The fewest bytes read, and written, in one of a few steps."""
         model = small_llama(words=512, **shape, use_cache=False)
         with tiermem.offload(model, config) as runtime:
-            steps = list(islice(trained(model, runtime), 3, 8))
+            steps = list(islice(trained(model, runtime), 3, 6))
             assert runtime.statistics().total.confirmed > 3, "it does update under backward"
         return min(step.bytes_read for step in steps), min(step.bytes_written for step in steps)
 

@@ -31,6 +31,11 @@ def check_torch_options(options: Mapping[str, object]) -> None:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the settings of a group are numbers in their range, as torch's AdamW does."""
+    if group.get("max_grad_norm") is not None:  # other keys that nobody knows are somebody's own, as with torch
+        raise ConfigError(
+            f"max_grad_norm={group['max_grad_norm']!r} in a parameter group clips nothing, for the norm is that of all "
+            "groups: give it to AdamW(..., max_grad_norm=...), or make an optimizer for each group"
+        )
     betas = _pair(group["betas"])
     if not as_number("lr", group["lr"]) >= 0.0:
         raise ConfigError(f"Invalid learning rate: expected 0 or more, found {group['lr']}")
