@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from doubles_rank_scenarios import CLIP, Odd, committing, config_for, loss_of, part, tokens
+from doubles_ranks import STALL
 
 import swap
 import tiermem
@@ -95,9 +96,7 @@ def doubtful(place: str) -> Callable[[Path, int, int], Any]:
         held: list[int] = []
         ended = ""
         try:
-            with tiermem.offload(
-                model, config_for(directory.parent.parent / f"doubt {place}", stall_timeout=20.0)
-            ) as runtime:
+            with tiermem.offload(model, config_for(directory.parent.parent / f"doubt {place}")) as runtime:
                 if place == "rename_silent":  # of the calls of commits alone: the ranks still have time for each other
                     runtime._house.storage.store._system._seconds = SILENCE
                 optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
@@ -192,7 +191,7 @@ def looking_beside(stage: int, verb: str) -> Callable[[Path, int, int], Any]:
 
         def wait_and(then: Callable[..., Any]) -> Callable[..., Any]:
             def late(*arguments: Any) -> Any:
-                assert looked.wait(30), "nobody has looked"
+                assert looked.wait(STALL), "nobody has looked"
                 return then(*arguments)
 
             return late

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from doubles_planner import EDGES, MIB, moved_at_rest, steps_gone, tiny_llama, trained
+from doubles_ranks import STALL
 from torch.distributed.device_mesh import init_device_mesh
 
 import tiermem
@@ -43,7 +44,7 @@ class Planned:
             look_ahead=self.look_ahead,
             io_backend="inline",
             commits=False,
-            stall_timeout=20.0,
+            stall_timeout=STALL,
             **where,
             **how,
         )

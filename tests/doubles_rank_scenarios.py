@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from doubles_models import small_llama
+from doubles_ranks import STALL
 from torch import nn
 from torch.nn import functional
 
@@ -155,7 +156,7 @@ def train(
 
 def config_for(directory: Path, **settings: Any) -> tiermem.Config:
     directory.mkdir(exist_ok=True)
-    defaults = {"param_dtype": "float32", "host_memory": "4MiB", "update": "forward", "stall_timeout": 20.0}
+    defaults = {"param_dtype": "float32", "host_memory": "4MiB", "update": "forward", "stall_timeout": STALL}
     return tiermem.Config(poison=True, swap_dirs=[directory], **({"device": "cpu"} | defaults | settings))
 
 
@@ -466,6 +467,9 @@ def killed(when: str) -> Callable[[Path, int, int], Any]:
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         from swap import CommitStore
+        from tiermem.zero3 import words
+
+        words._WORD_SECONDS = 0.5  # there is nobody whose word the only one left could get
 
         def dies(step: int) -> None:
             if when == "first told" and (rank, step) == (0, 1):

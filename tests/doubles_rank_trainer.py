@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from doubles_rank_idioms import told
+from doubles_ranks import STALL
 from doubles_trainer import Trained, arguments, data, llama, plain, trained
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainerCallback
@@ -99,7 +100,7 @@ def offloaded(
     """Under a budget that does not hold a rank's part of it."""
     swap = directory / "swap"
     swap.mkdir(exist_ok=True, parents=True)
-    there = {"param_dtype": "float32", "update": "forward", "stall_timeout": 20.0, "device": "cpu", "poison": True}
+    there = {"param_dtype": "float32", "update": "forward", "stall_timeout": STALL, "device": "cpu", "poison": True}
     config = tiermem.Config(swap_dirs=[swap], **there | {"host_memory": "48KiB"} | settings)
     return tiermem.offload(make(), config, resume=resume, coalesce=0)
 

@@ -26,8 +26,10 @@ from typing import Any
 from doubles_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 120.0  # seconds for all jobs of a call together
-STALL = 20.0  # seconds the ranks wait for each other
+LIMIT = 150.0  # seconds without the end of a scenario on any rank, after which a job hangs, and ends the call
+STALL = 90.0  # seconds the ranks wait for each other: far more than a busy machine makes of a step, less than `LIMIT`
+PATIENCE = 1200.0  # seconds for a test that calls `run_jobs`, which ends what hangs itself, and says what it was
+SAID = 4000  # characters at the end of what the ranks wrote to stderr that a failure tells
 # Scenarios of other people's models, by what their names begin with, and what they import.
 IMPORTS = {
     "plain_llama": "transformers.models.llama.modeling_llama",
@@ -56,16 +58,21 @@ Reports = dict[tuple[int, str], list[Report | None]]
 def run_jobs(
     python: WarmPython, directory: Path, jobs: list[tuple[int, list[str]]], *, limit: float = LIMIT
 ) -> Reports:
-    """Carry out jobs of (ranks, scenarios); reports by (ranks, scenario), in rank order; None: the rank died."""
+    """Carry out jobs of (ranks, scenarios); reports by (ranks, scenario), in rank order; None: the rank died.
+
+    `limit`: seconds in which a job comes on. The program ends itself with the first that does not.
+    """
     arguments = [python.path, __file__, str(directory), json.dumps(jobs), str(limit)]
-    program = subprocess.Popen(arguments, start_new_session=True)
-    try:
-        code = program.wait(limit + 30)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)  # ranks too, whatever happened
-        program.wait()
-    assert code == 0, f"the ranks did not end in time, or could not begin ({code})"
+    with (directory / "stderr").open("w+") as errors:
+        program = subprocess.Popen(arguments, start_new_session=True, stderr=errors)
+        try:
+            code = program.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)  # ranks too, whatever happened
+            program.wait()
+    said = (directory / "stderr").read_text(errors="replace")
+    assert code == 0, f"the ranks did not end in time, or could not begin ({code}): ...{said[-SAID:]}"
     reports: Reports = {}
     for number, (size, names) in enumerate(jobs):
         for name in names:
@@ -122,9 +129,9 @@ def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> N
             importlib.import_module(name)
     gc.freeze()  # no rank looks through all that, which would copy its memory
 
-    until = time.monotonic() + limit
     for number, (size, names) in enumerate(jobs):
-        children = []
+        children: list[int] = []
+        done, until = 0, time.monotonic() + limit
         for rank in range(size):
             child = os.fork()
             if child == 0:
@@ -134,14 +141,19 @@ def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> N
                     sys.stderr.flush()
                     os._exit(0)
             children.append(child)
-        while children and time.monotonic() < until:
+        while children:
+            time.sleep(0.01)
             children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
-            time.sleep(0.02)
+            if children and time.monotonic() > until:
+                before, done = done, len(list(directory.glob(f"{number}.*.*")))  # reports
+                until += limit
+                if before == done:
+                    break
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         if children:
-            sys.exit(f"{len(children)} of {size} ranks of job {number} did not end")
+            sys.exit(f"{len(children)} of {size} ranks of job {number} ({', '.join(names)}) hang")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ import doubles_rank_scenarios as scenarios
 import pytest
 import torch
 from doubles_python import WarmPython
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
 from tiermem.checkpoint.reading import open_snapshot
+
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 
 def test_from_two_ranks_to_three_to_one(warm_python: WarmPython, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from doubles_python import WarmPython
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from doubles_trainer import Trained, check
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 STAGES = [f"trainer_stage_{stage}" for stage in (1, 2, 3)]
 OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates", "trainer_adapters"]
@@ -20,7 +20,7 @@ OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates"
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     jobs = [(2, [*STAGES, *OTHERS])]
-    return run_jobs(warm_python, tmp_path_factory.mktemp("trainers"), jobs, limit=200)
+    return run_jobs(warm_python, tmp_path_factory.mktemp("trainers"), jobs)
 
 
 def same_end(found: Trained, expected: Trained) -> None:

@@ -10,7 +10,7 @@ from doubles_combinations import some_of
 from doubles_planner import EDGES, INSTANT, MIB, tiny_llama
 from doubles_python import WarmPython
 from doubles_rank_plans import COPIES, COUNTED, PLANNED
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
 from tiermem.cli.modelwork import workload_of
 from tiermem.pager.page import Kind
@@ -18,7 +18,7 @@ from tiermem.planner.design import Design, PlanSettings, make_design, swap_nbyte
 from tiermem.planner.machine import Device, Link
 from tiermem.planner.simulate import simulate
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 # The others where all cases are asked for.
 SOME = ("host", "host_beside", "partly_settled", "device", "copies")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from doubles_python import WarmPython
 from doubles_rank_checks import NEAR, check, plain
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from doubles_training import PlainAdamW
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 SIZES = (2, 3, 4)
 NUMBERS = ["odd", "odd_again"]

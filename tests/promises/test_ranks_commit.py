@@ -10,9 +10,9 @@ import torch
 from doubles_python import WarmPython
 from doubles_rank_commits import EIO, LOOKING, PLACES, STEPS, STRUCK
 from doubles_rank_scenarios import KILLED
-from doubles_ranks import STALL, Reports, run_jobs, values
+from doubles_ranks import PATIENCE, STALL, Reports, run_jobs, values
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from doubles_python import WarmPython
 from doubles_rank_deviations import DIFFERENT_VERBS, SCENARIOS
-from doubles_ranks import ROOT, STALL, Reports, run_jobs, values
+from doubles_ranks import PATIENCE, ROOT, STALL, Reports, run_jobs, values
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 
 THREE = ("fails_in_backward", "fails_behind_a_run_of_others")
@@ -146,7 +146,7 @@ import tiermem
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=20.0)
+config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=90.0)
 runtime = tiermem.offload(model, config)
 optimizer = tiermem.AdamW(model.parameters())
 for step in range(3):
@@ -160,16 +160,14 @@ runtime.close()
 """
 
 
-def test_an_error_that_nobody_catches_is_told_where_nobody_closes(tmp_path: Path) -> None:
+def test_an_error_that_nobody_catches_is_told_where_nobody_closes(warm_python: WarmPython, tmp_path: Path) -> None:
     """As in a script without `with`: what the others are told is told as the interpreter ends."""
     programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path), str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
+        subprocess.Popen([python, "-c", SCRIPT, str(tmp_path), str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank, python in enumerate((warm_python.path, sys.executable))
     ]
     try:
-        first, second = (program.communicate(timeout=90)[1] for program in programs)
+        first, second = (program.communicate(timeout=250)[1] for program in programs)
     finally:
         for program in programs:
             program.kill()
@@ -185,7 +183,7 @@ import tiermem
 folder, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=10.0)
+config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=6.0)
 with tiermem.offload(model, config) as runtime:
     loss = model(torch.ones(2, 8)).sum()
     if rank == 0:
@@ -195,24 +193,27 @@ with tiermem.offload(model, config) as runtime:
 """
 
 
-def test_a_rank_that_hangs_and_keeps_the_store_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_and_keeps_the_store_holds_nobody_up(warm_python: WarmPython, tmp_path: Path) -> None:
     """Rank 0 does; a call that the store's keeper does not answer would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", STOPPED, str(tmp_path), str(rank), port], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [warm_python.path, "-c", STOPPED, str(tmp_path), str(rank), port],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
     try:
-        _, said = programs[1].communicate(timeout=90)
+        _, said = programs[1].communicate(timeout=250)
     finally:
         for program in programs:
             program.kill()
             program.communicate()
     assert "tiermem.errors.TiermemError: rank 1 cannot go on without the others" in said
-    assert "no word from rank 0: it has died, hangs or is busy for longer than stall_timeout=10 s" in said
+    assert "no word from rank 0: it has died, hangs or is busy for longer than stall_timeout=6 s" in said
 
 
 def test_models_and_settings_that_differ_are_refused_before_anything_is_touched(reports):

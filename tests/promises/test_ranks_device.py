@@ -12,9 +12,9 @@ import torch
 from doubles_combinations import half_of
 from doubles_python import WarmPython
 from doubles_rank_devices import RUNS
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 COMMITTING = ["committing_stage_2", "committing_stage_3"]
 MET = half_of(RUNS, ["roomy", "settled", "partly_settled", "tight"])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from doubles_python import WarmPython
 from doubles_rank_devices import EARLY
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 TWO = ["early_step", "early_forward", "early_backward", "early_auto", "early_device"]
 GOOD = ["early_for_good_step", "early_for_good_backward", "early_whole_for_good"]

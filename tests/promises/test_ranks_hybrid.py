@@ -13,9 +13,9 @@ import torch
 from doubles_python import WarmPython
 from doubles_rank_checks import check, plain
 from doubles_rank_idioms import DEPTH, WIDTH
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 RUNS = ["odd", "bfloat16", "routed", "stage_1", "device", "settled"]
 VERBS = ["hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from doubles_python import WarmPython
 from doubles_rank_idioms import DEPTH, WIDTH
-from doubles_ranks import Reports, run_jobs, values
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 SAVED = ["saved", "saved_stage_2"]
 SIZES = (1, 2, 4)
