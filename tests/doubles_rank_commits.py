@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles_combinations import half_of
 from doubles_rank_scenarios import CLIP, Odd, committing, config_for, loss_of, part, tokens
 from doubles_ranks import STALL
 
@@ -27,7 +28,7 @@ from tiermem.runtime import commits, snapshots
 from tiermem.runtime.snapshots import Snapshots
 
 EIO = errno.EIO
-STEPS, STRUCK = 4, 2  # the steps, each with a commit, and the commit in which the drive fails
+STEPS, STRUCK = 3, 2  # the steps, each with a commit, and the commit in which the drive fails
 SILENCE = 2.0  # seconds after which a call is given up
 
 # What the next calls of a kind suffer, on which rank, inside the second commit. None: nothing. "late": it happens, and
@@ -160,7 +161,7 @@ def exchanged(directory: Path, rank: int, size: int) -> Any:
 
 
 def unexpected(directory: Path, rank: int, size: int) -> Any:
-    """Six steps and then the first commit, from a budget that does not hold them; bytes that it had to read again."""
+    """Four steps and then the first commit, from a budget that does not hold them; bytes that it had to read again."""
     read_again: list[int] = []
     take = swap.take_checksums
 
@@ -173,7 +174,7 @@ def unexpected(directory: Path, rank: int, size: int) -> Any:
     with unittest.mock.patch.object(commits, "take_checksums", note):
         with tiermem.offload(model, config_for(directory, host_memory="68KiB")) as runtime:
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
-            for step in range(6):
+            for step in range(4):
                 loss_of(model, part(tokens(step), rank, size)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -287,7 +288,7 @@ def failed_future(error: BaseException) -> Future[Any]:
     return future
 
 
-LOOKING = [looking_beside(stage, verb) for stage in (1, 2, 3) for verb in ("commit", "snapshot")]
+LOOKING = [looking_beside(stage, verb) for stage, verb in half_of((1, 2, 3), ("commit", "snapshot"))]
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     made.__name__: made
     for made in (

@@ -28,6 +28,8 @@ import tiermem
 from tiermem.zero3.exchange import RankGradients
 
 Scenario = Callable[[Path, int, int], Any]
+STEPS = 2
+KEPT = 128  # the width of the model whose bytes are counted
 
 
 def pairs() -> DeviceMesh:
@@ -37,20 +39,21 @@ def pairs() -> DeviceMesh:
 def run(name: str, make: Callable[[], torch.nn.Module], **how: Any) -> Scenario:
     def scenario(directory: Path, rank: int, size: int) -> Any:
         seed = 1 + rank * (name == "device")  # what ranks other than 0 begin with must not matter
-        return trained(make, directory, rank, size, mesh=pairs(), seed=seed, **how)
+        mesh = None if name == "undivided" else pairs()
+        return trained(make, directory, rank, size, mesh=mesh, seed=seed, steps=STEPS, **how)
 
     scenario.__name__ = f"hybrid_{name}"
     return scenario
 
 
 def hybrid_committing(directory: Path, rank: int, size: int) -> Any:
-    """Two steps, closed, two more from the commit; and all four without a break. Updated under backward, clipped."""
+    """Two steps, closed, one more from the commit; and all three without a break. Updated under backward, clipped."""
     directory.mkdir(exist_ok=True)
     how: dict[str, Any] = {"mesh": pairs(), "update": "backward"}
-    first = committing(directory / "broken", rank, size, until=2, **how)
-    second = committing(directory / "broken", rank, size, **how)
+    first, second = (committing(directory / "broken", rank, size, until=until, **how) for until in (2, 3))
     wrong = told(lambda: committing(directory / "broken", rank, size, until=5))
-    return {"parts": (first, second), "whole": committing(directory / "whole", rank, size, **how), "wrong": wrong}
+    whole = committing(directory / "whole", rank, size, until=3, **how)
+    return {"parts": (first, second), "whole": whole, "wrong": wrong}
 
 
 def hybrid_copied(directory: Path, rank: int, size: int) -> Any:
@@ -84,7 +87,7 @@ def hybrid_copied(directory: Path, rank: int, size: int) -> Any:
 
 def hybrid_kept(directory: Path, rank: int, size: int) -> Any:
     """Bytes in memory and on disk of a rank with room for everything."""
-    return kept_of(directory, rank, size, mesh=pairs())
+    return kept_of(directory, rank, size, width=KEPT, mesh=pairs())
 
 
 def hybrid_differs(directory: Path, rank: int, size: int) -> Any:
@@ -133,6 +136,7 @@ def wrong_meshes(directory: Path, rank: int, size: int) -> Any:
 SCENARIOS: dict[str, Scenario] = {
     made.__name__: made
     for made in (
+        run("undivided", Odd),
         run("odd", Odd),
         run("bfloat16", Odd, param_dtype="bfloat16"),
         run("routed", Experts, batch=routed_tokens),

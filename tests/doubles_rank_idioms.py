@@ -140,8 +140,8 @@ def activations(directory: Path, rank: int, size: int) -> Any:
         with tiermem.offload(model, config_for(own, host_memory="768KiB", **place)) as runtime:
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
             noted: list[Any] = []
-            for step in range(3):
-                rows = part(tokens(step), rank, size).repeat(30, 1)
+            for step in range(2):
+                rows = part(tokens(step), rank, size).repeat(12, 1)
                 with runtime.offload_activations(4096) if paged else contextlib.nullcontext():
                     loss = loss_of(model, rows)
                 loss.backward()
@@ -350,24 +350,20 @@ WIDTH, DEPTH = 512, 12
 
 
 def kept(directory: Path, rank: int, size: int) -> Any:
-    return kept_of(directory, rank, size)
-
-
-def kept_of(directory: Path, rank: int, size: int, mesh: Any = None) -> Any:
-    """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
     # What is imported on first use, on every rank, is not counted.
-    _kept(directory / "small", rank, size, width=64, mesh=mesh)
-    return _kept(directory / "large", rank, size, width=WIDTH, mesh=mesh)
+    kept_of(directory / "small", rank, size, width=64)
+    return kept_of(directory / "large", rank, size, width=WIDTH)
 
 
-def _kept(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None) -> Any:
+def kept_of(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None) -> Any:
+    """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
     directory.mkdir(parents=True, exist_ok=True)
     with tiermem.deferred_init():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
     before, most = memory(), 0
     with tiermem.offload(model, config_for(directory, host_memory="256MiB"), coalesce=0, mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
-        for step in range(3):
+        for step in range(2):
             x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
             most = max(most, memory())

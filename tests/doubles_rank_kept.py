@@ -27,7 +27,7 @@ def keeping(**settings: Any) -> Scenario:
             tiermem.offload(scenarios.Odd(), scenarios.config_for(directory, host_memory=4096, **config), **given)
         least = int(re.search(r"set host_memory to (\d+) bytes", str(caught.value)).group(1))
         return scenarios.trained(
-            scenarios.Odd, directory, rank, size, host_memory=least, commits=False, accumulate=2, **settings
+            scenarios.Odd, directory, rank, size, host_memory=least, commits=False, steps=2, accumulate=2, **settings
         )
 
     return scenario

@@ -38,7 +38,6 @@ IMPORTS = {
     "planned": "transformers.models.llama.modeling_llama",
     "mixture": "transformers.models.mixtral.modeling_mixtral",
     "streamed": "transformers.models.mixtral.modeling_mixtral",
-    "trainer": "doubles_rank_trainer",
     "trainer_adapters": "peft",
 }
 
@@ -90,14 +89,6 @@ def values(reports: list[Report | None]) -> list[Any]:
 
 
 def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) -> None:
-    import doubles_rank_commits as commits
-    import doubles_rank_deviations as deviations
-    import doubles_rank_devices as on_devices
-    import doubles_rank_hybrid as hybrid
-    import doubles_rank_idioms as idioms
-    import doubles_rank_kept as kept
-    import doubles_rank_plans as plans
-    import doubles_rank_scenarios as scenarios
     import torch
     import torch.distributed as dist
 
@@ -105,10 +96,7 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
     wait = dt.timedelta(seconds=STALL)
     store = directory / f"{number}.store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
-    known = scenarios.SCENARIOS | idioms.SCENARIOS | on_devices.SCENARIOS | commits.SCENARIOS
-    known |= kept.SCENARIOS | hybrid.SCENARIOS | deviations.SCENARIOS | plans.SCENARIOS
-    if any(name.startswith("trainer") for name in names):  # which brings all of transformers' Trainer
-        known |= importlib.import_module("doubles_rank_trainer").SCENARIOS
+    known = {name: scenario for module in _modules(names) for name, scenario in module.SCENARIOS.items()}
     for name in names:
         own = directory / f"{number}.{name}"
         own.mkdir(exist_ok=True)
@@ -121,10 +109,19 @@ def _rank(directory: Path, number: int, rank: int, size: int, names: list[str]) 
         (directory / f"{number}.{name}.{rank}").write_bytes(pickle.dumps(report))
 
 
+def _modules(names: list[str]) -> list[Any]:
+    """Where scenarios are found."""
+    places = ["scenarios", "idioms", "devices", "commits", "kept", "hybrid", "deviations", "plans"]
+    if any(name.startswith("trainer") for name in names):  # which brings all of transformers' Trainer
+        places.append("trainer")
+    return [importlib.import_module(f"doubles_rank_{place}") for place in places]
+
+
 def _main(directory: Path, jobs: list[tuple[int, list[str]]], limit: float) -> None:
     # Once for all ranks, and not within the time that they have for an answer: what the first step would import.
     own = {IMPORTS[key] for _, names in jobs for name in names for key in IMPORTS if name.startswith(key)}
-    for name in ("doubles_rank_devices", "doubles_rank_idioms", "doubles_rank_plans", "torch._dynamo", "numba", *own):
+    _modules([name for _, names in jobs for name in names])
+    for name in ("torch._dynamo", "numba", *own):
         with contextlib.suppress(ModuleNotFoundError):  # numba need not be there
             importlib.import_module(name)
     gc.freeze()  # no rank looks through all that, which would copy its memory

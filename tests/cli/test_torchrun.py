@@ -26,6 +26,7 @@ from tiermem.cli.text import ByteTokens, Corpus
 from tiermem.cli.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
+TEXT = Path(__file__)  # without one, every rank looks for those of the standard library
 STEPS = 5
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,6 +45,7 @@ def start(python: WarmPython, directory: Path, model: Path) -> subprocess.Popen[
     ranks = [python.path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     ranks += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1", "-m", "tiermem"]
     what = ["train", "--model", str(model), "--steps", str(STEPS), "--batch", "4", "--seq", "16", "--json"]
+    what += ["--text", str(TEXT)]
     where = ["--swap-dir", str(directory), "--host-memory", "2MiB", "--param-dtype", "float32"]
     return subprocess.Popen(
         [*ranks, *what, *where, "--resume", "--commit-every", "1"],
@@ -58,7 +60,7 @@ def start(python: WarmPython, directory: Path, model: Path) -> subprocess.Popen[
 
 def kill_rank_1(program: subprocess.Popen[str], directory: Path) -> None:
     """As soon as both ranks have committed something."""
-    until = time.monotonic() + 100
+    until = time.monotonic() + 200
     while not all(list(directory.glob(f"rank_0000{rank}/*.manifest")) for rank in range(2)):
         assert time.monotonic() < until, "nothing was committed"
         assert program.poll() is None, program.stderr.read() if program.stderr else ""
@@ -72,7 +74,7 @@ def kill_rank_1(program: subprocess.Popen[str], directory: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(warm_python: WarmPython, tmp_path: Path) -> None:
     model, swap = tmp_path / "config.json", tmp_path / "swap"
     model.write_text(json.dumps(MODEL))
@@ -91,7 +93,7 @@ def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(warm_python:
 
     alone = tmp_path / "alone"
     alone.mkdir()
-    options = TrainOptions(model=str(model), steps=STEPS, batch=4, seq=16)
+    options = TrainOptions(model=str(model), steps=STEPS, batch=4, seq=16, texts=(TEXT,))
     config = tiermem.Config(device="cpu", host_memory="4MiB", param_dtype="float32", swap_dirs=[alone])
     expected = json.loads(train(options, config, Console(file=io.StringIO())).to_json())["steps"][
         -len(found["steps"]) :
@@ -101,18 +103,18 @@ def test_torchrun_restarts_and_the_ranks_go_on_from_the_last_commit(warm_python:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_without_a_swap_directory_all_ranks_keep_their_commits_in_one(warm_python: WarmPython, tmp_path: Path) -> None:
     """Else none could be continued: each rank of the next run would look into one of them."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     ranks = [warm_python.path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     ranks += ["--rdzv-endpoint", "localhost:0", "-m", "tiermem", "train", "--model", "config.json", "--steps", "1"]
-    ranks += ["--batch", "2", "--seq", "16", "--host-memory", "2MiB"]
+    ranks += ["--batch", "2", "--seq", "16", "--host-memory", "2MiB", "--param-dtype", "float32", "--text", str(TEXT)]
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     for keep in ([], ["--keep"]):
         done = subprocess.run(
-            [*ranks, *keep], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=140
+            [*ranks, *keep], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, done.stderr
         made = list(tmp_path.glob("tiermem-swap-*"))

@@ -12,6 +12,7 @@ import doubles_rank_idioms as idioms
 import doubles_rank_scenarios as scenarios
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_python import WarmPython
 from doubles_rank_checks import NEAR, check, plain
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
@@ -20,7 +21,7 @@ from doubles_training import PlainAdamW
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 SIZES = (2, 3, 4)
-NUMBERS = ["odd", "odd_again"]
+REPEATED = some_of([2, 3], [4])
 STAGES = ["stage_1", "stage_2", "stage_1_tight", "committing_stage_2"]
 TOGETHER = ["llama_together", "odd_together"]
 MORE = [*STAGES, "odd_tight", "odd_bfloat16", "odd_coalesced", "plain_llama", *TOGETHER, "routed", "verbs"]
@@ -32,7 +33,8 @@ WRONG = ["an_expert_without_tokens", "two_dimensions", "another_order", "one_fai
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
     failing = ["one_fails", "one_dies"]
-    jobs = [(2, [*NUMBERS, *MORE, *WAYS, *WRONG]), (4, [*NUMBERS, "routed", "sub_group"]), (3, [*NUMBERS, *failing])]
+    more = {2: [*MORE, *WAYS, *WRONG], 3: failing, 4: ["routed", "sub_group"]}
+    jobs = [(size, ["odd", *["odd_again"] * (size in REPEATED), *names]) for size, names in more.items()]
     return run_jobs(warm_python, directory, jobs)
 
 
@@ -41,7 +43,7 @@ def test_the_numbers_of_one_process_on_all_rows(reports, size):
     check(values(reports[size, "odd"]), plain(scenarios.Odd))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", REPEATED)
 def test_a_run_repeats_bit_by_bit_and_begins_with_the_values_of_rank_0(reports, size):
     first, second = values(reports[size, "odd"]), values(reports[size, "odd_again"])
     for one, other in zip(first, second, strict=True):

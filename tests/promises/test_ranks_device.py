@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of
+from doubles_combinations import half_of, some_of
 from doubles_python import WarmPython
 from doubles_rank_devices import RUNS
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 COMMITTING = ["committing_stage_2", "committing_stage_3"]
 MET = half_of(RUNS, ["roomy", "settled", "partly_settled", "tight"])
 TWO = [f"processors_{run}" for run in RUNS] + [f"{device}_{run}" for run, device in MET]
-THREE = [f"{device}_{run}" for run in ("odd", "experts") for device in ("processors", "tightest")]
+LEAST = some_of([(2, "odd"), (3, "experts")], [(3, "odd")])
+THREE = [f"{device}_{run}" for size, run in LEAST for device in ("processors", "tightest") if size == 3]
 OTHERS = ["tightest_odd", "device_another_order", "device_one_fails"]
 VERBS = [f"{device}_{run}" for device in ("device", "settled") for run in ("verbs", *COMMITTING)]
 STREAMS = ["streams", "streams_not_handed_over"]
@@ -69,7 +70,7 @@ def test_the_same_bits_where_units_are_updated_on_the_device(reports, run, devic
         assert 0 < above < tiles if device == "partly_settled" else above == tiles > 0
 
 
-@pytest.mark.parametrize(("size", "run"), [(2, "odd"), (3, "odd"), (3, "experts")])
+@pytest.mark.parametrize(("size", "run"), LEAST)
 def test_the_least_memory_everywhere_and_slow_copies(reports, size, run):
     found = values(reports[size, f"tightest_{run}"])
     same(found, values(reports[size, f"processors_{run}"]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import half_of
 from doubles_python import WarmPython
 from doubles_rank_devices import EARLY
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
@@ -17,11 +18,8 @@ GOOD = ["early_for_good_step", "early_for_good_backward", "early_whole_for_good"
 WHOLE = ["early_whole", "early_whole_auto", "early_whole_one_full", "early_whole_device"]
 SMALL = [f"early_small_{update}_{stage}" for update in ("step", "backward") for stage in (2, 3)]
 REFUSED = ["early_refused_step", "early_refused_backward", "early_refused_for_good"]
-RUNS = [
-    f"early_{run}_{how}"
-    for run in EARLY
-    for how in ("step_processors", *(f"backward_{device}" for device in ("processors", "tightest", "partly_settled")))
-]
+MET = half_of(EARLY, ["processors", "tightest", "partly_settled"])
+RUNS = [*(f"early_{run}_step_processors" for run in EARLY), *(f"early_{run}_backward_{how}" for run, how in MET)]
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +109,7 @@ def test_without_clipping_nothing_waits_for_the_others(reports, name):
         assert each["counts"] == (0, 0, 0)
 
 
-@pytest.mark.parametrize("how", ["processors", "tightest", "partly_settled"])
-@pytest.mark.parametrize("run", EARLY)
+@pytest.mark.parametrize(("run", "how"), MET)
 def test_micro_batches_experts_and_tight_budgets(reports, run, how):
     found = values(reports[2, f"early_{run}_backward_{how}"])
     for one, other in zip(found, values(reports[2, f"early_{run}_step_processors"]), strict=True):

@@ -12,12 +12,13 @@ import pytest
 import torch
 from doubles_python import WarmPython
 from doubles_rank_checks import check, plain
-from doubles_rank_idioms import DEPTH, WIDTH
+from doubles_rank_hybrid import KEPT, STEPS
+from doubles_rank_idioms import DEPTH
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
-RUNS = ["odd", "bfloat16", "routed", "stage_1", "device", "settled"]
+RUNS = ["undivided", "odd", "bfloat16", "routed", "stage_1", "device", "settled"]
 VERBS = ["hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]
 PLAIN: dict[str, dict[str, Any]] = {
     "stage_1": {"accumulate": 2},
@@ -30,7 +31,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     runs = [f"hybrid_{name}" for name in RUNS]
-    jobs = [(4, ["odd", *runs, *VERBS, "hybrid_differs", "hybrid_dies"])]
+    jobs = [(4, [*runs, *VERBS, "hybrid_differs", "hybrid_dies"])]
     return run_jobs(warm_python, tmp_path_factory.mktemp("hybrid"), jobs)
 
 
@@ -46,11 +47,11 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_the_numbers_of_one_process_on_all_rows(reports, name):
     """`check` also asks for the same norms, weights and masters, bit by bit, on all ranks of both copies."""
     near = {"atol": 6e-3, "rtol": 2e-2} if name == "bfloat16" else None
-    check(values(reports[4, f"hybrid_{name}"]), plain(scenarios.Odd, **PLAIN[name]), near=near)
+    check(values(reports[4, f"hybrid_{name}"]), plain(scenarios.Odd, steps=STEPS, **PLAIN[name]), near=near)
 
 
 def test_the_numbers_of_four_parts_of_one_copy(reports):
-    for one, other in zip(values(reports[4, "hybrid_odd"]), values(reports[4, "odd"]), strict=True):
+    for one, other in zip(values(reports[4, "hybrid_odd"]), values(reports[4, "hybrid_undivided"]), strict=True):
         torch.testing.assert_close(one["losses"], other["losses"], rtol=1e-5, atol=1e-5)
         for name, weights in one["weights"].items():
             torch.testing.assert_close(weights, other["weights"][name], rtol=1e-5, atol=1e-6)
@@ -64,7 +65,7 @@ def test_a_run_repeats_bit_by_bit_also_on_devices_and_begins_with_the_values_of_
 
 
 def test_experts_that_only_one_copy_has_tokens_for(reports):
-    check(values(reports[4, "hybrid_routed"]), plain(scenarios.Experts, batch=scenarios.routed_tokens))
+    check(values(reports[4, "hybrid_routed"]), plain(scenarios.Experts, steps=STEPS, batch=scenarios.routed_tokens))
 
 
 def test_a_commit_of_both_copies_is_continued_with_the_same_bits(reports):
@@ -91,7 +92,7 @@ def test_a_snapshot_is_of_one_copy_and_continued_by_any_arrangement(reports):
         assert all(map(torch.equal, made, found[0]["masters"]["made"]))
 
 
-UNIT = (WIDTH + 1) * WIDTH * 4
+UNIT = (KEPT + 1) * KEPT * 4
 EVERYTHING = DEPTH * UNIT * 4
 TRANSIT = 4 * UNIT  # as without copies, see test_ranks_idioms.py
 COPIES = UNIT  # what is added up over copies: half a unit that is sent, half a unit that comes

@@ -31,7 +31,7 @@ def expected() -> tuple[list[float], torch.nn.Module]:
     torch.manual_seed(1)
     model = scenarios.Odd()
     optimizer = PlainAdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    return scenarios.train(model, optimizer, accumulate=2), model
+    return scenarios.train(model, optimizer, steps=2, accumulate=2), model
 
 
 @pytest.mark.parametrize("name", NAMES)
