@@ -30,7 +30,7 @@ from tiermem.planner.simulate import simulate
 THEME = "cache_by_plan"
 PACKAGES = ("torch", "transformers")
 MODEL = Workload(layers=8, width=256, mlp_width=688, heads=4, vocabulary=1024, rows=1, length=32)
-TINY = Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=32)
+TINY = Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=8)
 SHARES = (0.10, 0.25, 0.50, 0.75)
 UPDATES = ("step", "forward", "backward")
 TILE = 256 << 10

@@ -95,6 +95,8 @@ def side_by_side(part: str, options: argparse.Namespace) -> list[dict[str, Any]]
     """Return the runs of one part, a record for each contender and block."""
     budget = "8MiB" if options.quick else "512MiB"
     settings: dict[str, dict[str, Any]] = {"auto": {"host_memory": budget}}
+    if options.quick:  # many processors have no instructions for bfloat16
+        settings["auto"]["param_dtype"] = "float32"
     settings["backward"] = {**settings["auto"], "update": "backward"}
     workloads: tuple[str, ...] = ("compute-bound", "more-tokens")
     if part == "drive":
@@ -102,7 +104,7 @@ def side_by_side(part: str, options: argparse.Namespace) -> list[dict[str, Any]]
         settings["int8"] = {**settings["backward"], "moments": "int8"}
     elif part == "batches":
         workloads = ("io-bound-eighth",)
-        settings = {"accumulated": {**settings["auto"], "accumulate": 8}}
+        settings = {"accumulated": {**settings["auto"], "accumulate": 2 if options.quick else 8}}
         settings["vertical"] = {**settings["accumulated"], "vertical": "yes"}
     contenders = [Contender(name, "tiermem_contender.py", sys.executable, own) for name, own in settings.items()]
     if part == "compute":
@@ -139,6 +141,7 @@ def limited_training(options: argparse.Namespace) -> dict[str, Any]:
         budget = "64MiB" if options.quick else "208MiB"
         command = ["train", "--model", model, "--steps", "3", "--batch", "1", "--seq", "64", "--host-memory", budget]
         command += ["--swap-dir", name, "--json"]
+        command += ["--param-dtype", "float32"] if options.quick else []
         run = memory_group.run_in_group([sys.executable, "-m", "tiermem", *command], LIMIT, timeout_seconds=1200)
     if run.completed.returncode != 0:
         why = "killed for wanting more" if run.was_killed else (run.completed.stderr.splitlines() or ["no output"])[-1]

@@ -30,7 +30,9 @@ from calibration import MODELS, TINY, Calibration, Case, calibrate, measure, pre
 from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, write_result
 from workloads import Workload
 
+from tiermem.cli import measure as measuring
 from tiermem.cli.measure import measure_machine, with_rates_for
+from tiermem.cli.measure_layer import LayerShape
 from tiermem.planner import workload as planned
 from tiermem.planner.machine import Machine
 
@@ -41,6 +43,8 @@ MOVED = 0.1
 TRIES = 3
 # Seconds for which a calibration that was made after one configuration counts as made before the next.
 FRESH = 5.0
+# What stands for any workload where it only has to run.
+SMALL_LAYER = LayerShape(rows=1, seq=16, width=64, mlp=64)
 
 
 def cases(*, quick: bool) -> list[Case]:
@@ -71,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = list(earlier.get("rows", []))
     wanted = [case for case in cases(quick=options.quick) if all(word in describe(case) for word in options.only)]
     steps = 2 if options.quick else max(5, options.steps)
+    if options.quick:
+        measuring.ANY_LAYER = SMALL_LAYER
     with tempfile.TemporaryDirectory(prefix="tiermem-prediction-", dir=options.directory) as name:
         course = Course(TINY if options.quick else MODELS, Path(name), steps=steps, quick=options.quick)
         ends = time.monotonic() + options.seconds
@@ -149,7 +155,7 @@ class Course:
         """What `tiermem plan` makes its prediction from."""
         key = case.model, case.dtype
         if key not in self._machines:
-            short: dict[str, Any] = {"seconds": 0.01, "drive_seconds": 0.05} if self._quick else {}
+            short: dict[str, Any] = {"seconds": 0.01, "drive_seconds": 0.05, "nbytes": 64 << 20} if self._quick else {}
             measured, seq = measure_machine([self._folder], **short), self._models[case.model].length
             self._machines[key] = with_rates_for(measured, self._work(key), seq=seq)
         return Calibration(self._machines[key], self._work(key))

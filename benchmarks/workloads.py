@@ -65,7 +65,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "quick": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=2, length=32),
+    "quick": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=2, length=16),
     # The smallest for which DeepSpeed swaps anything: it keeps small parameters, and their states, in memory.
     "small": Workload(layers=4, width=512, mlp_width=1376, heads=8, vocabulary=512, rows=2, length=32),
     "compute-bound": Workload(12, 1024, 2728, heads=16, vocabulary=8192, rows=2, length=256),
