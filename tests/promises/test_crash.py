@@ -478,9 +478,9 @@ def test_a_full_disk_is_found_before_anything_is_changed(tmp_path: Path, monkeyp
 @pytest.mark.long
 def test_a_killed_run_is_resumed_bit_for_bit(warm_python: WarmPython, tmp_path: Path) -> None:
     program = str(ROOT / "tools" / "kill_training.py")
-    done = warm_python.run(program, str(tmp_path), "--kills", "6", "--steps", "24")
+    done = warm_python.run(program, str(tmp_path), "--kills", "4", "--steps", "16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 kills" in done.stdout
+    assert "4 kills" in done.stdout
     assert "nothing lost" in done.stdout
 
 
