@@ -48,7 +48,7 @@ def test_a_model_beyond_its_budget_learns(command: Command, tmp_path: Path, upda
     swap.mkdir()
     dtype = {"backward": ["--param-dtype", "float32"]}.get(update, [])  # what many processors compute faster in
     done = command(
-        *("train", "--model", str(model), "--steps", "12", "--batch", "2", "--seq", "64", "--lr", "4e-3", *dtype),
+        *("train", "--model", str(model), "--steps", "7", "--batch", "2", "--seq", "32", "--lr", "4e-3", *dtype),
         *("--json", "--host-memory", "1536KiB", "--swap-dir", str(swap), "--update", update),
     )
     assert done.returncode == 0, done.stderr
@@ -64,27 +64,30 @@ def test_a_model_beyond_its_budget_learns(command: Command, tmp_path: Path, upda
 
 def test_vertical_accumulation_has_the_same_losses_and_reads_less(command: Command, tmp_path: Path) -> None:
     """And 8-bit moments on top of it."""
+    model, swap = tmp_path / "config.json", tmp_path / "swap"
+    model.write_text(json.dumps(SMALL))
+    swap.mkdir()
     found = []
     for vertical in ([], ["--vertical"]):
         done = command(
-            *("train", "--model", "llama-5m", "--steps", "3", "--batch", "1", "--seq", "32", "--accumulate", "4"),
+            *("train", "--model", str(model), "--steps", "3", "--batch", "1", "--seq", "16", "--accumulate", "4"),
             *("--param-dtype", "float32", "--json"),
-            *("--host-memory", "8MiB", "--swap-dir", str(tmp_path), "--update", "forward", "--moments", "int8"),
+            *("--host-memory", "2MiB", "--swap-dir", str(swap), "--update", "forward", "--moments", "int8"),
             *vertical,
         )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["steps"])
     assert [step["loss"] for step in found[0]] == [step["loss"] for step in found[1]]
-    # Of all steps: what the updates of one read is counted in it or, as it comes, in the next. 0.48 to 0.53 were seen.
+    # Of all steps: what the updates of one read is counted in it or, as it comes, in the next. 0.24 was seen.
     plainly, vertically = (sum(step["bytes_read"] for step in steps) for steps in found)
-    assert vertically < 0.6 * plainly
+    assert vertically < 0.4 * plainly
 
 
 def test_offloaded_activations_give_the_same_losses(command: Command, tmp_path: Path) -> None:
     losses = []
     for more in ([], ["--offload-activations", "--gradient-checkpointing"]):
         done = command(
-            *("train", "--model", "llama-5m", "--steps", "2", "--batch", "2", "--seq", "256", "--json"),
+            *("train", "--model", "llama-5m", "--steps", "2", "--batch", "1", "--seq", "256", "--json"),
             *("--param-dtype", "float32", "--host-memory", "16MiB", "--swap-dir", str(tmp_path), *more),
         )
         assert done.returncode == 0, done.stderr
@@ -138,6 +141,7 @@ def test_a_training_is_resumed_where_it_was_committed(
     command: Command, warm_python: WarmPython, tmp_path: Path
 ) -> None:
     common = ("--model", "llama-tiny", "--batch", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
+    common += ("--param-dtype", "float32")
     steps = 60  # far more than are done between two looks at the directory
     for name in ("plain", "run"):
         (tmp_path / name).mkdir()
