@@ -144,9 +144,9 @@ def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return plans
 
 
-def tiny_llama(*, tied: bool = False) -> nn.Module:
+def tiny_llama(*, tied: bool = False, layers: int = 5) -> nn.Module:
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": 5, "heads": 4, "key_value_heads": 4}
+    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": layers, "heads": 4, "key_value_heads": 4}
     return small_llama(words=512, **shape, tie_word_embeddings=tied, use_cache=False)
 
 

@@ -17,6 +17,7 @@ import tiermem
 from tiermem.planner.reserved import wanted_copies
 
 COUNTED = 2
+LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Planned:
         return tiermem.Config(
             host_memory=self.host,
             swap_dirs=[directory],
-            tile_size="64KiB",
+            tile_size="128KiB",
             look_ahead=self.look_ahead,
             io_backend="inline",
             commits=False,
@@ -72,7 +73,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
         names = ("replicate", "shard")
         shape = (case.copies, size // case.copies)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if case.copies > 1 else None
-        model = tiny_llama()
+        model = tiny_llama(layers=LAYERS)
         torch.manual_seed(rank)
         with tiermem.offload(model, case.config(directory), coalesce=0, mesh=mesh) as runtime:
             steps = trained(model, runtime, batches=case.batches)
