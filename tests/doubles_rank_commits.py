@@ -28,7 +28,7 @@ from tiermem.runtime import commits, snapshots
 from tiermem.runtime.snapshots import Snapshots
 
 EIO = errno.EIO
-STEPS, STRUCK = 3, 2  # the steps, each with a commit, and the commit in which the drive fails
+STEPS, STRUCK = 4, 2  # the steps, each with a commit, and the commit in which the drive fails
 SILENCE = 2.0  # seconds after which a call is given up
 
 # What the next calls of a kind suffer, on which rank, inside the second commit. None: nothing. "late": it happens, and

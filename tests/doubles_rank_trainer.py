@@ -31,13 +31,13 @@ from tiermem.integrations.trainer import Seq2SeqTrainer, Trainer
 
 # Four batches an epoch on each of two ranks, three of them an update: the second update of an epoch has one.
 RUN: dict[str, Any] = {
-    "max_steps": 6,
+    "max_steps": 5,
     "gradient_accumulation_steps": 3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 2,
     "weight_decay": 0.1,
     "eval_strategy": "steps",
-    "eval_steps": 2,
+    "eval_steps": 3,
     "per_device_eval_batch_size": 2,
 }
 
@@ -195,7 +195,7 @@ def trainer_best(directory: Path, rank: int, size: int) -> Any:
     """Without accumulation, updated under backward; the last is not the best, and both are saved."""
     folder = sharing(rank, size, directory, "best")
     settings = RUN | {"gradient_accumulation_steps": 1, "learning_rate": 0.3, "max_steps": 4}
-    settings |= {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
 
     def script(trainer: Trainer) -> None:
         trainer.train()
