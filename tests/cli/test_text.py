@@ -93,6 +93,7 @@ def test_the_default_is_the_standard_library(tmp_path: Path) -> None:
     found = find_texts([])
     assert {"argparse.py", "ast.py"} <= {path.name for path in found}
     assert not any("site-packages" in path.parts for path in found)
+    assert found == sorted(found)
     assert Corpus(found).nbytes > 5_000_000
 
 

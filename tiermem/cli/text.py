@@ -158,10 +158,14 @@ def find_texts(paths: Sequence[Path]) -> list[Path]:
 def standard_library_sources() -> list[Path]:
     """Return the .py files of the running Python's standard library, sorted: real text that every machine has."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(file for file in root.rglob("*.py") if NOT_STANDARD_LIBRARY.isdisjoint(file.relative_to(root).parts))
+    files: list[str] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_STANDARD_LIBRARY]
+        files += (os.path.join(folder, name) for name in names if name.endswith(".py"))
     if not files:
         raise ConfigError(f"no Python sources in {root}; give --text")
-    return files
+    # As paths are sorted, whose comparison takes many times as long.
+    return [Path(file) for file in sorted(files, key=lambda file: file.split(os.sep))]
 
 
 def is_hidden(file: Path, root: Path) -> bool:
