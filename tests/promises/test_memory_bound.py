@@ -131,7 +131,7 @@ GROWTH = """
         # The record of the latest moves grows to its bound: here one that is soon reached.
         timeline = runtime._house.storage.timeline
         timeline._events, timeline._levels = deque(maxlen=500), deque(maxlen=500)
-        train(80)
+        train(40)
         before = train(10)
         after = train(steps, parts=5)
         assert runtime.statistics().last.bytes_read > 0, "everything was kept in memory"
@@ -180,7 +180,7 @@ CYCLES = """
         runtime = tiermem.offload(model, config)
         optimizer = tiermem.AdamW(model.parameters())
         for _ in range(2):
-            model(torch.randn(4, 128).bfloat16()).square().mean().backward()
+            model(torch.randn(1, 128).bfloat16()).square().mean().backward()
             optimizer.step()
         if number % 4 == 3:
             try:
@@ -247,7 +247,7 @@ BESIDE = """
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for _ in range(2):
-            model(torch.randn(4, width).bfloat16()).square().mean().backward()
+            model(torch.randn(1, width).bfloat16()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         runtime.commit().wait()  # so that nothing is left to be written from the budget's memory
