@@ -279,5 +279,5 @@ def test_the_table(step: ModuleType) -> None:
     assert "| 2.00 | 0.100 s | host->device 1.00 |" in ours
     assert ours.endswith("| 3.00 GB | 0.912 s |")
     assert peer.endswith("| 3.00 GB |  |"), "only ours are planned"
-    assert "| 64 | 0.38 |" in ours, "64 tokens, a billion parameters, six operations each"
+    assert "| 32 | 0.19 |" in ours, "32 tokens, a billion parameters, six operations each"
     assert "not run: the time was up" in late
