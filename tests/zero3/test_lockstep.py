@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
@@ -163,6 +164,19 @@ def test_everybody_goes_their_own_way_whatever_it_is(stacks: bool, ways: list[li
     assert all(script.away for script in scripts)
     brought = world.gatherer.brought
     assert world.complete == [*brought, *dict.fromkeys(brought)], "as they are let go, and all of them at the end"
+    world.check_rest()
+
+
+def test_a_thread_that_is_slow_to_end_is_waited_for(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = OwnThread._live
+
+    def lingering(thread: OwnThread) -> None:
+        live(thread)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(OwnThread, "_live", lingering)
+    world = World(stacks)
+    world.lockstep.run([Script(world, number, [1, 2]) for number in range(2)])
     world.check_rest()
 
 

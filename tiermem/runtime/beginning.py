@@ -267,7 +267,7 @@ def _refuse_other_sizes(config: Config) -> None:
             others = sorted(alone.glob(f"{SPACE_NAME}.*.manifest"))
         if others:
             count = len({each.parent for each in others})
-            ranks = "one process" if alone is not None else "one rank" if count == 1 else f"{count} ranks"
+            ranks = "one process" if alone is not None else "one of several ranks" if count == 1 else f"{count} ranks"
             raise ResumeError(
                 f"{alone or path} holds a commit of {ranks}, which only as many can continue; go on from a snapshot of "
                 "that run (resume=path), start anew with resume=False, or choose other directories"

@@ -227,6 +227,8 @@ class Lockstep:
         """Let one computation run until it needs another unit or ends. Raises its error."""
         self._running = walker
         walker.fiber.go()
+        if walker.ended:
+            walker.fiber.end()  # what it ran in is gone before the pass is over
         error, walker.error = walker.error, None
         if error is not None:
             try:
