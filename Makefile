@@ -14,7 +14,8 @@ BIN := .venv/bin
 # compiled then, and kept, which therefore must not be forbidden.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
-LINT := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary
+STYLE := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
+TYPES := $(BIN)/mypy --no-error-summary
 READY := .venv/.ready-
 
 .PHONY: help demo test lint bench venv oldest clean interpreter
@@ -35,17 +36,20 @@ demo: $(READY)hf
 		--param-dtype float32
 
 test: $(READY)lint $(READY)test
-	@echo "lint: ruff, and mypy for most of a minute the first time"
-	@# What the tests import, and the tests, are compiled meanwhile, once, and not by each worker at the same time. What
+	@echo "lint: ruff; and mypy, for most of a minute the first time, beside what follows"
+	@$(STYLE)
+	@# What the tests import, and the tests, are compiled first, once, and not by each worker at the same time. What
 	@# fails in that fails below, too, and says why there.
-	@{ $(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama"; \
-		$(BIN)/python -m pytest --collect-only > /dev/null; } & compiling=$$!; $(LINT) && { wait $$compiling || :; }
-	@echo "tests: pytest $(PYTEST_ARGS)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(TYPES) & typing=$$!; \
+		$(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama"; \
+		$(BIN)/python -m pytest --collect-only > /dev/null; \
+		echo "tests: pytest $(PYTEST_ARGS)"; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS); tested=$$?; \
+		wait $$typing || { echo "mypy has found what is said above the tests" >&2; exit 1; }; exit $$tested
 
 lint: $(READY)lint
 	@echo "lint: ruff, and mypy for most of a minute the first time"
-	@$(LINT)
+	@$(STYLE) && $(TYPES)
 
 bench: $(READY)hf
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)

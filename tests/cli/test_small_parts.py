@@ -105,7 +105,7 @@ def test_what_is_written_to_a_closed_stream_goes_nowhere(tmp_path: Path, closed:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", some_of(["ascii"], ["utf-8"]))
 def test_names_that_stdout_has_no_letters_for_are_written_all_the_same(tmp_path: Path, encoding: str) -> None:
     names = [os.fsencode(tmp_path) + b"/" + name for name in (b"\xc3\xbc", b"\xff")]
     for name in names:

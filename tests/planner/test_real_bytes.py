@@ -195,7 +195,7 @@ def both_beside_a_device(
 
 
 @pytest.mark.parametrize(
-    ("update", "device", "settled"), [("step", 64, 8), ("step", 7, 2), ("backward", 7, 2), ("forward", 4, 1)]
+    ("update", "device", "settled"), some_of([("step", 64, 8), ("backward", 7, 2)], [("step", 7, 2), ("forward", 4, 1)])
 )
 def test_what_is_settled_on_a_device_and_what_is_not_move_as_foreseen(
     update: str, device: int, settled: int, tmp_path: Path
@@ -211,7 +211,7 @@ def test_what_is_settled_on_a_device_and_what_is_not_move_as_foreseen(
     assert (foreseen["host->device"] == 0) == (settled == 8), "of what is settled nothing moves, of the rest something"
 
 
-@pytest.mark.parametrize(("update", "update_on"), [("backward", "auto"), ("step", "host")])
+@pytest.mark.parametrize(("update", "update_on"), some_of([("backward", "auto")], [("step", "host")]))
 def test_and_to_and_from_disk_where_host_memory_is_small(update: str, update_on: str, tmp_path: Path) -> None:
     # Real memory is in one piece and the simulated one is not, so a few pages more have to make room; of the device's,
     # beside other work, more or less of them by at most a layer's parameters once in a step.

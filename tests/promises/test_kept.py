@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from doubles_combinations import half_of, pairs_of
+from doubles_combinations import half_of, pairs_of, part_of
 from doubles_models import Stack
 from doubles_scenarios import Wide, frozen, loop, tokens_batch, wide_batch
 from doubles_training import UPDATES, budget_for, check, config_for, least_budget, offloaded, plain, within_budgets
@@ -215,7 +215,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "update", "budget"),
-    [(name, *how) for name, how in half_of(CASES, [("backward", "least"), ("forward", "tight"), ("auto", "beside")])],
+    [
+        (name, *how)
+        for name, how in part_of(3, CASES, [("backward", "least"), ("forward", "tight"), ("auto", "beside")])
+    ],
 )
 def test_the_bits_of_plain_training(name, update, budget, tmp_path):
     make, script, keep = CASES[name]

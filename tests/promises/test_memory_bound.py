@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_python import WarmPython
 from doubles_scenarios import Wide, wide_batch
 from doubles_training import MIB, config_for, least_budget, within_budgets
@@ -257,7 +258,7 @@ BESIDE = """
     """
 
 
-@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize("moments", some_of(["int8"], ["float32"]))
 def test_what_a_snapshot_and_a_master_take_beside_the_budget(moments, warm_python, tmp_path):
     """Not a heap that grows with all that goes through it: that was 50 MiB more; nor a page that is not needed."""
     master, snapshot = run(warm_python, BESIDE, str(tmp_path), moments)

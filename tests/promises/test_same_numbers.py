@@ -75,7 +75,7 @@ def test_what_needs_gradients_until_the_step(name, how, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), half_of(HUGGING_FACE, [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]]), ids=named
+    ("name", "how"), part_of(3, HUGGING_FACE, [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]]), ids=named
 )
 def test_hugging_face_models(name, how, tmp_path):
     update, budget = how

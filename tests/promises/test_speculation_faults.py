@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of, pairs_of
+from doubles_combinations import half_of, part_of
 from doubles_commit import Training, check_equal, make_config, undisturbed
 from doubles_python import WarmPython
 
@@ -100,7 +100,7 @@ def test_a_kill_while_a_step_may_be_undone(place: str, rarely: bool, warm_python
 
 
 @pytest.mark.parametrize(
-    ("memory", "every", "update"), pairs_of(["72KiB", "360KiB", "2MiB"], [1, 2, 3], ["backward", "auto"])
+    ("memory", "every", "update"), part_of(3, ["72KiB", "360KiB", "2MiB"], [1, 2, 3], ["backward", "auto"])
 )
 def test_commits_beside_speculation_change_no_bit(memory: str, update: str, every: int, tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path / "plain", 2 * STEPS, update="forward", clip=CLIP)

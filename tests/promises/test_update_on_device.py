@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_combinations import half_of, pairs_of
+from doubles_combinations import pairs_of, part_of
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, SCENARIOS, Wide, loop, tokens_batch, wide_batch
 from doubles_streams import StreamDevice
@@ -116,7 +116,7 @@ def masters(runtime: Runtime, model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("dtype", "moments", "update"),
-    half_of(["bfloat16", "float16", "float32"], ["float32", "int8"], ["step", "backward", "auto"]),
+    part_of(3, ["bfloat16", "float16", "float32"], ["float32", "int8"], ["step", "backward", "auto"]),
 )
 def test_the_bits_of_an_update_in_host_memory_with_and_without_clipping(update, dtype, moments, tmp_path):
     make, batch = (Stack, tokens_batch) if moments == "float32" else (Coded, coded_batch)

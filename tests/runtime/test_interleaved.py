@@ -276,8 +276,12 @@ with tiermem.offload(model, config, coalesce=0) as runtime:
 @pytest.mark.parametrize(
     ("decided", "environment", "expected"),
     some_of(
-        [("", {}, [[], [], ["keep"]]), ("", {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, [[]] * 3)],
-        [("returned", {}, [["return"]] * 3), ("", {"MALLOC_ARENA_MAX": "2"}, [[]] * 3)],
+        [("", {}, [[], [], ["keep"]])],
+        [
+            ("returned", {}, [["return"]] * 3),
+            ("", {"MALLOC_ARENA_MAX": "2"}, [[]] * 3),
+            ("", {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, [[]] * 3),
+        ],
     ),
 )
 def test_freed_memory_is_kept_unless_that_was_decided_otherwise(decided, environment, expected, warm_python, tmp_path):
