@@ -43,6 +43,11 @@ def each_of(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...
     return [(value, *rest) for value, rest in zip(first, itertools.cycle(itertools.product(*others)), strict=False)]
 
 
+def number_of(few: int, more: int) -> int:
+    """`few` examples, rounds and so on; `more` where the environment asks for all combinations."""
+    return more if EVERY in os.environ else few
+
+
 def half_of(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Every other combination, like the black squares of a chessboard, the same each time.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,7 +239,7 @@ def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
 
 
 @given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), updated=st.integers(1, 9))
-@settings(max_examples=100)
+@settings(max_examples=number_of(100, 300))
 def test_no_place_of_what_ranks_and_their_update_hold_leaves_the_rest_without_one(
     data: st.DataObject, ranks: int, pages: int, updated: int
 ) -> None:
@@ -329,7 +330,7 @@ def test_a_unit_with_little_in_its_last_tile_takes_little_more_than_its_bytes() 
 
 
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 9), updated=st.integers(1, 9))
-@settings(max_examples=100)
+@settings(max_examples=number_of(100, 300))
 def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_one(
     data: st.DataObject, around: int, own: int, updated: int
 ) -> None:

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from doubles_combinations import each_of, half_of
+from doubles_combinations import each_of, half_of, number_of
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
 from doubles_signals import interrupted
@@ -364,7 +364,7 @@ class Interrupting:
 
 
 # How many functions lie between one interrupt and the next: each call of a step is hit in one of so many runs.
-STRIDE = 293
+STRIDE = number_of(293, 199)
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "auto", "backward"])

@@ -66,6 +66,7 @@ _SMALL = {  # 142 million parameters in many layers, so that a budget of twice t
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 @pytest.mark.usefixtures("small_torch")
 @pytest.mark.parametrize(
     ("model", "dtype", "budget", "limit", "times"),
@@ -140,6 +141,7 @@ if runtime is not None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1300)
 @pytest.mark.usefixtures("small_torch")
 def test_a_sequence_that_plain_training_cannot_hold_trains_with_offloaded_activations(tmp_path: Path) -> None:
     # Between what the two need here, 410 to 420 MiB and 600: the C heap keeps more or less of what was freed.

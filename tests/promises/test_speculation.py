@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from doubles_combinations import half_of, pairs_of
+from doubles_combinations import half_of, number_of, pairs_of
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, Wide, accumulate, tokens_batch, wide_batch
 from doubles_training import Outcome, PlainAdamW, Script, Trainee, budget_for, check, config_for, offloaded, plain, same
@@ -548,7 +548,7 @@ def life(events: Sequence[Event], clips: tuple[float | None, float | None]) -> S
     budget=st.sampled_from(["beside", "least"]),
 )
 @example(events=FIVE_SKIPPED, clips=(None, None), update="backward", budget="beside")
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=number_of(12, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_life_of_two_optimizers(events, clips, update, budget):
     script = life(events, clips)
     with tempfile.TemporaryDirectory() as directory:

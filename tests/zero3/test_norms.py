@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_sharded import Sharded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,14 +141,14 @@ if team_loops() is not None:
 def test_any_number_of_threads_gives_the_same_bits():
     """Each in a process of its own: threads that OpenMP has once made stay."""
     said = []
-    for threads in (1, 3):
+    for threads in some_of([1, 3], [2]):
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         run = subprocess.run([sys.executable, "-c", PAIR], env=environment, capture_output=True, text=True, check=True)
         if not run.stdout:
             pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
         said.append(run.stdout.split())
     assert said[0][0] == "1"
-    assert said[0][1:] == said[1][1:]
+    assert len({tuple(each[1:]) for each in said}) == 1
 
 
 def test_pairs_that_are_added_wrongly_are_not_used():
