@@ -86,7 +86,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             return {
                 "shared": (blueprint.footprint, blueprint.device),
                 "disk": blueprint.swap_nbytes(wanted_copies(case.update, commits=False)),
-                "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages()),
+                "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages),
                 "accesses": order.accesses,
                 "gone": gone,
                 "moved": {edge: after[edge] - before[edge] for edge in EDGES},

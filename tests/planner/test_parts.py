@@ -104,7 +104,7 @@ def test_pages_of_8_bit_moments_are_those_of_the_run(division: Division, coalesc
     design = make_design(work, replace(INSTANT, link=Link(rate=1e14)), settings)
     assert design.footprint == blueprint.footprint
     pages = {str(key): nbytes for key, nbytes in design.pages() if key.kind is not Kind.TRANSIT}
-    assert pages == {str(key): nbytes for key, nbytes in blueprint.pages()}
+    assert pages == {str(key): nbytes for key, nbytes in blueprint.pages}
     whole = design.nbytes(Kind.PARAM, Kind.STATE, Kind.GRAD)
     assert whole == pytest.approx(sum(pages.values()), rel=0.1), "rounded to frames"
 

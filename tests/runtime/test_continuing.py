@@ -69,7 +69,7 @@ def test_pages_are_new_or_those_of_a_commit_and_buffers_go_to_the_computation(re
         torch_device=torch.device("meta"),
     )
     blueprint: Any = SimpleNamespace(
-        divided=SimpleNamespace(model=model), layouts=LAYOUTS, pages=PAGES.items, state_pages=lambda: [(STATE, 100)]
+        divided=SimpleNamespace(model=model), layouts=LAYOUTS, pages=tuple(PAGES.items()), state_pages=((STATE, 100),)
     )
     materializer: Any = SimpleNamespace(
         run=lambda *_: ["made"], adopt=lambda *_: ["as committed"], weights=SimpleNamespace()

@@ -181,7 +181,7 @@ def test_state_takes_less_than_half_of_the_bytes(tmp_path):
     for moments in ("float32", "int8"):
         config = config_for(tmp_path, "64MiB", "step", moments=moments, param_dtype="bfloat16")
         blueprint = draw(nn.Linear(2048, 512, bias=False), config, None)
-        taken[moments] = sum(nbytes for _, nbytes in blueprint.state_pages()) / (2048 * 512)
+        taken[moments] = sum(nbytes for _, nbytes in blueprint.state_pages) / (2048 * 512)
     assert taken["float32"] == 10.0
     assert 4.1 < taken["int8"] < 4.17
     least = [least_budget(WideIn(), tmp_path, moments=moments) for moments in taken]

@@ -104,23 +104,27 @@ class Blueprint:
 
     def swap_nbytes(self, copies: int) -> int:
         """Bytes that all pages take on disk, those that training changes in `copies` copies: see `copied_nbytes`."""
+        total, changing, frozen = self._on_disk
+        return copied_nbytes(copies, total=total, changing=changing, frozen=frozen)
+
+    @cached_property
+    def _on_disk(self) -> tuple[int, int, list[int]]:
         frozen = [rounded(shard.nbytes) for shard in self.shards if not shard.layout.trainable]
-        total = sum(rounded(nbytes) for _, nbytes in self.pages())
+        sizes = [(key.kind, rounded(nbytes)) for key, nbytes in self.pages]
+        total = sum(nbytes for _, nbytes in sizes)
         if self.stage < 3 and self.shards[0].layout.ranks > 1:
             # Beside a commit or a snapshot of a unit lies what it becomes when it is completed from the other ranks.
             total += sum(rounded(shard.nbytes) for shard in self.shards if shard.layout.trainable)
             if self.stage == 1:  # gradients wait whole on every rank for the step
                 total += sum(rounded(shard.bucket_nbytes) for shard in self.shards)
-        changing = sum(rounded(nbytes) for key, nbytes in self.pages() if key.kind in DURABLE) - sum(frozen)
-        return copied_nbytes(copies, total=total, changing=changing, frozen=frozen)
+        changing = sum(nbytes for kind, nbytes in sizes if kind in DURABLE) - sum(frozen)
+        return total, changing, frozen
 
-    def pages(self) -> list[tuple[PageKey, int]]:
+    @cached_property
+    def pages(self) -> tuple[tuple[PageKey, int], ...]:
         """Every page that has a home on disk, with its size in bytes."""
-        pages: list[tuple[PageKey, int]] = []
-        for shard in self.shards:
-            pages.extend(shard.pages())
-        pages.extend(self.state_pages())
-        return pages
+        parameters = (page for shard in self.shards for page in shard.pages())
+        return (*parameters, *self.state_pages)
 
     @property
     def hold_tiles(self) -> bool:
@@ -167,13 +171,14 @@ class Blueprint:
             together=order.together,
         )
 
-    def state_pages(self) -> list[tuple[PageKey, int]]:
+    @cached_property
+    def state_pages(self) -> tuple[tuple[PageKey, int], ...]:
         """The pages of optimizer state with their sizes in bytes."""
-        return [
+        return tuple(
             (PageKey(unit, Kind.STATE, tile), state.state_nbytes(tile))
             for unit, state in self.states.items()
             for tile in range(state.tiles)
-        ]
+        )
 
 
 def draw(

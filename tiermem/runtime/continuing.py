@@ -54,10 +54,10 @@ def fill_pages(
     """
     divided, layouts = blueprint.divided, blueprint.layouts
     if storage.recovered is not None:
-        add_committed(storage, blueprint.pages(), layouts)
+        add_committed(storage, blueprint.pages, layouts)
         parameters = materializer.adopt(divided, layouts)
     else:
-        for key, nbytes in blueprint.state_pages():
+        for key, nbytes in blueprint.state_pages:
             storage.pager.add_page(key, nbytes)
         parameters = materializer.run(divided, layouts)
         if isinstance(materializer.weights, SnapshotWeights):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -70,7 +71,7 @@ class Slot:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitLayout:
     """The flat buffer of one unit: trainable slots first, then frozen ones; `nbytes` includes the padding of parts.
 
@@ -87,32 +88,32 @@ class UnitLayout:
     ranks: int = 1
     kept: bool = False
 
-    @property
+    @cached_property
     def part_numel(self) -> int:
         """Trainable elements of one rank's part, padding included."""
         return part(self.trainable_numel, self.ranks, ALIGN_NUMEL)
 
-    @property
+    @cached_property
     def frozen_begin(self) -> int:
         """First byte of the frozen section."""
         return _align(self.part_numel * self.ranks * self.dtype.itemsize, ALIGN_NBYTES)
 
-    @property
+    @cached_property
     def frozen_part(self) -> int:
         """Bytes of one rank's part of the frozen section, padding included."""
         return max(0, self.nbytes - self.frozen_begin) // self.ranks
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[Slot, ...]:
         """The slots that are trained, by start."""
         return tuple(slot for slot in self.slots if slot.trainable)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """How many tiles the trainable elements make."""
         return tile_count(self.trainable_numel, self.tile_numel)
 
-    @property
+    @cached_property
     def key(self) -> PageKey:
         """The page that holds the flat buffer."""
         return PageKey(self.unit, Kind.PARAM)

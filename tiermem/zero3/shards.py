@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import tile_count, tile_ranges
@@ -43,7 +44,7 @@ class BucketRange:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shard:
     """One rank's part of a unit. `whole`: the PARAM page holds all of the unit all the same (ZeRO's stages 1 and 2).
 
@@ -60,12 +61,12 @@ class Shard:
         """The unit's number."""
         return self.layout.unit
 
-    @property
+    @cached_property
     def begin(self) -> int:
         """First trainable element of this part, counted from the unit's start."""
         return self.rank * self.layout.part_numel
 
-    @property
+    @cached_property
     def trainable_numel(self) -> int:
         """Trainable elements of this part, without padding; 0 for ranks a small unit does not reach."""
         return min(max(0, self.layout.trainable_numel - self.begin), self.layout.part_numel)
@@ -75,12 +76,12 @@ class Shard:
         """First trainable element of this part, counted from the start of the PARAM page."""
         return self.begin if self.whole else 0
 
-    @property
+    @cached_property
     def frozen_offset(self) -> int:
         """First frozen byte in a PARAM page that holds the part only."""
         return -(-self.layout.part_numel * self.layout.dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the PARAM page; the same on every rank."""
         if self.whole or self.layout.ranks == 1:
@@ -88,7 +89,7 @@ class Shard:
         part = self.layout.part_numel * self.layout.dtype.itemsize
         return max(1, self.frozen_offset + self.layout.frozen_part if self.layout.frozen_part else part)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """How many tiles of gradients and states this rank has."""
         return tile_count(self.trainable_numel, self.layout.tile_numel)
@@ -97,7 +98,7 @@ class Shard:
         """Elements in tile `tile` of this rank."""
         return min(self.layout.tile_numel, self.trainable_numel - tile * self.layout.tile_numel)
 
-    @property
+    @cached_property
     def exchanges(self) -> int:
         """How many exchanges the gradient takes: one for each tile of the largest part."""
         return tile_count(self.layout.part_numel, self.layout.tile_numel)
