@@ -156,7 +156,7 @@ class SwapSpace:
                 load=[allocator.allocated for allocator in self._allocators],
             )
             if parts is None:
-                raise self._full(nbytes)
+                raise _full(self._allocators, nbytes)
             pieces = []
             for index, part in enumerate(parts):
                 offset = self._allocators[index].allocate(part) if part else None
@@ -171,7 +171,7 @@ class SwapSpace:
         with self._lock:
             self._check_open()
             for count, piece in enumerate(extent.pieces):
-                if piece.directory >= len(self._files) or not self._allocators[piece.directory].claim(
+                if not 0 <= piece.directory < len(self._files) or not self._allocators[piece.directory].claim(
                     piece.offset, piece.nbytes
                 ):
                     for done in extent.pieces[:count]:
@@ -180,9 +180,12 @@ class SwapSpace:
             self._high_water = max(self._high_water, sum(a.allocated for a in self._allocators))
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back. No transfer of it may be in flight. Raises SwapError if it is not allocated."""
+        """Give an extent back. No transfer of it may be in flight. Raises SwapError, and does nothing, if it is not
+        allocated.
+        """
         _require_home(self.engine)
         with self._lock:
+            self._demand_allocated(extent)
             for piece in extent.pieces:
                 self._allocators[piece.directory].free(piece.offset, piece.nbytes)
 
@@ -318,25 +321,30 @@ class SwapSpace:
         if self._closed:
             raise SwapClosedError("the swap space is closed")
 
-    def _full(self, nbytes: int) -> SwapFullError:
-        free = sum(allocator.free_bytes for allocator in self._allocators)
-        largest = max(allocator.largest_hole for allocator in self._allocators)
-        return SwapFullError(
-            f"the swap space has no room for an extent of {nbytes} bytes: {free} bytes are free, {largest} of them in "
-            "one stretch; open a larger space or add a directory"
-        )
-
     def _spans(self, extent: Extent) -> list[Span]:
         _require_home(self.engine)
         with self._lock:
             self._check_open()
-            for piece in extent.pieces:
-                if not self._allocators[piece.directory].holds(piece.offset, piece.nbytes):
-                    raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
+            self._demand_allocated(extent)
         return [(self._files[piece.directory], piece.offset, piece.nbytes) for piece in extent.pieces]
+
+    def _demand_allocated(self, extent: Extent) -> None:
+        for piece in extent.pieces:
+            known = 0 <= piece.directory < len(self._files)
+            if not known or not self._allocators[piece.directory].holds(piece.offset, piece.nbytes):
+                raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
 
 
 def _require_home(engine: Engine) -> None:
     """Raise SwapError in a forked child: before a lock is taken, which may never be given back there."""
     if engine.is_foreign:
         raise foreign()
+
+
+def _full(allocators: Sequence[ExtentAllocator], nbytes: int) -> SwapFullError:
+    free = sum(allocator.free_bytes for allocator in allocators)
+    largest = max(allocator.largest_hole for allocator in allocators)
+    return SwapFullError(
+        f"the swap space has no room for an extent of {nbytes} bytes: {free} bytes are free, {largest} of them in "
+        "one stretch; open a larger space or add a directory"
+    )

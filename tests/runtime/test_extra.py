@@ -78,6 +78,16 @@ def test_arrays_and_numbers_of_numpy() -> None:
     assert isinstance(back["f"], np.float32)
 
 
+def test_an_array_of_no_dimensions_is_one_again() -> None:
+    """One that was kept before its kind was, is a number."""
+    record = to_record(np.array(3, dtype=np.int16))
+    back = from_record(json.loads(json.dumps(record)))
+    assert isinstance(back, np.ndarray)
+    assert (back.shape, back.dtype, back) == ((), np.int16, 3)
+    del record["kind"]
+    assert isinstance(from_record(record), np.int16)
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [

@@ -11,7 +11,7 @@ from doubles import FaultySystemCalls, Stall, StepBackend
 
 import swap
 from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
-from swap.extents import Extent
+from swap.extents import Extent, Piece
 
 MIB = 1 << 20
 
@@ -108,8 +108,23 @@ def test_a_stale_extent_is_refused(tmp_path: Path) -> None:
         space.free(extent)
         with pytest.raises(swap.SwapError, match="not allocated"):
             space.start_read(extent, buffer.view)
-        with pytest.raises(swap.SwapError, match="freed twice"):
+        with pytest.raises(swap.SwapError, match="not allocated"):
             space.free(extent)
+
+
+@pytest.mark.parametrize("directory", [1, -1])
+def test_an_extent_of_a_space_with_more_directories_is_refused(tmp_path: Path, directory: int) -> None:
+    """And nothing of it is freed, read or taken."""
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space, AlignedBuffer(8192) as buffer:
+        own = space.allocate(4096)
+        foreign = Extent((*own.pieces, Piece(directory, own.pieces[0].offset, 4096)))
+        for use in (space.free, lambda extent: space.start_read(extent, buffer.view)):
+            with pytest.raises(swap.SwapError, match="belongs to another"):
+                use(foreign)
+        with pytest.raises(swap.SwapError, match="outside this space"):
+            space.claim(Extent((Piece(0, 8192, 4096), Piece(directory, 16384, 4096))))
+        assert space.statistics().allocated == 4096
+        space.free(own)
 
 
 def test_a_buffer_of_another_length_is_refused(tmp_path: Path) -> None:

@@ -102,8 +102,9 @@ def _of_array(value: np.ndarray[Any, Any] | np.generic[Any], what: str) -> dict[
     if value.dtype.hasobject or value.dtype.names is not None or isinstance(value, np.ma.MaskedArray):
         found = f"{type(value).__name__} of dtype {value.dtype}"
         raise ConfigError(f"{what}: expected an array of numbers, found {found}; convert it")
-    shape = list(value.shape)
-    return {MARK: "array", "dtype": value.dtype.str, "shape": shape, "data": _text(value.tobytes(), what)}
+    kind = "number" if isinstance(value, np.generic) else "array"
+    data = _text(value.tobytes(), what)
+    return {MARK: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": data, "kind": kind}
 
 
 def _text(data: bytes, what: str) -> str:
@@ -130,9 +131,9 @@ def _tensor_of(record: dict[str, Any]) -> torch.Tensor:
 
 
 def _array_of(record: dict[str, Any]) -> Any:
-    """An array of no dimensions is a number of numpy's again."""
+    """What of no dimensions was kept without its kind, as it once was, is a number of numpy's."""
     array = np.frombuffer(_bytes_of(record), dtype=np.dtype(record["dtype"])).reshape(record["shape"]).copy()
-    return array[()]
+    return array if record.get("kind") == "array" else array[()]
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
