@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles_combinations import number_of
 from doubles_planner import EDGES, MIB, moved_at_rest, steps_gone, tiny_llama, trained
 from doubles_ranks import STALL
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tiermem
 from tiermem.planner.reserved import wanted_copies
 
-COUNTED = 2
+COUNTED = number_of(1, 2)
 LAYERS = 3
 
 
@@ -66,7 +67,7 @@ COPIES = {
 
 
 def planned(case: Planned) -> Callable[[Path, int, int], Any]:
-    """Train three steps, and two more that count."""
+    """Train three steps, and more that count."""
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         directory.mkdir(exist_ok=True)

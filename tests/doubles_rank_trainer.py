@@ -290,8 +290,9 @@ def trainer_generates(directory: Path, rank: int, size: int) -> Any:
 
     settings = {"predict_with_generate": True, "generation_max_length": 9, "per_device_eval_batch_size": 1}
     how = {"make": t5, "script": script, "arguments_kind": Seq2SeqTrainingArguments}
-    paged(folder, how={"host_memory": "1MiB"}, kind=Seq2SeqTrainer, **how, **settings)
-    plain(folder / "plain", kind=transformers.Seq2SeqTrainer, named={"eval_dataset": data(11)}, **how, **settings)
+    named = {"eval_dataset": data(5)}
+    paged(folder, how={"host_memory": "1MiB"}, kind=Seq2SeqTrainer, named=named, **how, **settings)
+    plain(folder / "plain", kind=transformers.Seq2SeqTrainer, named=named, **how, **settings)
     return answers
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_python import WarmPython
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from doubles_trainer import Trained, check
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
-STAGES = [f"trainer_stage_{stage}" for stage in (1, 2, 3)]
+# Stage 2 adds up as stage 3 does; it is run where all are asked for.
+STAGES = [f"trainer_stage_{stage}" for stage in some_of([1, 3], [2])]
 OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates", "trainer_adapters"]
 
 
@@ -47,7 +49,7 @@ def test_stages_differ_in_the_last_bits_only(reports: Reports) -> None:
 
 
 def test_a_run_of_transformers_own_trainer_goes_on(reports: Reports) -> None:
-    for each in values(reports[2, STAGES[0]]):
+    for each in values(reports[2, "trainer_stage_1"]):
         same_end(each["continued"], each["expected"])
 
 
@@ -61,7 +63,7 @@ def test_the_best_model_at_the_end_and_a_model_that_is_saved(reports: Reports) -
 
 
 def test_a_run_that_is_broken_off_again_and_again(reports: Reports) -> None:
-    for each, whole in zip(values(reports[2, "trainer_killed"]), values(reports[2, STAGES[2]]), strict=True):
+    for each, whole in zip(values(reports[2, "trainer_killed"]), values(reports[2, "trainer_stage_3"]), strict=True):
         same_end(each["run"], whole["found"])
         assert each["left"] == ["checkpoint-5"]
 
