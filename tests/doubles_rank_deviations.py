@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doubles_combinations import half_of
+from doubles_combinations import part_of
 from doubles_rank_idioms import told
 from doubles_rank_scenarios import Odd, config_for, llama, loss_of, part, tokens
 from safetensors.torch import save_model
@@ -250,7 +250,7 @@ VERBS = {"skips_clipped": _skips_clipped, "clips_alone": _clips_alone, "skips": 
 STAGES = ((1, "forward"), (2, "backward"), (3, "backward"), (3, "auto"))
 DIFFERENT_VERBS = {
     f"{name}_{stage}_{update}": _other_verbs(stage, update, verbs)
-    for (name, verbs), (stage, update) in half_of(VERBS.items(), STAGES)
+    for (name, verbs), (stage, update) in part_of(3, VERBS.items(), STAGES)
 }
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "commits_alone": _alone(lambda runtime, _: runtime.commit({}).wait()),
