@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doubles_combinations import half_of
-from doubles_rank_scenarios import CLIP, Odd, committing, config_for, loss_of, part, tokens
+from doubles_combinations import half_of, some_of
+from doubles_rank_scenarios import CLIP, COMMITS, Odd, committing, config_for, loss_of, part, tokens
 from doubles_ranks import STALL
 
 import swap
@@ -31,6 +31,20 @@ EIO = errno.EIO
 STEPS, STRUCK = 4, 2  # the steps, each with a commit, and the commit in which the drive fails
 SILENCE = 2.0  # seconds after which a call is given up
 
+# Of what is alike, the others where all are asked for.
+DOUBTS = some_of(
+    [
+        "rename",
+        "rename_happened",
+        "rename_and_taking_back",
+        "rename_silent",
+        "sync",
+        "sync_and_taking_back",
+        "unlink",
+        "unlink_sync",
+    ],
+    ["rename_of_both", "unlink_happened"],
+)
 # What the next calls of a kind suffer, on which rank, inside the second commit. None: nothing. "late": it happens, and
 # an error is reported. "silent": it happens after it was given up.
 PLACES: dict[str, dict[int, dict[str, list[Any]]]] = {
@@ -207,7 +221,7 @@ def looking_beside(stage: int, verb: str) -> Callable[[Path, int, int], Any]:
             tiermem.offload(model, config_for(directory, **settings)) as runtime,
         ):
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
-            for step in range(STEPS):
+            for step in range(COMMITS):
                 loss = loss_of(model, part(tokens(step), rank, size))
                 loss.backward()
                 optimizer.step()
@@ -298,6 +312,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         one_has_no_pages_for_a_snapshot,
         one_has_no_thread,
         *LOOKING,
-        *(make(place) for make in (doubtful, settled) for place in PLACES),
+        *(make(place) for make in (doubtful, settled) for place in DOUBTS),
     )
 }

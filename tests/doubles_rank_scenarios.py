@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from doubles_combinations import number_of, some_of
 from doubles_models import small_llama
 from doubles_ranks import STALL
 from torch import nn
@@ -21,6 +22,7 @@ import tiermem
 from tiermem.zero3.ranks import Ranks
 
 ROWS, WORDS, LENGTH = 12, 50, 7
+COMMITS = number_of(3, 4)  # one with a mishap in it, the one before, and what follows
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -136,10 +138,11 @@ def train(
 ) -> list[float]:
     """The loop of every scenario; one process with size=1 sees all rows. `together`: micro-batches by its verb.
 
-    Without `steps` three, two of micro-batches: the first is the one whose order nobody knows.
+    Without `steps` two: the first is the one whose order nobody knows. Without micro-batches three where all is asked
+    for.
     """
     losses = []
-    for step in range(steps or (3 if accumulate == 1 else 2)):
+    for step in range(steps or number_of(2, 3 if accumulate == 1 else 2)):
         total = 0.0
         own = [part(batch(step * accumulate + micro), rank, size) for micro in range(accumulate)]
         if together is not None:
@@ -408,7 +411,7 @@ def one_dies(directory: Path, rank: int, size: int, mesh: Any = None) -> Any:
 
 
 def committing(
-    directory: Path, rank: int, size: int, *, dies: Any = None, until: int = 4, mesh: Any = None, **settings: Any
+    directory: Path, rank: int, size: int, *, dies: Any = None, until: int = COMMITS, mesh: Any = None, **settings: Any
 ) -> Any:
     """Train with a commit after every step, going on from what is there; `dies(step)` is told before each commit."""
     torch.manual_seed(1)
@@ -431,7 +434,7 @@ def committing(
 
 
 def committing_in_two(stage: int) -> Callable[[Path, int, int], Any]:
-    """Two steps, closed, two more from the commit."""
+    """Two steps, closed, the others from the commit."""
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         first = committing(directory, rank, size, until=2, stage=stage)
@@ -445,7 +448,13 @@ def undisturbed(directory: Path, rank: int, size: int) -> Any:
     return committing(directory.parent.parent / "undisturbed", rank, size)
 
 
-KILLED = ("first prepared", "first told", "first published", "prepared", "published", "agreed")
+# When, and the step that is gone on from. The others where all are asked for.
+KILLED = dict(
+    some_of(
+        [("first prepared", 0), ("first told", 0), ("prepared", 1), ("published", 2), ("agreed", 2)],
+        [("first published", 1)],
+    )
+)
 
 
 def cut_off() -> None:

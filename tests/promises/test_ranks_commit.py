@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from doubles_python import WarmPython
-from doubles_rank_commits import EIO, LOOKING, PLACES, STEPS, STRUCK
-from doubles_rank_scenarios import KILLED
+from doubles_rank_commits import DOUBTS, EIO, LOOKING, STEPS, STRUCK
+from doubles_rank_scenarios import COMMITS, KILLED
 from doubles_ranks import PATIENCE, STALL, Reports, run_jobs, values
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
@@ -17,20 +17,18 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    killed = [(2, [f"{what}_{when}"]) for when in KILLED for what in ("killed", "resumed")]
-    doubts = [f"{what}_{place}" for place in PLACES for what in ("doubtful", "settled")]
-    jobs = [
-        (2, ["undisturbed", "one_cannot_commit"]),
-        *killed,
-        (3, ["other_sizes"]),
-        (1, ["other_sizes", "unexpected"]),
-    ]
-    jobs += [(2, ["one_has_no_pages_for_a_snapshot", "one_has_no_thread"])]
-    jobs.append((2, ["five_steps", "exchanged", "unexpected", *(scenario.__name__ for scenario in LOOKING), *doubts]))
+    # Whom one has been killed beside is in a world of its own; who goes on, in one with all others.
+    killed = [(2, [f"killed_{when}"]) for when in KILLED]
+    resumed = [f"resumed_{when}" for when in KILLED]
+    doubts = [f"{what}_{place}" for place in DOUBTS for what in ("doubtful", "settled")]
+    looking = [scenario.__name__ for scenario in LOOKING]
+    failing = ["one_cannot_commit", "one_has_no_pages_for_a_snapshot", "one_has_no_thread"]
+    together = ["undisturbed", *resumed, "five_steps", "exchanged", "unexpected", *looking, *failing, *doubts]
+    jobs = [*killed, (2, together), (3, ["other_sizes"]), (1, ["other_sizes", "unexpected"])]
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
-@pytest.mark.parametrize(("when", "begun"), list(zip(KILLED, [0, 0, 1, 1, 2, 2], strict=True)))
+@pytest.mark.parametrize(("when", "begun"), KILLED.items())
 def test_a_rank_killed_inside_a_commit(reports, when, begun):
     """Before it publishes, the other rank has published the commit, and all fall back to the one before, or anew."""
     survivor, dead = reports[2, f"killed_{when}"]
@@ -85,8 +83,9 @@ def test_a_rank_that_may_start_no_thread_for_a_commit_or_a_snapshot_says_so_to_a
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in LOOKING])
 def test_units_that_are_completed_beside_a_commit_or_a_snapshot_have_room(reports, name):
-    for found, expected in zip(values(reports[2, name]), values(reports[2, "five_steps"]), strict=True):
-        assert found == pytest.approx(expected["losses"][:STEPS], rel=1e-6)
+    for found, expected in zip(values(reports[2, name]), values(reports[2, "undisturbed"]), strict=True):
+        assert found == pytest.approx(expected["losses"], rel=1e-6)
+        assert len(found) == COMMITS
 
 
 @pytest.mark.parametrize("size", [3, 1])
@@ -131,7 +130,11 @@ def check_goes_on(reports: Reports, place: str, begun: int) -> None:
             assert torch.equal(found["weights"][name], weights), name
 
 
-@pytest.mark.parametrize("place", ["rename", "rename_of_both", "rename_and_taking_back", "rename_silent"])
+TAKEN_BACK = ("rename", "rename_of_both", "rename_and_taking_back", "rename_silent")
+THERE = ("rename_happened", "unlink", "unlink_happened")
+
+
+@pytest.mark.parametrize("place", [place for place in TAKEN_BACK if place in DOUBTS])
 def test_a_commit_that_one_rank_has_not_published_is_taken_back_by_all(reports, place):
     """Also where the one that has it cannot take it back at once, and where the name may yet change, long after."""
     first, second = both(reports, place)
@@ -146,7 +149,7 @@ def test_a_commit_that_one_rank_has_not_published_is_taken_back_by_all(reports, 
     check_goes_on(reports, place, STEPS)
 
 
-@pytest.mark.parametrize("place", ["rename_happened", "unlink", "unlink_happened"])
+@pytest.mark.parametrize("place", [place for place in THERE if place in DOUBTS])
 def test_a_commit_that_is_there_after_all_is_everybodys(reports, place):
     for each in both(reports, place):
         assert each == {"told": [""] * STEPS, "held": [1, 2, 3, 4], "ended": ""}
