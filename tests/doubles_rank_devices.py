@@ -105,7 +105,7 @@ def early(update: str, *, for_good: bool = False, full: int | None = None, **set
             noted: list[Any] = []
             spent, undo = 0, runtime._house.coordinator._speculation._undo
             copies = undo._copies
-            for step in range(6):
+            for step in range(6 if clip else 4):
                 rows = scenarios.part(scenarios.tokens(step), rank, size)
                 undo._copies = 1 if rank == full and step % 3 == 2 else copies
                 spoilt = float("inf") if clip and step == 4 and rank == size - 1 else 1.0
@@ -128,19 +128,30 @@ def early(update: str, *, for_good: bool = False, full: int | None = None, **set
     return scenario
 
 
+def with_a_little() -> tuple[nn.Module, list[nn.Module]]:
+    """A model, and its units: of the last one the second rank has nothing."""
+    body, head = nn.Linear(64, 64), nn.Linear(64, 1, bias=False)
+    return nn.Sequential(body, head), [body, head]
+
+
+def rows_of(number: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 64, generator=torch.Generator().manual_seed(2 * number + rank))
+
+
 def small(update: str, **settings: Any) -> Scenario:
     """A unit that one rank has nothing of; steps with more backwards than the one before."""
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         torch.manual_seed(1)
-        model = scenarios.llama()
-        with tiermem.offload(model, scenarios.config_for(directory, update=update, **settings), coalesce=0) as runtime:
+        model, units = with_a_little()
+        config = scenarios.config_for(directory, update=update, **settings)
+        with tiermem.offload(model, config, coalesce=0, units=units) as runtime:
             house = runtime._house
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e9)
             losses = []
             for step, count in enumerate([1, 1, 2, 1, 2]):
                 for number in range(count):
-                    loss = scenarios.loss_of(model, scenarios.part(scenarios.tokens(10 * step + number), rank, size))
+                    loss = model(rows_of(10 * step + number, rank)).square().mean()
                     loss.backward()
                     losses.append(float(loss.detach()))
                 optimizer.step()
@@ -161,14 +172,14 @@ def refused(update: str, *, clip: bool) -> Scenario:
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         torch.manual_seed(1)
-        body, head = nn.Linear(64, 64), nn.Linear(64, 1, bias=False)
-        model, config = nn.Sequential(body, head), scenarios.config_for(directory, update=update)
+        model, (body, head) = with_a_little()
+        config = scenarios.config_for(directory, update=update)
         with tiermem.offload(model, config, coalesce=0, units=[body, head]) as runtime:
             nothing = sum(shard.trainable_numel == 0 for shard in runtime._house.shards)
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9 if clip else None)
             losses, warned = [], []
             for step in range(5):
-                rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+                rows = rows_of(10 * step, rank)
                 if step % 2:
                     hidden = body(rows)
                     hidden.register_hook(refuse)

@@ -9,27 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of, some_of
+from doubles_combinations import half_of, part_of, some_of
 from doubles_python import WarmPython
 from doubles_rank_devices import RUNS
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
-COMMITTING = ["committing_stage_2", "committing_stage_3"]
-MET = half_of(RUNS, ["roomy", "settled", "partly_settled", "tight"])
+MET = part_of(3, RUNS, ["roomy", "settled", "partly_settled", "tight"])
 TWO = [f"processors_{run}" for run in RUNS] + [f"{device}_{run}" for run, device in MET]
-LEAST = some_of([(2, "odd"), (3, "experts")], [(3, "odd")])
+LEAST = some_of([(3, "experts")], [(2, "odd"), (3, "odd")])
+CONTINUED = half_of(["device", "settled"], ["committing_stage_3", "committing_stage_2"])
 THREE = [f"{device}_{run}" for size, run in LEAST for device in ("processors", "tightest") if size == 3]
-OTHERS = ["tightest_odd", "device_another_order", "device_one_fails"]
-VERBS = [f"{device}_{run}" for device in ("device", "settled") for run in ("verbs", *COMMITTING)]
+OTHERS = [*["tightest_odd"] * ((2, "odd") in LEAST), "device_another_order", "device_one_fails"]
+COMMITTING = [*dict.fromkeys(run for _, run in CONTINUED), *(f"{device}_{run}" for device, run in CONTINUED)]
+VERBS = ["verbs", "device_verbs", "settled_verbs"]
 STREAMS = ["streams", "streams_not_handed_over"]
 
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
-    two = [*TWO, "verbs", *VERBS, *COMMITTING, *OTHERS, *STREAMS]
+    two = [*TWO, *VERBS, *COMMITTING, *OTHERS, *STREAMS]
     return run_jobs(warm_python, directory, [(2, two), (3, [*THREE, "device_one_dies"])])
 
 
@@ -90,8 +91,7 @@ def test_verbs_are_those_of_processors(reports, device):
             assert torch.equal(one[verb], other[verb]), verb
 
 
-@pytest.mark.parametrize("device", ["device", "settled"])
-@pytest.mark.parametrize("run", COMMITTING)
+@pytest.mark.parametrize(("device", "run"), CONTINUED)
 def test_what_was_committed_is_continued(reports, run, device):
     found, expected = values(reports[2, f"{device}_{run}"]), values(reports[2, run])
     assert [each["second"]["begun"] for each in found] == [2, 2]
