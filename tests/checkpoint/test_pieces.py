@@ -74,7 +74,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[str, torch.Tensor]], list[Held], 
     return values, held, draw(st.integers(1, 400))
 
 
-@settings(max_examples=number_of(20, 40))
+@settings(max_examples=number_of(12, 40))
 @given(world=worlds(), data=st.data())
 def test_what_uneven_ranks_have_written_is_read_in_any_steps(world: Any, data: st.DataObject) -> None:
     values, held, file_nbytes = world

@@ -8,6 +8,7 @@ from pathlib import Path
 import doubles_rank_scenarios as scenarios
 import pytest
 import torch
+from doubles_combinations import some_of
 from doubles_python import WarmPython
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from doubles_training import PlainAdamW
@@ -43,10 +44,13 @@ def test_from_two_ranks_to_three_to_one(warm_python: WarmPython, tmp_path: Path)
 
 
 # Each job continues what the one before it left. What a number of ranks found is compared with what was left for it.
-CHAINS = [[(1, "begun"), (2, "continued_from_1"), (3, "continued_from_2")], [(4, "begun"), (1, "continued_from_4")]]
+# To fewer ranks the snapshots above go, too.
+CHAINS = some_of(
+    [[(1, "begun"), (2, "continued_from_1"), (3, "continued_from_2")]], [[(4, "begun"), (1, "continued_from_4")]]
+)
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=["1 to 2 to 3", "4 to 1"])
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: " to ".join(str(size) for size, _ in chain))
 def test_the_same_bits_and_the_same_training_on_another_number_of_ranks(
     chain: list, warm_python: WarmPython, tmp_path: Path
 ) -> None:
