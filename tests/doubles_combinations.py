@@ -43,6 +43,17 @@ def each_of(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...
     return [(value, *rest) for value, rest in zip(first, itertools.cycle(itertools.product(*others)), strict=False)]
 
 
+def in_turn(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each value of each choice once at least: as many combinations as the longest choice has values.
+
+    All combinations where the environment asks for them.
+    """
+    values = [list(choice) for choice in choices]
+    if EVERY in os.environ:
+        return list(itertools.product(*values))
+    return [tuple(each[number % len(each)] for each in values) for number in range(max(map(len, values)))]
+
+
 def number_of(few: int, more: int) -> int:
     """`few` examples, rounds and so on; `more` where the environment asks for all combinations."""
     return more if EVERY in os.environ else few

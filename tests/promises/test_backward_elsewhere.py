@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of, part_of
+from doubles_combinations import each_of
 from doubles_scenarios import LATE_ONLY, SCENARIOS
 from doubles_training import check, offloaded, plain
 
@@ -64,7 +64,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
 
 @pytest.mark.parametrize(
     ("name", "budget", "update"),
-    part_of(3, SOME, ["least", "generous"], ["backward", "auto"]) + half_of(LATE_ONLY, ["least", "generous"], ["auto"]),
+    each_of(SOME, ["least", "generous"], ["backward", "auto"]) + each_of(LATE_ONLY, ["least", "generous"], ["auto"]),
 )
 def test_same_numbers(name, budget, update, engine, tmp_path):
     scenario = (SCENARIOS | LATE_ONLY)[name]

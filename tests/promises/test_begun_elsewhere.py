@@ -7,7 +7,7 @@ import errno
 
 import pytest
 import torch
-from doubles_combinations import half_of
+from doubles_combinations import in_turn
 from doubles_models import Stack
 from doubles_training import BUDGETS, MIB, UPDATES, PlainAdamW, budget_for, config_for
 from torch import nn
@@ -72,7 +72,7 @@ def begun(make=Stack, make_batch=tokens):
     return model, optimizer
 
 
-@pytest.mark.parametrize(("update", "budget", "kind"), half_of(UPDATES, BUDGETS, [(Stack, tokens), (Images, images)]))
+@pytest.mark.parametrize(("update", "budget", "kind"), in_turn(UPDATES, BUDGETS, [(Stack, tokens), (Images, images)]))
 def test_the_bits_of_plain_pytorch(tmp_path, kind, budget, update):
     make, make_batch = kind
     model, optimizer = begun(make, make_batch)
@@ -242,7 +242,7 @@ def test_counts_without_moments_are_remarked_where_they_are_not_those_of_the_mom
             ours.load_state_dict(saved)
 
 
-@pytest.mark.parametrize(("update", "budget", "kind"), half_of(UPDATES, BUDGETS, [(Stack, tokens), (Images, images)]))
+@pytest.mark.parametrize(("update", "budget", "kind"), in_turn(UPDATES, BUDGETS, [(Stack, tokens), (Images, images)]))
 def test_a_run_goes_on_in_plain_pytorch(tmp_path, kind, budget, update):
     make, make_batch = kind
     torch.manual_seed(1)

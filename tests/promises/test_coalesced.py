@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import in_turn
 from doubles_models import Stack
 from doubles_training import MIB, PlainAdamW, check, config_for, offloaded, plain, same
 from torch import nn
@@ -55,8 +56,7 @@ def train(trainee, steps: int = 4, batches: int = 2) -> None:
         trainee.model.train()
 
 
-@UPDATES
-@pytest.mark.parametrize("coalesce", ["auto", "3KiB", 0])
+@pytest.mark.parametrize(("update", "coalesce"), in_turn(["step", "forward", "backward", "auto"], ["auto", "3KiB", 0]))
 def test_same_numbers(update, coalesce, tmp_path):
     expected = plain(Net, train)
     check(offloaded(Net, train, tmp_path, update=update, budget="generous", coalesce=coalesce), expected)

@@ -375,7 +375,8 @@ def slope_of_a_slope(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "make", "update", "budget"),
-    half_of(
+    part_of(
+        4,
         [slope_of_inputs, slope_of_parameters, slope_of_a_slope],
         [deep, deep_and_checkpointed],
         ["backward", "step"],
@@ -404,13 +405,31 @@ def test_gradients_of_inputs_only(tmp_path):
     compare(Stack, gradients_of_inputs_only, tmp_path)
 
 
+class SomeAgain(nn.Module):
+    """More kinds of layers than dynamo compiles a function for, and it comes to some of them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 40)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(rows)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden + self.layers[0](hidden))
+
+
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it meets in torch itself
-@pytest.mark.parametrize("of", some_of(["whole"], ["units"]))
-def test_torch_compile(of, tmp_path):
+@pytest.mark.parametrize(("make", "of"), some_of([(SomeAgain, "whole")], [(Stack, "whole"), (Stack, "units")]))
+def test_torch_compile(make, of, tmp_path):
     """Hooks are where dynamo stops: what lies between them is compiled, or nothing is; the numbers stay."""
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
-        compare(Stack, compiled(of), tmp_path)
+        compare(make, compiled(of), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -445,30 +464,6 @@ def test_a_whole_step_is_compiled_but_for_what_goes_on_around_its_update(tmp_pat
         stack.callback(torch._dynamo.reset)
         compare(lambda: nn.Sequential(nn.Embedding(40, 8), nn.Tanh(), nn.Linear(8, 40)), compiled_step, tmp_path)
     assert compiling == [False] * 3
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torch_compile_of_layers_that_are_used_twice(tmp_path):
-    """There are more kinds of layers than dynamo compiles a function for, and it comes to some of them again."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(40, 8)
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)) for _ in range(3)
-            )
-            self.head = nn.Linear(8, 40)
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            hidden = self.embed(rows)
-            for layer in self.layers:
-                hidden = hidden + layer(hidden)
-            return self.head(hidden + self.layers[0](hidden))
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch._dynamo.reset)
-        compare(Twice, compiled("whole"), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "weight_norm, the old one", "spectral_norm", "parametrize"])
@@ -692,8 +687,8 @@ def frozen_in_part(*, thawed_early: bool, dropped: bool) -> Script:
     return script
 
 
-@pytest.mark.parametrize("thawed_early", [True, False])
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("update", ["auto", "backward"])
+@pytest.mark.parametrize(
+    ("thawed_early", "dropped", "update"), half_of([True, False], [False, True], ["auto", "backward"])
+)
 def test_a_part_of_a_unit_that_is_frozen_in_one_step_and_trained_in_the_next(thawed_early, update, dropped, tmp_path):
     compare(Normed, frozen_in_part(thawed_early=thawed_early, dropped=dropped), tmp_path, update)

@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from doubles_combinations import in_turn
 from doubles_models import small_llama
 from doubles_training import PlainAdamW, Trainee, check, config_for, least_budget, offloaded, plain
 from peft.tuners.lora import LoraLayer
@@ -53,8 +54,7 @@ def train(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
-@pytest.mark.parametrize("update", ["forward", "step", "backward"])
+@pytest.mark.parametrize(("update", "kind"), in_turn(["forward", "step", "backward"], ["plain", "checkpointed"]))
 def test_the_numbers_of_plain_pytorch(kind: str, update: str, tmp_path: Path) -> None:
     def make() -> nn.Module:
         return adapted(kind)

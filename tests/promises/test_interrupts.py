@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from doubles_combinations import each_of, half_of, number_of
+from doubles_combinations import each_of, half_of, in_turn, number_of, some_of
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
 from doubles_signals import interrupted
@@ -79,8 +79,7 @@ def batch() -> torch.Tensor:
     return torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-@pytest.mark.parametrize("where", ["gathering", "letting go"])
+@pytest.mark.parametrize(("number", "where"), half_of([1, 2, 3, 5], ["gathering", "letting go"]))
 def test_parameters_half_gathered_or_half_let_go(where, number, tmp_path, monkeypatch):
     model, plain, runtime = begin(tmp_path)
     with runtime:
@@ -303,7 +302,7 @@ COUNTING = {
 }
 
 
-@pytest.mark.parametrize(("where", "update"), half_of(COUNTING, UPDATES))
+@pytest.mark.parametrize(("where", "update"), in_turn(COUNTING, UPDATES))
 @pytest.mark.filterwarnings("ignore:zero_grad\\(\\) between backward and step:RuntimeWarning")
 def test_a_step_is_counted_where_moments_are_of_it(where, update, tmp_path, monkeypatch):
     """An update was counted, and lost: from then on its moments were taken for those of another step."""
@@ -438,7 +437,7 @@ def test_what_an_interrupt_held_is_free_though_its_error_is_kept(where, budget, 
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         compute(runtime, model, together)
         optimizer.step()
-        for number in (1, 2, 5, 11):
+        for number in some_of([1, 5], [2, 11]):
             left = number
 
             def interrupted(*arguments, **named):
@@ -505,7 +504,7 @@ def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         compute(runtime, model, together=False)
         optimizer.step()
-        for number in range(1, 12):
+        for number in range(1, 12, number_of(2, 1)):
             left = number
             try:
                 be_interrupted()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from doubles_combinations import half_of, pairs_of, part_of
+from doubles_combinations import half_of, in_turn, part_of
 from doubles_models import Stack
 from doubles_scenarios import Wide, frozen, loop, tokens_batch, wide_batch
 from doubles_training import UPDATES, budget_for, check, config_for, least_budget, offloaded, plain, within_budgets
@@ -148,7 +148,7 @@ def crossings(runtime, units) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("update", "budget"), half_of(UPDATES, ["least", "tight", "generous"]))
+@pytest.mark.parametrize(("update", "budget"), in_turn(UPDATES, ["least", "tight", "generous"]))
 def test_the_numbers_of_plain_training_with_norms_in_float32(update, budget, tmp_path):
     expected = PlainMixed(made(), norms_wide, lr=1e-2)
     losses = train(expected.model, expected.step, 5)
@@ -266,9 +266,7 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("device", "update", "clip"), pairs_of(list(DEVICES), ["step", "forward", "backward"], [None, 0.05])
-)
+@pytest.mark.parametrize(("device", "update", "clip"), in_turn(DEVICES, ["step", "forward", "backward"], [None, 0.05]))
 def test_beside_a_device(device, update, clip, tmp_path):
     """The same bits with the least host memory; what is kept passes between host memory and the device only."""
     expected = made()

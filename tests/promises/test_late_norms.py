@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from doubles_combinations import part_of, some_of
+from doubles_combinations import each_of, some_of
 from doubles_scenarios import LATE_ONLY, SCENARIOS
 from doubles_training import check, offloaded, plain
 
@@ -26,7 +26,7 @@ SOME = (
 
 
 ANSWERS = [(False,), (False, True), (False, False, False, True), (True, True, False)]
-CASES = part_of(4, SOME, ["backward", "auto"], ANSWERS) + part_of(4, LATE_ONLY, ["auto"], ANSWERS)
+CASES = each_of(SOME, ["backward", "auto"], ANSWERS) + each_of(LATE_ONLY, ["auto"], ANSWERS)
 
 
 @pytest.mark.parametrize(

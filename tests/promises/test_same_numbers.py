@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from doubles_combinations import half_of, part_of
+from doubles_combinations import each_of, half_of, part_of
 from doubles_models import Stack
 from doubles_scenarios import (
     LATE_ONLY,
@@ -61,21 +61,21 @@ def run(scenario: Scenario, directory, update: str, budget: str, **settings) -> 
     )
 
 
-@pytest.mark.parametrize(("name", "how"), part_of(4, SCENARIOS, COMBINATIONS), ids=named)
+@pytest.mark.parametrize(("name", "how"), part_of(8, SCENARIOS, COMBINATIONS), ids=named)
 def test_ordinary_life(name, how, tmp_path):
     update, budget = how
     check(run(ALL[name], tmp_path, update, budget), expected(name))
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), half_of(LATE_ONLY, [pair for pair in COMBINATIONS if pair[0] != "backward"]), ids=named
+    ("name", "how"), part_of(5, LATE_ONLY, [pair for pair in COMBINATIONS if pair[0] != "backward"]), ids=named
 )
 def test_what_needs_gradients_until_the_step(name, how, tmp_path):
     check(run(ALL[name], tmp_path, *how), expected(name))
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), part_of(3, HUGGING_FACE, [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]]), ids=named
+    ("name", "how"), part_of(6, HUGGING_FACE, [*COMBINATIONS[:2], *COMBINATIONS[3:6], COMBINATIONS[-2]]), ids=named
 )
 def test_hugging_face_models(name, how, tmp_path):
     update, budget = how
@@ -137,7 +137,7 @@ class OneMatrix(torch.nn.Linear):
 
 @pytest.mark.parametrize(
     ("update", "make", "clip"),
-    half_of(["step", "forward", "backward", "auto"], [Wide, OneMatrix], [{}, {"max_grad_norm": 1.0}]),
+    each_of(["step", "forward", "backward", "auto"], [Wide, OneMatrix], [{}, {"max_grad_norm": 1.0}]),
 )
 def test_gradients_whose_squares_are_too_large_for_float32(update, clip, make, tmp_path):
     """They are finite, so the step counts; clipped they are zero, because torch's norm of them is infinite."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from doubles_combinations import half_of, number_of, pairs_of
+from doubles_combinations import in_turn, number_of, part_of
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, Wide, accumulate, tokens_batch, wide_batch
 from doubles_training import Outcome, PlainAdamW, Script, Trainee, budget_for, check, config_for, offloaded, plain, same
@@ -89,7 +89,7 @@ def deep_stack() -> Stack:
     return Stack(depth=12)
 
 
-@pytest.mark.parametrize(("budget", "pattern", "update"), pairs_of([*BUDGETS, "resting"], list(PATTERNS), SPECULATING))
+@pytest.mark.parametrize(("budget", "pattern", "update"), part_of(4, [*BUDGETS, "resting"], PATTERNS, SPECULATING))
 def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_path):
     make = deep_stack if budget == "resting" else Stack
     script = training(tokens_batch, PATTERNS[pattern], max_norm=1.0)
@@ -107,7 +107,7 @@ def test_clipping_has_the_bits_of_plain_training(update, pattern, budget, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("update", "pattern", "dtype"), half_of(SPECULATING, ["sometimes", "all of it"], ["bfloat16", "float16"])
+    ("update", "pattern", "dtype"), in_turn(SPECULATING, ["all of it", "sometimes"], ["float16", "bfloat16"])
 )
 def test_sixteen_bits_have_the_bits_of_forward(update, pattern, dtype, tmp_path):
     def batch(model: nn.Module) -> torch.Tensor:
@@ -148,7 +148,7 @@ class PartlyBad(Wide):
 
 @pytest.mark.parametrize(
     ("how", "budget", "ending"),
-    half_of([("backward", 1e9), ("auto", None), ("auto", 1e9)], BUDGETS, ["step", "zero_grad"]),
+    in_turn([("backward", 1e9), ("auto", None), ("auto", 1e9)], BUDGETS, ["step", "zero_grad"]),
 )
 def test_a_bad_gradient_behind_good_ones_costs_nothing_but_its_step(how, budget, ending, tmp_path):
     """The last layers are updated already when the first one's gradient turns out to be NaN."""
@@ -186,8 +186,7 @@ def said_of_zero_grad(expected: bool = True) -> contextlib.AbstractContextManage
     )
 
 
-@pytest.mark.parametrize("ending", ["step", "zero_grad"])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("budget", "ending"), in_turn(BUDGETS, ["step", "zero_grad"]))
 def test_without_clipping_a_bad_gradient_behind_good_ones_is_an_error_that_ends_the_step(budget, ending, tmp_path):
     """What was updated stays so, the first layer has no gradient in that step, and training goes on."""
 
@@ -368,7 +367,7 @@ def test_clipping_that_is_asked_for_too_late_changes_nothing(tmp_path):
     check(run(Stack, script, tmp_path, "backward"), plain(Stack, script))
 
 
-@pytest.mark.parametrize(("name", "budget"), half_of(LATE_ONLY, BUDGETS))
+@pytest.mark.parametrize(("name", "budget"), part_of(3, LATE_ONLY, BUDGETS))
 def test_where_gradients_are_kept_nothing_is_refused(name, budget, tmp_path):
     """Evaluation before the step, clipping calls, gradients read, one more backward: as if nothing were early."""
     make, script, _ = LATE_ONLY[name]
@@ -432,7 +431,7 @@ def two_optimizers(*, skip_second: bool = False, second_clips: float | None = No
 
 
 @pytest.mark.parametrize(
-    ("budget", "second", "update"), half_of(BUDGETS, [(False, None), (True, None), (False, 1e-5)], SPECULATING)
+    ("budget", "second", "update"), in_turn(BUDGETS, [(False, None), (True, None), (False, 1e-5)], SPECULATING)
 )
 def test_two_optimizers_that_clip_differently(budget, second, update, tmp_path):
     """Where the second leaves a step out, its gradients go on growing, as in plain PyTorch.
@@ -548,7 +547,7 @@ def life(events: Sequence[Event], clips: tuple[float | None, float | None]) -> S
     budget=st.sampled_from(["beside", "least"]),
 )
 @example(events=FIVE_SKIPPED, clips=(None, None), update="backward", budget="beside")
-@settings(max_examples=number_of(12, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=number_of(6, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_life_of_two_optimizers(events, clips, update, budget):
     script = life(events, clips)
     with tempfile.TemporaryDirectory() as directory:

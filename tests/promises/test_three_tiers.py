@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_combinations import pairs_of
+from doubles_combinations import each_of
 from doubles_models import Stack
 from doubles_scenarios import SCENARIOS, loop, tokens_batch
 from doubles_training import MIB, UPDATES, Outcome, Trainee, check, config_for, offloaded, plain
@@ -72,7 +72,7 @@ def train(name: str, directory: Path, update: str, *, host: str, device: str, li
 
 @pytest.mark.parametrize(
     ("name", "update", "budgets"),
-    pairs_of(SOME, ["step", "forward", "backward"], [("generous", "least"), ("least", "generous"), ("least", "least")]),
+    each_of(SOME, ["step", "forward", "backward"], [("generous", "least"), ("least", "generous"), ("least", "least")]),
 )
 def test_same_numbers(name, update, budgets, tmp_path):
     host, device = budgets

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of
+from doubles_combinations import in_turn
 from torch import nn
 
 import tiermem
@@ -74,7 +74,7 @@ def train(directory: Path, dtype: torch.dtype, device: str | None, **settings: A
 
 @pytest.mark.parametrize(
     ("default", "given"),
-    half_of(
+    in_turn(
         [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")],
         [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "int8"), ("float16", "int8")],
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_combinations import pairs_of, part_of
+from doubles_combinations import each_of, in_turn
 from doubles_models import Stack
 from doubles_scenarios import LATE_ONLY, SCENARIOS, Wide, loop, tokens_batch, wide_batch
 from doubles_streams import StreamDevice
@@ -59,8 +59,8 @@ def few(make: Callable[[], nn.Module], directory: Path, units=None, **more) -> d
 
 @pytest.mark.parametrize(
     ("name", "update", "which"),
-    pairs_of(SOME, ["step", "forward", "backward"], ["all", "few"])
-    + pairs_of(list(LATE_ONLY), ["forward", "auto"], ["all", "few"]),
+    each_of(SOME, ["step", "forward", "backward"], ["all", "few"])
+    + each_of(LATE_ONLY, ["forward", "auto"], ["all", "few"]),
 )
 def test_same_numbers(name, update, which, tmp_path):
     scenario = (SCENARIOS | LATE_ONLY)[name]
@@ -116,7 +116,7 @@ def masters(runtime: Runtime, model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("dtype", "moments", "update"),
-    part_of(3, ["bfloat16", "float16", "float32"], ["float32", "int8"], ["step", "backward", "auto"]),
+    in_turn(["bfloat16", "float16", "float32"], ["float32", "int8"], ["step", "backward", "auto"]),
 )
 def test_the_bits_of_an_update_in_host_memory_with_and_without_clipping(update, dtype, moments, tmp_path):
     make, batch = (Stack, tokens_batch) if moments == "float32" else (Coded, coded_batch)
@@ -224,8 +224,7 @@ def house_on(device: SimulatedDevice, model: nn.Module, config: tiermem.Config) 
     return Runtime(build(draw(model, config, None), config, Beginning(), find_company(config), device=device))
 
 
-@pytest.mark.parametrize("which", ["all", "few"])
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize(("update", "which"), in_turn(["step", "forward", "backward"], ["all", "few"]))
 def test_nobody_uses_a_frame_before_what_another_thread_asked_of_it_is_done(update, which, tmp_path, monkeypatch):
     """Computation, update and copies have a stream each; whoever comes next waits for the one before."""
     device, model = StreamDevice(), Wide()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import pairs_of
+from doubles_combinations import in_turn
 from doubles_commit import Net, Training, check_equal, make_config, undisturbed
 from doubles_training import PlainAdamW, config_for, least_budget, same
 from torch import nn
@@ -19,7 +19,7 @@ UPDATES = ("step", "forward", "backward")
 
 
 @pytest.mark.parametrize(
-    ("update", "dtype", "memory"), pairs_of(UPDATES, ["float32", "bfloat16", "float16"], ["72KiB", "2MiB"])
+    ("update", "dtype", "memory"), in_turn(UPDATES, ["float32", "bfloat16", "float16"], ["72KiB", "2MiB"])
 )
 def test_resuming_continues_bit_for_bit(tmp_path: Path, update: str, dtype: str, memory: str) -> None:
     settings: dict[str, Any] = {"update": update, "param_dtype": dtype, "host_memory": memory}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import part_of
+from doubles_combinations import half_of, in_turn, part_of
 from doubles_models import Block, small_llama
 from doubles_together import MIB, Beside, Chain, Tied, leased_pages, rows, squares
 from torch import nn
@@ -279,8 +279,7 @@ class CheckpointedLlama(nn.Module):
         return self.llama(input_ids=tokens).logits
 
 
-@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
-@pytest.mark.parametrize("make", [Chain, CheckpointedLlama])
+@pytest.mark.parametrize(("update", "make"), in_turn(["forward", "backward", "auto"], [Chain, CheckpointedLlama]))
 def test_nobody_waits_for_what_is_kept_in_memory(make, update, tmp_path):
     """Norms are units of their own inside of layers; their calls are no cuts, and no layer is computed out of turn."""
     beside = Beside(make, tmp_path, update=update, keep="500")
@@ -398,8 +397,7 @@ class Broken(Chain):
         raise ValueError("no gradient here")
 
 
-@pytest.mark.parametrize("update", ["forward", "auto"])
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize(("failing", "update"), in_turn([0, 1, 2], ["forward", "auto"]))
 def test_an_error_in_a_segment_leaves_nothing_behind(failing, update, tmp_path):
     beside = Beside(Broken, tmp_path, update=update)
     with beside.runtime:
@@ -490,24 +488,25 @@ class Checkpoints(Chain):
         return self.head(x)
 
 
-@pytest.mark.parametrize("update", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("around", "reentrant", "last", "reason"),
-    [
-        ("each", False, False, None),
-        ("each", False, True, None),
-        ("each", True, False, AGAIN),
-        ("each", True, True, AROUND),
-        ("all", False, False, AGAIN),
-        ("all", False, True, AGAIN),
-        ("all", True, False, AGAIN),
-        ("all", True, True, AROUND),
-    ],
+    ("checkpoints", "update"),
+    half_of(
+        [
+            ("each", False, False, None),
+            ("each", False, True, None),
+            ("each", True, False, AGAIN),
+            ("each", True, True, AROUND),
+            ("all", False, False, AGAIN),
+            ("all", False, True, AGAIN),
+            ("all", True, False, AGAIN),
+            ("all", True, True, AROUND),
+        ],
+        ["forward", "backward"],
+    ),
 )
-def test_what_checkpoints_compute_again_is_brought_once_for_all_micro_batches(
-    around, reentrant, last, reason, update, tmp_path
-):
+def test_what_checkpoints_compute_again_is_brought_once_for_all_micro_batches(checkpoints, update, tmp_path):
     """Where backward would come to it in the segment of another unit graphs are not cut, once that has been seen."""
+    around, reentrant, last, reason = checkpoints
     beside = Beside(lambda: Checkpoints(around, reentrant=reentrant, last=last), tmp_path, update=update)
     brought = []
     with beside.runtime:
