@@ -112,9 +112,20 @@ class Training:
         self.runtime.close()
 
 
+_UNDISTURBED: dict[tuple[Any, ...], tuple[list[float], dict[str, torch.Tensor]]] = {}
+
+
 def undisturbed(directory: Path, steps: int, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final state of a run that commits nothing."""
-    clip = settings.pop("clip", None)
+    """Losses and final state of a run that commits nothing; computed once, and never to be changed."""
+    key = (steps, *sorted(settings.items()))
+    if key not in _UNDISTURBED:
+        _UNDISTURBED[key] = _train_undisturbed(directory, steps, **settings)
+    return _UNDISTURBED[key]
+
+
+def _train_undisturbed(
+    directory: Path, steps: int, clip: float | None = None, **settings: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     directory.mkdir(exist_ok=True)
     training = Training(make_config(directory, **settings), clip=clip)
     losses = [training.step() for _ in range(steps)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import half_of, part_of
+from doubles_combinations import half_of, in_turn
 from doubles_commit import Training, check_equal, make_config, undisturbed
 from doubles_python import WarmPython
 
@@ -91,7 +91,7 @@ def test_a_kill_while_a_step_may_be_undone(place: str, rarely: bool, warm_python
     code += f"import test_speculation_faults as t; t.child({str(run)!r}, {place!r}, 2, {rarely})"
     done = warm_python.run("-c", code)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    losses, state = undisturbed(tmp_path / "plain", STEPS, update="step", clip=CLIP)
+    losses, state = undisturbed(tmp_path / "plain", STEPS, clip=CLIP)
     training = Training(make_config(run, **SETTINGS), resume=True, clip=CLIP)
     assert training.done == 2
     assert [training.step() for _ in range(STEPS - 2)] == losses[2:]
@@ -100,7 +100,7 @@ def test_a_kill_while_a_step_may_be_undone(place: str, rarely: bool, warm_python
 
 
 @pytest.mark.parametrize(
-    ("memory", "every", "update"), part_of(3, ["72KiB", "360KiB", "2MiB"], [1, 2, 3], ["backward", "auto"])
+    ("memory", "every", "update"), in_turn(["72KiB", "360KiB", "2MiB"], [1, 2, 3], ["backward", "auto"])
 )
 def test_commits_beside_speculation_change_no_bit(memory: str, update: str, every: int, tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path / "plain", 2 * STEPS, update="forward", clip=CLIP)
