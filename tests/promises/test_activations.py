@@ -87,7 +87,7 @@ def training(activations: Callable[[], object]) -> Callable[[Trainee], None]:
 
     def script(trainee: Trainee) -> None:
         optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2, max_grad_norm=1.0)
-        for step in range(4):
+        for step in range(3):
             for length in (ROWS, ROWS - 40 * step):
                 x = torch.randn(length, WIDTH, requires_grad=True)
                 with activations():
@@ -377,7 +377,7 @@ def test_of_a_device_the_least_budget_does(update_on: str, tmp_path: Path) -> No
     least = int(str(caught.value).split("at least ")[1].split()[0])
     with offload("plain", tmp_path, **settings, device_memory=least) as runtime:
         optimizer = tiermem.AdamW(runtime.model.parameters())
-        for _ in range(3):
+        for _ in range(2):
             with runtime.offload_activations(THRESHOLD):
                 loss = runtime.model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
             loss.backward()

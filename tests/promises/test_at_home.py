@@ -17,7 +17,7 @@ import tiermem
 from tiermem.planner.footprint import rounded
 from tiermem.runtime.blueprint import draw
 
-LAYERS, WIDTH, STEPS = 48, 64, 8
+LAYERS, WIDTH, STEPS = 32, 64, 6
 LAYER_NBYTES = 4 * (WIDTH + 1) * WIDTH
 # Of parameters, gradients and moments together, in float32: a fifth in host memory, all parameters twice on the device.
 HOST, DEVICE = LAYERS * LAYER_NBYTES * 4 // 5, 2 * LAYERS * LAYER_NBYTES

@@ -23,7 +23,7 @@ import tiermem
 
 pytest.importorskip("transformers")
 
-STEPS = 50
+STEPS = 24
 
 
 def text() -> torch.Tensor:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +109,7 @@ def decide(parts: list[Part], *, breaks: int = 99, reached: frozenset[int] = fro
 PART = st.builds(Part, st.sampled_from(["well", "not", "happened", "unknowable", "late"]), st.booleans())
 
 
-@settings(max_examples=400)
+@settings(max_examples=number_of(150, 400))
 @given(st.lists(PART, min_size=2, max_size=4), st.integers(1, 4), st.frozensets(st.integers(0, 3)))
 def test_no_two_ranks_disagree_and_nothing_is_given_up_that_a_resume_may_need(parts, breaks, reached):
     believed = decide(parts, breaks=breaks, reached=reached)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from doubles_combinations import number_of
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -26,6 +27,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=number_of(40, 100))
 @given(VALUES)
 def test_what_goes_in_comes_out_through_json(value: Any) -> None:
     assert from_record(json.loads(json.dumps(to_record(value)))) == value

@@ -696,7 +696,7 @@ MATERIALIZE = """
     process = psutil.Process()
 
     def make():
-        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(50)))  # 210 MB, units of 4 MiB
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(25)))  # 105 MB, units of 4 MiB
 
     with tiermem.deferred_init():
         model = make()
@@ -725,7 +725,7 @@ MATERIALIZE = """
 
 
 def test_materialize_holds_no_more_than_a_unit_beyond_the_budget(tmp_path):
-    """210 MB of parameters through 16 MiB; a unit has 4 MiB; the rest is for what Python and the allocator add."""
+    """105 MB of parameters through 16 MiB; a unit has 4 MiB; the rest is for what Python and the allocator add."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", textwrap.dedent(MATERIALIZE), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ class Threads(SingleProcess):
                 received[rank * length : (rank + 1) * length] = theirs
 
 
-@settings(max_examples=40)
+@settings(max_examples=number_of(15, 40))
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_copy_has_the_same_mean_rounded_once(dtype, data):
