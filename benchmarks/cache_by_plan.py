@@ -30,10 +30,10 @@ from tiermem.planner.simulate import simulate
 THEME = "cache_by_plan"
 PACKAGES = ("torch", "transformers")
 MODEL = Workload(layers=8, width=256, mlp_width=688, heads=4, vocabulary=1024, rows=1, length=32)
-TINY = Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=8)
+TINY = Workload(layers=3, width=64, mlp_width=172, heads=4, vocabulary=512, rows=1, length=8)
 SHARES = (0.10, 0.25, 0.50, 0.75)
 UPDATES = ("step", "forward", "backward")
-TILE = 256 << 10
+TILE, TINY_TILE = 256 << 10, 64 << 10
 WARM_UP = 3
 # Rates of a machine on which nothing is waited for long; bytes hardly depend on them.
 MACHINE = Machine(
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     model, updates = (TINY, UPDATES[:1]) if options.quick else (MODEL, UPDATES)
     rows = [
-        count(model, update, share, options.directory, steps=2 if options.quick else 7)
+        count(model, update, share, options.directory, steps=1 if options.quick else 7)
         for update in updates
         for share in SHARES
     ]
@@ -68,16 +68,17 @@ def count(model: Workload, update: str, share: float, directory: Path, *, steps:
     with tiermem.deferred_init():
         trained = model.model()
     work = workload_of(trained, "model", batch=model.rows, seq=model.length, batches=1, dtype="bfloat16")
+    tile = TINY_TILE if model == TINY else TILE
     state = work.parameters * (work.itemsize + work.state_itemsize)
     budget = round(state * share) // 4096 * 4096
-    design = make_design(work, MACHINE, PlanSettings(host_memory=budget, update=update, tile_nbytes=TILE))
+    design = make_design(work, MACHINE, PlanSettings(host_memory=budget, update=update, tile_nbytes=tile))
     with tempfile.TemporaryDirectory(prefix="tiermem-cache-", dir=directory) as folder:
         config = tiermem.Config(
             device="cpu",
             host_memory=budget,
             swap_dirs=[folder],
             update=update,  # type: ignore[arg-type]
-            tile_size=TILE,
+            tile_size=tile,
             commits=False,
         )
         read = []

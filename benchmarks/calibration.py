@@ -42,7 +42,7 @@ MODELS = {
     "compute-bound": Workload(layers=6, width=512, mlp_width=1376, heads=8, vocabulary=2048, rows=2, length=256),
     "io-bound": Workload(layers=6, width=896, mlp_width=2400, heads=14, vocabulary=4096, rows=1, length=48),
 }
-TINY = {"tiny": Workload(layers=3, width=128, mlp_width=344, heads=4, vocabulary=512, rows=1, length=32)}
+TINY = {"tiny": Workload(layers=2, width=64, mlp_width=172, heads=4, vocabulary=256, rows=1, length=8)}
 ROOMY = 8 << 30
 PAGED = 0.25
 WARM_UP = 3

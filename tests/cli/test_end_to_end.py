@@ -41,14 +41,14 @@ def command(warm_python: WarmPython) -> Command:
     return partial(warm_python.run, "-m", "tiermem")
 
 
-@pytest.mark.parametrize("update", some_of(["backward", "forward"], ["step"]))
+@pytest.mark.parametrize("update", some_of(["backward"], ["forward", "step"]))
 def test_a_model_beyond_its_budget_learns(command: Command, tmp_path: Path, update: str) -> None:
     model, swap = tmp_path / "config.json", tmp_path / "swap"
     model.write_text(json.dumps(SMALL))
     swap.mkdir()
     dtype = {"backward": ["--param-dtype", "float32"]}.get(update, [])  # what many processors compute faster in
     done = command(
-        *("train", "--model", str(model), "--steps", "7", "--batch", "2", "--seq", "32", "--lr", "4e-3", *dtype),
+        *("train", "--model", str(model), "--steps", "6", "--batch", "2", "--seq", "32", "--lr", "4e-3", *dtype),
         *("--json", "--host-memory", "1536KiB", "--swap-dir", str(swap), "--update", update),
     )
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_vertical_accumulation_has_the_same_losses_and_reads_less(command: Comma
     found = []
     for vertical in ([], ["--vertical"]):
         done = command(
-            *("train", "--model", str(model), "--steps", "3", "--batch", "1", "--seq", "16", "--accumulate", "4"),
+            *("train", "--model", str(model), "--steps", "2", "--batch", "1", "--seq", "16", "--accumulate", "4"),
             *("--param-dtype", "float32", "--json"),
             *("--host-memory", "2MiB", "--swap-dir", str(swap), "--update", "forward", "--moments", "int8"),
             *vertical,
@@ -87,8 +87,8 @@ def test_offloaded_activations_give_the_same_losses(command: Command, tmp_path: 
     losses = []
     for more in ([], ["--offload-activations", "--gradient-checkpointing"]):
         done = command(
-            *("train", "--model", "llama-5m", "--steps", "2", "--batch", "1", "--seq", "256", "--json"),
-            *("--param-dtype", "float32", "--host-memory", "16MiB", "--swap-dir", str(tmp_path), *more),
+            *("train", "--model", "llama-tiny", "--steps", "2", "--batch", "1", "--seq", "64", "--json"),
+            *("--param-dtype", "float32", "--host-memory", "1MiB", "--swap-dir", str(tmp_path), *more),
         )
         assert done.returncode == 0, done.stderr
         losses.append([step["loss"] for step in json.loads(done.stdout)["steps"]])
@@ -140,9 +140,9 @@ def test_resuming_where_nothing_was_committed_begins_anew_and_says_so(command: C
 def test_a_training_is_resumed_where_it_was_committed(
     command: Command, warm_python: WarmPython, tmp_path: Path
 ) -> None:
-    common = ("--model", "llama-tiny", "--batch", "2", "--seq", "32", "--host-memory", "4MiB", "--json")
+    common = ("--model", "llama-tiny", "--batch", "1", "--seq", "8", "--host-memory", "4MiB", "--json")
     common += ("--param-dtype", "float32")
-    steps = 60  # far more than are done between two looks at the directory
+    steps = 40  # far more than are done between two looks at the directory
     for name in ("plain", "run"):
         (tmp_path / name).mkdir()
     plain = command("train", *common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
