@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from doubles_combinations import half_of
+from doubles_combinations import half_of, number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -607,7 +607,7 @@ def infos_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(name, each.dtype, tuple(each.shape), 0) for name, each in tensors.items()}
 
 
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 @given(case=merges(), lost=st.integers(0, 40))
 def test_pieces_cover_the_parameter_and_what_is_lost_is_named(case: Any, lost: int) -> None:
     origins, tensors, whole = case

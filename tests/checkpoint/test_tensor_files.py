@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from doubles_combinations import half_of
+from doubles_combinations import half_of, number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -377,7 +377,7 @@ SHAPES = st.sampled_from([(2,), (3,)])
 KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 
 
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 @given(
     model=st.dictionaries(NAMES, st.tuples(SHAPES, KINDS), min_size=1),
     file=st.dictionaries(NAMES, st.tuples(SHAPES, KINDS)),

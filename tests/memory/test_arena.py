@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -181,7 +182,7 @@ def test_what_is_reserved_and_what_stays_warm() -> None:
     assert kept.asked == 10
 
 
-@settings(max_examples=60)
+@settings(max_examples=number_of(25, 60))
 @given(
     st.integers(1, 40),
     st.integers(1, 3),

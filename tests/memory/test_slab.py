@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,7 +173,7 @@ def test_what_is_much_smaller_than_tiles_goes_to_the_high_end() -> None:
 
 
 @given(_CUTS, st.integers(1, 10))
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_the_cheapest_window(cuts: list[tuple[int, str]], length: int) -> None:
     holes, taken, start = [], [], 0
     cost_of: list[int | None] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def left(agenda: Agenda) -> list[PageKey]:
 
 
 @given(events=EVENTS)
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_what_is_announced_is_what_was_said_last_less_what_was_come_to(events: list[Any]) -> None:
     agenda, model = Agenda(), list[list[PageKey]]()
     for event in events:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from doubles_combinations import number_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -134,7 +135,7 @@ def test_an_empty_schedule_knows_nothing() -> None:
 
 
 @given(accesses=ACCESSES, steps=st.integers(1, 3), stop=st.integers(0, 29))
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_next_use_and_upcoming_against_the_written_out_sequence(
     accesses: list[tuple[Lane, PageKey]], steps: int, stop: int
 ) -> None:
@@ -159,7 +160,7 @@ def test_next_use_and_upcoming_against_the_written_out_sequence(
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @given(accesses=ACCESSES)
-@settings(max_examples=50)
+@settings(max_examples=number_of(20, 50))
 def test_a_lagging_lane_is_merged_by_position(lag: int, accesses: list[tuple[Lane, PageKey]]) -> None:
     forecast = forecast_of(*accesses)
     updates = [access for access in accesses if access[0] is Lane.UPDATE]
@@ -248,7 +249,7 @@ DEEDS = st.one_of(
 
 
 @given(accesses=MIXED_ACCESSES, deeds=st.lists(DEEDS, max_size=20), hasty=st.none() | st.integers(0, 3))
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_the_agenda_is_answered_as_if_it_were_searched_from_end_to_end(
     accesses: list[tuple[Lane, PageKey]], deeds: list[tuple[str, Any]], hasty: int | None
 ) -> None:
@@ -369,7 +370,7 @@ EVENTS = st.lists(
 
 
 @given(before=ACCESSES, events=EVENTS, after=ACCESSES, announces=st.booleans(), data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_of_a_schedule_before_nothing_is_left(
     before: list[tuple[Lane, PageKey]], events: Any, after: list[tuple[Lane, PageKey]], announces: bool, data: Any
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def lru_bytes(schedule: Schedule, rooms: dict[PageKey, int], capacity: int) -> i
 
 
 @given(keys=READS, capacity=st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=number_of(60, 150))
 def test_pages_of_one_size_are_read_as_seldom_as_any_plan_could(keys: list[PageKey], capacity: int) -> None:
     plan = make_plan(reads(keys), dict.fromkeys(PARAMS, 1), Limits(capacity))
     possible = [
@@ -109,7 +110,7 @@ def test_pages_of_one_size_are_read_as_seldom_as_any_plan_could(keys: list[PageK
     ahead=st.integers(0, 60),
     lead=st.integers(0, 30),
 )
-@settings(max_examples=60)
+@settings(max_examples=number_of(25, 60))
 def test_what_is_kept_and_what_is_needed_fit_together(
     update: str, units: int, tiles: int, share: float, ahead: int, lead: int
 ) -> None:
@@ -126,7 +127,7 @@ def test_what_is_kept_and_what_is_needed_fit_together(
 
 
 @given(update=st.sampled_from(UPDATES), units=st.integers(2, 6), tiles=st.integers(1, 4), share=st.floats(0.2, 1.1))
-@settings(max_examples=60)
+@settings(max_examples=number_of(25, 60))
 def test_never_more_bytes_than_demand_paging_with_lru(update: str, units: int, tiles: int, share: float) -> None:
     schedule = training(units, tiles, update)
     rooms = dict.fromkeys(rooms_of(schedule), 4)

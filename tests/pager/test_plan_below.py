@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def lru_bytes(schedule: Schedule, plan: Plan, above: set[int], nbytes: int, capa
 
 
 @given(share=st.floats(0.05, 1.2), ahead=st.integers(0, 60), lead=st.integers(0, 30), **TRAINING)
-@settings(max_examples=80)
+@settings(max_examples=number_of(32, 80))
 def test_what_is_kept_and_what_is_needed_fit_together(
     update: str, units: int, tiles: int, batches: int, above: int, share: float, ahead: int, lead: int
 ) -> None:
@@ -102,7 +103,7 @@ def test_what_is_kept_and_what_is_needed_fit_together(
 
 
 @given(share=st.floats(0.2, 1.1), **TRAINING)
-@settings(max_examples=80)
+@settings(max_examples=number_of(32, 80))
 def test_never_more_bytes_than_demand_paging_with_lru(
     update: str, units: int, tiles: int, batches: int, above: int, share: float
 ) -> None:
@@ -115,7 +116,7 @@ def test_never_more_bytes_than_demand_paging_with_lru(
 
 
 @given(keys=st.lists(st.sampled_from(PARAMS), min_size=1, max_size=7), capacity=st.integers(1, 4))
-@settings(max_examples=100)
+@settings(max_examples=number_of(40, 100))
 def test_what_only_passes_through_is_read_as_seldom_as_any_plan_could(keys: list[PageKey], capacity: int) -> None:
     """A device that holds a page and no more."""
     schedule = schedule_of((Lane.COMPUTE, key) for key in keys)

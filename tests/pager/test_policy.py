@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from doubles_chain import stepped_chain
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ COMING = st.lists(
 
 
 @given(coming=COMING, capacity=st.integers(0, 100), held=st.integers(0, 50), reserve=st.integers(0, 30))
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_read_ahead_is_a_prefix_that_fits(coming: Coming, capacity: int, held: int, reserve: int) -> None:
     chosen = choose_read_ahead(coming, capacity=capacity, held=held, reserve=reserve, look_ahead=60)
     absent = [key for key, _, present in coming if not present]
@@ -46,7 +47,7 @@ def test_read_ahead_is_a_prefix_that_fits(coming: Coming, capacity: int, held: i
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), max_size=60))
-@settings(max_examples=100)
+@settings(max_examples=number_of(40, 100))
 def test_farthest_first_hands_out_what_is_current(pushes: list[tuple[int, int]]) -> None:
     queue, pages = FarthestFirst(), [Page(PageKey(unit, Kind.PARAM), 1, 1) for unit in range(6)]
     current: dict[int, int] = {}
@@ -185,7 +186,7 @@ ORDERS = st.lists(st.integers(0, 6), min_size=2, max_size=14)
 
 
 @given(order=ORDERS, slots=st.integers(2, 6), look_ahead=st.sampled_from([0, 2, 100]), write=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=number_of(60, 150))
 def test_never_more_reads_than_lru(order: list[int], slots: int, look_ahead: int, write: bool) -> None:
     machine = Machine([1] * 7, slots, look_ahead)
     reads = machine.follow(order, 3, Intent.WRITE if write else Intent.READ)
@@ -193,28 +194,28 @@ def test_never_more_reads_than_lru(order: list[int], slots: int, look_ahead: int
 
 
 @given(order=st.lists(st.integers(0, 4), min_size=2, max_size=8), slots=st.integers(2, 3))
-@settings(max_examples=60)
+@settings(max_examples=number_of(25, 60))
 def test_without_look_ahead_reads_are_the_fewest_possible(order: list[int], slots: int) -> None:
     # The last step cannot know that nothing comes after it, which is no reason to read more.
     assert Machine([1] * 5, slots, look_ahead=0).follow(order, 2) == fewest_reads(order * 2, slots)
 
 
 @given(order=ORDERS, slots=st.integers(1, 6), write=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=number_of(60, 150))
 def test_the_pager_reads_what_the_plan_says(order: list[int], slots: int, write: bool) -> None:
     plan, read = Machine([1] * 7, slots, 0, reserve=0).replay(order, Intent.WRITE if write else Intent.READ)
     assert read == plan.read
 
 
 @given(order=ORDERS, slots=st.integers(3, 6), look_ahead=st.integers(1, 3))
-@settings(max_examples=100)
+@settings(max_examples=number_of(40, 100))
 def test_read_ahead_within_the_plan_costs_no_reads(order: list[int], slots: int, look_ahead: int) -> None:
     plan, read = Machine([1] * 7, slots, look_ahead).replay(order, Intent.READ)
     assert read <= plan.read + look_ahead  # what the last accesses fetch for the next step, the first ones had before
 
 
 @given(order=ORDERS, other=ORDERS, slots=st.integers(2, 6))
-@settings(max_examples=100)
+@settings(max_examples=number_of(40, 100))
 def test_a_step_that_is_not_as_planned_is_demand_paged(order: list[int], other: list[int], slots: int) -> None:
     machine = Machine([1] * 7, slots, 2)
     machine.replay(order, Intent.WRITE)

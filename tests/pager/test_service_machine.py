@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from doubles_chain import NextEvent, SteppedArena, SteppedCopies, SteppedSlab, stepped_chain
+from doubles_combinations import number_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -298,4 +299,4 @@ class ServiceMachine(RuleBasedStateMachine):
 
 
 TestServiceMachine = ServiceMachine.TestCase
-TestServiceMachine.settings = settings(max_examples=200, stateful_step_count=40)
+TestServiceMachine.settings = settings(max_examples=number_of(80, 200), stateful_step_count=40)

@@ -48,7 +48,7 @@ UNITS = st.lists(
 
 
 @given(units=UNITS)
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize]) -> None:
     least = device_least(units)
     footprint, device = plan_tiers(units, PLENTY, least, 16 * MIB)
@@ -60,7 +60,7 @@ def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize]) -> None:
 
 
 @given(units=UNITS, extra=st.integers(0, 200 * MIB))
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_what_is_held_fits_in_bytes(units: list[UnitSize], extra: int) -> None:
     budget = device_least(units) + extra
     footprint, device = plan_tiers(units, PLENTY, budget, 16 * MIB)
@@ -85,7 +85,7 @@ def place_among_fillers(arena: SlabArena, holds: Sequence[int], data: st.DataObj
 
 
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 12))
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_no_place_of_what_is_held_leaves_a_unit_without_one(data: st.DataObject, around: int, own: int) -> None:
     """The rule of gaps: frames are put anywhere, the rest is cleared, and the unit and its tiles find room."""
     nested = [data.draw(st.integers(1, 5)) for _ in range(around)]
@@ -108,7 +108,7 @@ def test_no_place_of_what_is_held_leaves_a_unit_without_one(data: st.DataObject,
 
 
 @given(units=UNITS, extra=st.integers(0, 4 * MIB), settle=st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_the_budget_named_for_activations_has_room_for_a_piece(units: list[UnitSize], extra: int, settle: bool) -> None:
     _, device = plan_tiers(units, PLENTY, device_least(units) + extra, 16 * MIB, settle=settle)
     enough = device.taken.least_for(PIECE)
@@ -118,7 +118,7 @@ def test_the_budget_named_for_activations_has_room_for_a_piece(units: list[UnitS
 
 
 @given(data=st.data(), nested=st.lists(st.integers(1, 5), max_size=2), own=st.integers(1, 12), settle=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_no_place_of_what_is_leased_leaves_a_piece_of_activations_without_one(
     data: st.DataObject, nested: list[int], own: int, settle: bool
 ) -> None:
@@ -143,7 +143,7 @@ def test_no_place_of_what_is_leased_leaves_a_piece_of_activations_without_one(
 
 
 @given(own=st.integers(1, 40), nested=st.lists(st.integers(1, 5), max_size=2), extra=st.integers(0, 200))
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_the_worst_places_of_gradient_tiles_leave_the_last_one_its_own(own: int, nested: list[int], extra: int) -> None:
     """Each frame is put one page less than a tile behind the one before: no gap is of use, and each wastes most."""
     size = unit(own * PAGE // 4, sum(nested) * PAGE, len(nested))
@@ -194,7 +194,7 @@ def test_with_the_most_everything_stays() -> None:
 
 
 @given(data=st.data(), pages=st.integers(1, 9), frozen=st.integers(0, 5))
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
     data: st.DataObject, pages: int, frozen: int
 ) -> None:
@@ -216,7 +216,7 @@ def test_no_place_of_parameters_leaves_the_update_without_its_tiles(
 
 
 @given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), beside=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
     data: st.DataObject, ranks: int, pages: int, beside: bool
 ) -> None:
@@ -239,7 +239,7 @@ def test_no_place_of_what_ranks_hold_leaves_the_rest_without_one(
 
 
 @given(data=st.data(), ranks=st.integers(2, 4), pages=st.integers(1, 9), updated=st.integers(1, 9))
-@settings(max_examples=number_of(100, 300))
+@settings(max_examples=number_of(60, 300))
 def test_no_place_of_what_ranks_and_their_update_hold_leaves_the_rest_without_one(
     data: st.DataObject, ranks: int, pages: int, updated: int
 ) -> None:
@@ -270,7 +270,7 @@ def test_ranks_gather_beside_the_computation_where_there_is_room() -> None:
 
 
 @given(units=UNITS, extra=st.integers(0, 400 * MIB))
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_what_is_settled_fits_beside_what_is_leased(units: list[UnitSize], extra: int) -> None:
     budget = device_least(units) + extra
     footprint, device = plan_tiers(units, PLENTY, budget, 16 * MIB, settle=True)
@@ -313,7 +313,7 @@ def test_with_the_most_all_units_are_settled() -> None:
 
 
 @given(units=UNITS, tile_nbytes=st.integers(1, 64 * MIB))
-@settings(max_examples=100)
+@settings(max_examples=number_of(40, 100))
 def test_the_most_is_enough_for_the_tiles_that_there_are(units: list[UnitSize], tile_nbytes: int) -> None:
     most = device_most(units, settle=True, tile_nbytes=tile_nbytes)
     _, device = plan_tiers(units, PLENTY, most, tile_nbytes, settle=True)
@@ -330,7 +330,7 @@ def test_a_unit_with_little_in_its_last_tile_takes_little_more_than_its_bytes() 
 
 
 @given(data=st.data(), around=st.integers(0, 2), own=st.integers(1, 9), updated=st.integers(1, 9))
-@settings(max_examples=number_of(100, 300))
+@settings(max_examples=number_of(60, 300))
 def test_no_place_of_what_computation_and_update_hold_leaves_the_rest_without_one(
     data: st.DataObject, around: int, own: int, updated: int
 ) -> None:

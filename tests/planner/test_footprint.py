@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from doubles_combinations import number_of
 from doubles_planner import MODELS, TILES, least_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def worst_case(units: list[UnitSize], plan: Footprint) -> int:
 
 
 @given(units=MODELS, tile=TILES, extra=st.integers(0, 400 * MIB))
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_what_is_leased_at_one_time_fits(units: list[UnitSize], tile: int, extra: int) -> None:
     budget = least_of(units) + extra
     plan = plan_footprint(units, budget, tile)
@@ -61,7 +62,7 @@ def test_what_is_leased_at_one_time_fits(units: list[UnitSize], tile: int, extra
 
 
 @given(units=MODELS, tile=TILES)
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_the_least_budget_works_and_no_byte_less(units: list[UnitSize], tile: int) -> None:
     least = least_of(units)
     assert plan_footprint(units, least, tile).least == least
@@ -87,7 +88,7 @@ EXTRA = st.one_of(st.integers(0, 400 * MIB), st.integers(0, 4 * PASSING))
 
 
 @given(units=MODELS, tile=TILES, budgets=st.tuples(EXTRA, EXTRA))
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 def test_more_memory_is_never_used_worse(units: list[UnitSize], tile: int, budgets: tuple[int, int]) -> None:
     low, high = (plan_footprint(units, least_of(units) + extra, tile) for extra in sorted(budgets))
     wanted = plan_footprint(units, 1 << 50, tile).tile_numel
@@ -108,7 +109,7 @@ def test_more_memory_is_never_used_worse(units: list[UnitSize], tile: int, budge
     vocabulary=st.sampled_from([256, 32_000, 128_256]),
     tied=st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=number_of(40, 100))
 def test_twice_the_largest_unit_is_enough(width: int, layers: int, vocabulary: int, tied: bool) -> None:
     layer, embedding = 12 * width * width + 2 * width, vocabulary * width
 

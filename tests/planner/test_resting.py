@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_combinations import some_of
+from doubles_combinations import number_of, some_of
 from doubles_models import small_llama
 from doubles_planner import MODELS, TILES, least_of, trained
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ def nbytes_of(unit: UnitSize) -> int:
 
 
 @given(units=MODELS, beyond=st.integers(0, 1 << 34), tile=TILES, elsewhere=st.sets(st.integers(0, 5)))
-@settings(max_examples=300)
+@settings(max_examples=number_of(120, 300))
 def test_what_rests_takes_about_the_budget_the_first_that_find_room(
     units: list[UnitSize], beyond: int, tile: int, elsewhere: set[int]
 ) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
+from doubles_combinations import number_of
 from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def designs(draw: st.DrawFn, largest: int = 400_000) -> Design:
 
 
 @given(design=designs(60_000))
-@settings(max_examples=20)
+@settings(max_examples=number_of(10, 20))
 def test_invariants_and_budget_hold_at_every_event(design: Design) -> None:
     world = World(design)
     settle = world.clock._settle
@@ -71,7 +72,7 @@ def test_invariants_and_budget_hold_at_every_event(design: Design) -> None:
 
 
 @given(design=designs(150_000))
-@settings(max_examples=10)
+@settings(max_examples=number_of(6, 10))
 def test_a_step_takes_at_least_what_each_resource_needs(design: Design) -> None:
     result = simulate(design)
     assert simulate(design) == result, "the same design, the same course"
@@ -87,7 +88,7 @@ def test_a_step_takes_at_least_what_each_resource_needs(design: Design) -> None:
 
 
 @given(design=designs(150_000), tile_seconds=st.floats(1e-5, 1e-2))
-@settings(max_examples=10)
+@settings(max_examples=number_of(6, 10))
 def test_each_tile_takes_its_seconds_besides(design: Design, tile_seconds: float) -> None:
     tiles = sum(design.tiles(unit) for unit in range(len(design.workload.units)))
     slower = replace(design, tile_seconds=tile_seconds, slower=(0.0, 0.0, 0.0, 0.0))
@@ -134,7 +135,7 @@ def lru_bytes(design: Design, steps: int) -> int:
     share=st.floats(0.2, 1.2),
     update=st.sampled_from(["forward", "backward", "step"]),
 )
-@settings(max_examples=20)
+@settings(max_examples=number_of(10, 20))
 def test_no_more_is_read_than_by_demand_paging_with_lru(numels: list[int], share: float, update: str) -> None:
     work = workload(numels)
     budget = int(sum(numels) * 14 * share) + least_host_memory(work, 1)
@@ -253,7 +254,7 @@ def test_with_a_device_everything_goes_through_the_host() -> None:
     update=st.sampled_from(["forward", "backward", "step", "auto"]),
     simulated=st.booleans(),
 )
-@settings(max_examples=12)
+@settings(max_examples=number_of(8, 12))
 def test_what_is_settled_stays_on_the_device_and_nothing_of_it_moves(
     numels: list[int], host: float, device: float, update: str, simulated: bool
 ) -> None:
@@ -348,7 +349,7 @@ def test_an_order_brings_a_shared_units_gradient_last() -> None:
 
 
 @given(parameters=st.integers(200_000, 2 * 10**12))
-@settings(max_examples=60)
+@settings(max_examples=number_of(25, 60))
 def test_a_transformer_has_the_parameters_asked_for(parameters: int) -> None:
     work = transformer(parameters, batch=1, seq=128)
     assert work.parameters == parameters

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import FrameType
 
 import pytest
-from doubles_combinations import some_of
+from doubles_combinations import number_of, some_of
 from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_what_comes_again_is_found_whatever_stands_around_it() -> None:
     share=st.floats(0.05, 1.2),
     batches=st.sampled_from([1, 3]),
 )
-@settings(max_examples=25)
+@settings(max_examples=number_of(10, 25))
 def test_units_tiles_and_order_that_are_left_are_those_of_the_whole_step(
     runs: list[tuple[int, int]], most: int, share: float, batches: int
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_combinations import number_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
@@ -221,7 +222,7 @@ class GenerationsMachine(RuleBasedStateMachine):
 
 TestGenerationsMachine = GenerationsMachine.TestCase
 TestGenerationsMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=number_of(25, 60), stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from doubles import PowerCut
+from doubles_combinations import number_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ kinds = st.sampled_from(["write"] * 5 + ["commit"] * 3 + ["forget", "undo"])
 steps = st.lists(st.tuples(kinds, st.sampled_from(KEYS), st.integers(1, 4)), min_size=1, max_size=25)
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(max_examples=number_of(32, 80), suppress_health_check=list(HealthCheck))
 @given(
     lives=st.lists(st.tuples(steps, st.integers(0, 90)), min_size=1, max_size=3),
     seed=st.integers(0, 1 << 32),
