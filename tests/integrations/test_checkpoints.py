@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from doubles_combinations import some_of
 from doubles_models import small_llama
 from doubles_trainer import Trained, arguments, check, data, llama, paged, plain, runtime_for, trained
 from torch import nn
@@ -70,6 +72,30 @@ def begin(directory: Path, *, killed_in: int = 5, **settings: Any) -> None:
         paged(directory, make=dropping, named=named, **RUN | settings)
 
 
+@pytest.fixture(scope="module")
+def once_begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed, with its swap files."""
+    directory = tmp_path_factory.mktemp("begun")
+    begin(directory)
+    return directory
+
+
+@pytest.fixture
+def begun(once_begun: Path, tmp_path: Path) -> Path:
+    """A copy of it, to go on with."""
+    shutil.copytree(once_begun, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def killed_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a killed run of transformers' own Trainer leaves."""
+    directory = tmp_path_factory.mktemp("elsewhere")
+    with pytest.raises(KilledError):
+        plain(directory, make=dropping, named={"callbacks": [Killer(5)]}, **RUN)
+    return directory
+
+
 def empty() -> nn.Module:
     """As after a restart: no weights, and none can be guessed."""
     with tiermem.deferred_init():
@@ -96,9 +122,8 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(update: str, tmp_path: Path, 
     same_end(resumed(tmp_path, update=update), expected)
 
 
-def test_a_path_is_as_good_as_true(tmp_path: Path, expected: Trained) -> None:
-    begin(tmp_path)
-    same_end(resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4")), expected)
+def test_a_path_is_as_good_as_true(begun: Path, expected: Trained) -> None:
+    same_end(resumed(begun, str(begun / "out" / "checkpoint-4")), expected)
 
 
 def test_killed_while_a_checkpoint_is_made(tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,14 +176,12 @@ def test_the_folder_of_the_commit_outlives_a_second_replacement(tmp_path: Path) 
     assert find_checkpoint(tmp_path, committed) == tmp_path / ".checkpoint-2.replaced"
 
 
-def test_an_older_checkpoint_is_not_what_the_pages_hold(tmp_path: Path) -> None:
-    begin(tmp_path)
+def test_an_older_checkpoint_is_not_what_the_pages_hold(begun: Path) -> None:
     with pytest.raises(ResumeError, match=r"checkpoint-2' is to be resumed.*holds the state of checkpoint-4"):
-        resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"))
+        resumed(begun, str(begun / "out" / "checkpoint-2"))
 
 
-def test_what_a_resume_refuses(tmp_path: Path) -> None:
-    begin(tmp_path)
+def test_what_a_resume_refuses(begun: Path, tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="was to begin anew with its weights"):
         resumed(tmp_path, checkpoint=None)
     with pytest.raises(ResumeError, match="expected its folder in"):
@@ -274,8 +297,8 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path: Path, expected: Train
 
 
 def test_arguments_are_saved_as_they_are(tmp_path: Path) -> None:
-    begin(tmp_path, save_total_limit=1)
-    saved = torch.load(tmp_path / "out" / "checkpoint-4" / "training_args.bin", weights_only=False)
+    paged(tmp_path, make=dropping, **RUN | {"max_steps": 2, "save_total_limit": 1})
+    saved = torch.load(tmp_path / "out" / "checkpoint-2" / "training_args.bin", weights_only=False)
     assert saved.save_total_limit == 1
 
 
@@ -364,12 +387,11 @@ def test_without_commits_a_checkpoint_is_refused_before_training(tmp_path: Path)
         Trainer(args=arguments(tmp_path, save_strategy="steps", save_only_model=True), runtime=runtime)
 
 
-@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("update", some_of(["forward", "backward"], ["auto"]))
 def test_a_run_of_transformers_own_trainer_goes_on_bit_for_bit(
-    update: str, tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch
+    update: str, killed_elsewhere: Path, tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(KilledError):
-        plain(tmp_path / "elsewhere", make=dropping, named={"callbacks": [Killer(5)]}, **RUN)
+    shutil.copytree(killed_elsewhere, tmp_path / "elsewhere")
     checkpoint = tmp_path / "elsewhere" / "checkpoint-4"
 
     def script(trainer: transformers.Trainer) -> None:
