@@ -112,7 +112,7 @@ def test_what_repeats_nowhere_stays_as_it_is() -> None:
     assert thinned(exact, 10) is exact
 
 
-@pytest.mark.parametrize(("update", "share"), some_of([("backward", 0.5), ("step", 0.1)], [("forward", 0.1)]))
+@pytest.mark.parametrize(("update", "share"), some_of([("backward", 0.5)], [("step", 0.1), ("forward", 0.1)]))
 def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) -> None:
     exact = design(workload([3_000_000] * 100), share, update)
     quick, stood_in = simulate_quickly(exact)
@@ -286,7 +286,7 @@ def test_the_work_of_a_prediction_does_not_grow_with_the_batches() -> None:
 
 def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:
     totals = []
-    for count in (60, 120, 240):
+    for count in (30, 60, 120):
         exact = design(workload([300_000] * count), 0.3, "forward")
         totals.append(sum(calls_in(lambda exact=exact: run_steps(World(exact), 2)).values()))  # type: ignore[misc]
     assert totals[2] - totals[1] <= 2 * (totals[1] - totals[0]) * 1.25, totals
