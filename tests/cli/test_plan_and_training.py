@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_combinations import half_of, some_of
 from rich.console import Console
 
 from swap import SystemCalls
@@ -85,8 +86,7 @@ def reserved(report: dict[str, Any]) -> int:
     return int(swap)
 
 
-@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
-@pytest.mark.parametrize("commits", [False, True])
+@pytest.mark.parametrize(("commits", "update"), half_of([False, True], ["forward", "backward", "auto"]))
 def test_the_plan_has_as_many_copies_on_disk_as_training_reserves(
     capsys: pytest.CaptureFixture[str], update: str, commits: bool
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_committed_run_is_refused_with_the_option_that_replaces_it(capsys: pyt
     assert list(Path("swap").iterdir()) == [], "nothing is committed any more"
 
 
-@pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.parametrize("share", some_of([0.5], [0.7]))
 def test_updates_under_backward_are_planned_with_the_clipping_that_training_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
