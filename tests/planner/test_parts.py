@@ -80,7 +80,7 @@ def test_the_work_of_a_model_is_all_of_it_whoever_else_is_there(monkeypatch: pyt
         [tiny_llama, Odd, Experts],
         [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8")],
     ),
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_units_have_the_sizes_of_the_run(
     make: Callable[[], nn.Module], division: Division, types: tuple[str, str]
