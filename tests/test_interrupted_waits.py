@@ -100,6 +100,25 @@ def test_for_the_end_of_copies() -> None:
     assert len(lines) > 3
 
 
+def test_for_the_beginning_of_copies() -> None:
+    """Nobody has a line that he could close then."""
+    lines: list[CopyLine] = []
+
+    def make():
+        return lambda: lines.append(CopyLine("test-copies", lambda copy: pytest.fail(str(copy))))
+
+    tries = 0
+    for _ in interrupted_everywhere(make):
+        tries += 1
+        for thread in threading.enumerate():
+            if thread.name == "test-copies" and thread.ident is not None:
+                thread.join(5)
+                assert not thread.is_alive()
+    assert tries > 3
+    (whole,) = lines
+    whole.close()
+
+
 def test_for_a_transfer(tmp_path: Path) -> None:
     with swap.SwapSpace.open([tmp_path], name="r0", nbytes=1 << 20) as space:
         extent, buffer, requests = space.allocate(4096), swap.AlignedBuffer(4096), []

@@ -226,7 +226,7 @@ def test_a_fault_leaves_training_unharmed(
         with pytest.raises(swap.SwapFullError if code == errno.ENOSPC else swap.SwapIOError):
             pending.wait()
     assert pending.done
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "run"]
+    assert {path.name for path in tmp_path.iterdir()} - {"plain"} == {"run"}
     training.runtime.snapshot(tmp_path / "copy", {"step": 2, "scheduler": training.scheduler.state_dict()}).wait()
     found += [training.step(), training.step()]
     check_equal(training.state(), state)

@@ -188,7 +188,7 @@ def test_an_interrupted_training_leaves_nothing(
             assert process.stderr.readline().startswith("step 1/")
         process.send_signal(number)
         errors = process.stderr.read()
-        assert process.wait(60) == INTERRUPTED
+        assert process.wait(60) == INTERRUPTED, errors
     assert errors.splitlines()[-1] == "tiermem: interrupted"
     assert list(tmp_path.iterdir()) == []
 

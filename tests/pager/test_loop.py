@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dis
 import functools
+import gc
 import itertools
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 
 import pytest
+from doubles_signals import interrupted
 
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.worker import Worker
@@ -147,6 +149,35 @@ def test_a_wait_that_is_interrupted_anywhere_leaves_the_loop_free(how: str) -> N
             break
     assert number > 10
     mailbox.close()
+
+
+# Not as asyncio makes a loop, which nobody could close.
+BEGINNING = ("tiermem.pager.loop", "tiermem.process", "tiermem.future", "threading")
+
+
+@pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")  # between making it and beginning
+def test_a_beginning_that_is_interrupted_anywhere_leaves_no_thread() -> None:
+    """Who began it cannot know whether the thread has begun; an error of its own would be reported, and fail this."""
+    made: list[LoopThread] = []
+
+    def begin() -> None:
+        made.append(LoopThread("interrupted-loop", after=lambda: None, failed=lambda error: None))
+
+    for number in itertools.count(1):
+        if not interrupted(begin, number, BEGINNING):
+            break
+        for thread in [thread for thread in threading.enumerate() if thread.name == "interrupted-loop"]:
+            if thread.ident is not None:  # else it was not begun, and never will be
+                thread.join(PATIENCE)
+                assert not thread.is_alive(), number
+    assert number > 10
+    (whole,) = made
+    assert whole.shut()
+
+    async def nothing() -> None: ...
+
+    whole.finish(nothing)
+    gc.collect()
 
 
 def test_what_is_left_runs_before_the_end_and_not_behind_it(mailbox: Mailbox) -> None:

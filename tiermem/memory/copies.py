@@ -83,7 +83,11 @@ class CopyLine:
         self._flying: deque[tuple[Copy, Flight]] = deque()
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        begin(self._thread)
+        try:
+            begin(self._thread)
+        except BaseException:  # an interrupt: the thread may have begun, or be about to
+            self._asked.put(None)
+            raise
 
     def start(self, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> Copy:
         """Copy; `done(error)` is called once, on the line's thread. Raises TiermemError after `close`."""

@@ -28,7 +28,6 @@ class LoopThread:
 
     def __init__(self, name: str, *, after: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`after()` runs on the loop behind each batch of messages; `failed(error)` when one or the other raised."""
-        self.asyncio = BellLoop(self._deliver)
         self._after = after
         self._failed = failed
         self._inbox: deque[Message] = deque()
@@ -40,10 +39,16 @@ class LoopThread:
         self._shut = False
         self._ended = False
         self._home = HomeProcess()
-        self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
+        self.asyncio = BellLoop(self._deliver)
+        # Whoever takes it has the loop: the thread, to run it, or who could not wait for that, to close it.
+        unclaimed = [self.asyncio]
+        self._thread = threading.Thread(target=_run, args=(unclaimed,), name=name, daemon=True)
         try:
             begin(self._thread)
-        except BaseException:
+        except BaseException:  # an interrupt leaves open whether the thread has begun, or ever will
+            if _claim(unclaimed) is None:
+                self.asyncio.call_soon_threadsafe(self.asyncio.stop)
+                self._thread.join()
             self.asyncio.close()
             raise
 
@@ -191,6 +196,19 @@ class LoopThread:
             self._after()
         except Exception as error:  # noqa: BLE001 - as above
             self._failed(error)
+
+
+def _claim(unclaimed: list[BellLoop]) -> BellLoop | None:
+    """Take the loop, once, by whichever thread comes first."""
+    try:
+        return unclaimed.pop()
+    except IndexError:
+        return None
+
+
+def _run(unclaimed: list[BellLoop]) -> None:
+    if (loop := _claim(unclaimed)) is not None:
+        loop.run_forever()
 
 
 def _tell(task: asyncio.Task[T], future: Future[T]) -> None:
