@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_combinations import some_of
+from doubles_combinations import number_of, some_of
 from doubles_models import small_llama
 from doubles_scenarios import Wide
 from doubles_training import budget_for, config_for, within_budgets
@@ -23,7 +23,7 @@ import tiermem
 
 pytest.importorskip("transformers")
 
-STEPS = 24
+STEPS = number_of(24, 50)
 
 
 def text() -> torch.Tensor:
