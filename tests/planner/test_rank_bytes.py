@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 SOME = ("host", "partly_settled", "device", "copies")
 ALL = {name: case for name, case in (PLANNED | COPIES).items() if name in some_of(SOME, PLANNED | COPIES)}
 DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_host=1e14, count=4, simulated=True)
-# What goes on beside the computation depends on who is faster.
-NEAR = ("host_beside", "host_backward", "device")
+# What goes on beside the computation depends on who is faster: how far off the ranks' mean may be. On a device a page
+# that leaves has its copy in HOST still, or not any more; of gradients, which always leave, it would be off by 0.6.
+NEAR = {"host_beside": 0.2, "host_backward": 0.2, "device": 0.35}
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,12 @@ def test_ranks_have_the_pages_and_share_the_budgets_out_as_was_planned(reports: 
 @pytest.mark.parametrize("name", ALL)
 def test_a_step_moves_the_bytes_foreseen(reports: Reports, name: str) -> None:
     foreseen = {edge: COUNTED * moved for edge, moved in simulate(design_of(name)).edges.items()}
-    for found in values(reports[ranks_of(name), f"planned_{name}"]):
+    moved = [found["moved"] for found in values(reports[ranks_of(name), f"planned_{name}"])]
+    if name in NEAR:
+        moved = [{edge: sum(of_rank[edge] for of_rank in moved) / len(moved) for edge in EDGES}]
+    for found in moved:
         for edge in EDGES:
-            near = 0.2 if name in NEAR else 0.0
-            assert found["moved"][edge] == pytest.approx(foreseen.get(edge, 0.0), rel=near), edge
+            assert found[edge] == pytest.approx(foreseen.get(edge, 0.0), rel=NEAR.get(name, 0.0)), edge
 
 
 @pytest.mark.parametrize("name", ALL)
