@@ -35,8 +35,8 @@ demo: $(READY)hf
 	$(BIN)/tiermem train --model llama-60m --host-memory 96MiB --steps 60 --batch 4 --seq 128 --lr 1e-3 --gradient-checkpointing \
 		--param-dtype float32
 
-test: $(READY)lint $(READY)test
-	@echo "lint: ruff; and mypy, for most of a minute the first time, beside what follows"
+test: $(READY)lint,test
+	@echo "lint: ruff; and mypy, for half a minute the first time, beside what follows"
 	@$(STYLE)
 	@# What the tests import, and the tests, are compiled first, once, and not by each worker at the same time. What
 	@# fails in that fails below, too, and says why there.
@@ -48,13 +48,13 @@ test: $(READY)lint $(READY)test
 		wait $$typing || { echo "mypy has found what is said above the tests" >&2; exit 1; }; exit $$tested
 
 lint: $(READY)lint
-	@echo "lint: ruff, and mypy for most of a minute the first time"
+	@echo "lint: ruff, and mypy for half a minute the first time"
 	@$(STYLE) && $(TYPES)
 
 bench: $(READY)hf
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
-venv: $(READY)lint $(READY)test
+venv: $(READY)lint,test
 
 # In an environment of its own. What these libraries need themselves is the newest that they allow.
 oldest:
@@ -75,7 +75,7 @@ ifeq ($(origin PYTHON),command line)
 		test "$$has" = "$$asked" || { echo "make: .venv is of $$has, $(PYTHON) is not: make clean first" >&2; exit 1; }; }
 endif
 
-# What is needed for a target and no more: the extra of pyproject.toml named in the mark's name.
+# What is needed for a target and no more: the extras of pyproject.toml named in the mark's name.
 # torch first and by exact version: asked for with the rest, the resolver may fetch several builds of it.
 $(READY)%: pyproject.toml constraints.txt | interpreter
 	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; fi

@@ -52,7 +52,7 @@ class AdapterTrainer(UnwrappedTrainer):
 
     def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
         """As transformers'. Behind the last micro-batch of a step gradients become the mean over processes."""
-        loss = super().training_step(*others, **named)
+        loss: torch.Tensor = super().training_step(*others, **named)
         if self.accelerator.sync_gradients:
             average_gradients(list(self._adapters().values()))
         return loss

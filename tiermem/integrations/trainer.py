@@ -265,7 +265,8 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 
     def evaluate(self, *others: Any, **named: Any) -> dict[str, float]:
         """As transformers'; of several processes the first to have generated its part goes on until all have."""
-        return super().evaluate(*others, **{"synced_gpus": joined() > 1, **named})
+        metrics: dict[str, float] = super().evaluate(*others, **{"synced_gpus": joined() > 1, **named})
+        return metrics
 
     def predict(self, *others: Any, **named: Any) -> Any:
         """As `evaluate`."""
