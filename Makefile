@@ -41,8 +41,8 @@ test: $(READY)lint,test
 	@# What the tests import, and the tests, are compiled first, once, and not by each worker at the same time. What
 	@# fails in that fails below, too, and says why there.
 	@$(TYPES) & typing=$$!; \
-		$(BIN)/python -c "import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama"; \
-		$(BIN)/python -m pytest --collect-only > /dev/null; \
+		$(BIN)/python -c "import pytest; pytest.main(['--collect-only']); \
+			import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama" > /dev/null; \
 		echo "tests: pytest $(PYTEST_ARGS)"; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS); tested=$$?; \
 		wait $$typing || { echo "mypy has found what is said above the tests" >&2; exit 1; }; exit $$tested
