@@ -117,10 +117,12 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept out of dynamo's sight: it looks into what backward calls, where a whole step is compiled."""
+    # Before the rest: it looks into this function, and would wrap each of thousands of modules; torch 2.11 warns of
+    # what is asked last.
+    if torch.compiler.is_dynamo_compiling():
+        return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
     if "torch._dynamo" not in sys.modules:  # importing it costs seconds
         return function
-    if torch.compiler.is_dynamo_compiling():  # it looks into this one: torch 2.11 warns of what is asked below
-        return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
     try:
         watching = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
     except AttributeError as error:

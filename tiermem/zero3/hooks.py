@@ -39,8 +39,9 @@ class BoundHook:
             raise
 
     def _pass_on(self, *arguments: Any) -> Any:
-        # Importing dynamo costs seconds and memory; whoever compiles has done so.
-        if "torch._dynamo" not in sys.modules:
+        # Importing dynamo costs seconds and memory; whoever compiles has done so. While it does it is not to follow the
+        # second question: it would wrap each of the thousands of modules, at each hook anew.
+        if not torch.compiler.is_dynamo_compiling() and "torch._dynamo" not in sys.modules:
             return self.act(*arguments)
         # In place of this method, and not of a None: dynamo takes what it has compiled for one hook also for another
         # that it has not come to yet, where a model calls a layer twice.
