@@ -33,10 +33,16 @@ BUDGET = 384 << 10  # far less than the activations of a step
 Chain = dict[str, object]
 
 
-@pytest.fixture(params=["memory alone", "a device above it"])
+MEMORY, ABOVE = "memory alone", "a device above it"
+# What is alike in both: half of the tests take the one, half the other.
+IN_MEMORY = pytest.mark.parametrize("chain", some_of([MEMORY], [ABOVE]), indirect=True)
+BESIDE_A_DEVICE = pytest.mark.parametrize("chain", some_of([ABOVE], [MEMORY]), indirect=True)
+
+
+@pytest.fixture(params=[MEMORY, ABOVE])
 def chain(request: pytest.FixtureRequest) -> Chain:
     """Settings of a run in memory, or with a device of as little memory whose copies take their time."""
-    if request.param == "memory alone":
+    if request.param == MEMORY:
         return {}
     return {"device": "simulated:bandwidth=400MB/s,latency=100us", "device_memory": BUDGET, "update_on": "auto"}
 
@@ -144,6 +150,7 @@ def test_from_the_second_step_on_backward_finds_what_was_read_ahead(chain: Chain
     assert min(misses[1:]) < misses[0], misses
 
 
+@BESIDE_A_DEVICE
 def test_views_of_one_storage_are_kept_once(chain: Chain, tmp_path: Path) -> None:
     with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         x = torch.randn(ROWS, 4, WIDTH, requires_grad=True)
@@ -161,6 +168,7 @@ def test_views_of_one_storage_are_kept_once(chain: Chain, tmp_path: Path) -> Non
         assert torch.equal(mine, expected)
 
 
+@IN_MEMORY
 def test_pieces_of_one_storage_that_count_their_own_writes(chain: Chain, tmp_path: Path) -> None:
     """A GRU's gates: each is written once, and saved before the next one is."""
 
@@ -180,6 +188,7 @@ def test_pieces_of_one_storage_that_count_their_own_writes(chain: Chain, tmp_pat
         assert torch.equal(mine, other)
 
 
+@BESIDE_A_DEVICE
 def test_a_small_view_of_something_large_and_small_tensors_stay_where_they_are(chain: Chain, tmp_path: Path) -> None:
     with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         data = torch.randn(100 * ROWS, WIDTH)
@@ -190,6 +199,7 @@ def test_a_small_view_of_something_large_and_small_tensors_stay_where_they_are(c
         assert runtime._activations.alive == 0
 
 
+@IN_MEMORY
 def test_a_backward_inside_the_block_keeps_nothing_that_it_recomputes(chain: Chain, tmp_path: Path) -> None:
     with offload("other", tmp_path, **chain) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -226,6 +236,7 @@ def test_a_graph_dropped_without_backward_frees_its_pages_at_once(mode: str, cha
         gc.enable()
 
 
+@BESIDE_A_DEVICE
 @pytest.mark.parametrize("mode", ["plain", "other"])
 def test_checkpointed_inputs_are_freed_without_the_cycle_collector(mode: str, chain: Chain, tmp_path: Path) -> None:
     gc.disable()
@@ -239,6 +250,7 @@ def test_checkpointed_inputs_are_freed_without_the_cycle_collector(mode: str, ch
         gc.enable()
 
 
+@IN_MEMORY
 def test_a_retained_graph_may_be_used_twice(chain: Chain, tmp_path: Path) -> None:
     with offload("plain", tmp_path, **chain) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -251,6 +263,7 @@ def test_a_retained_graph_may_be_used_twice(chain: Chain, tmp_path: Path) -> Non
         assert nothing_is_kept(runtime)
 
 
+@BESIDE_A_DEVICE
 def test_what_was_changed_in_place_is_refused_as_torch_does(chain: Chain, tmp_path: Path) -> None:
     with offload("plain", tmp_path, **chain, budget=4 * MIB) as runtime:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -271,6 +284,7 @@ def test_what_was_changed_in_place_is_refused_as_torch_does(chain: Chain, tmp_pa
             before.sum().backward()
 
 
+@IN_MEMORY
 @pytest.mark.parametrize("mode", ["plain", "other"])
 def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, chain: Chain, tmp_path: Path) -> None:
     with offload(mode, tmp_path, **chain) as runtime:
@@ -291,6 +305,7 @@ def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, chain: Cha
         assert nothing_is_kept(runtime)
 
 
+@BESIDE_A_DEVICE
 @pytest.mark.parametrize("mode", ["plain", "other"])
 def test_an_interrupt_in_forward_takes_the_hooks_off(mode: str, chain: Chain, tmp_path: Path) -> None:
     with offload(mode, tmp_path, **chain) as runtime:
@@ -308,6 +323,7 @@ def test_an_interrupt_in_forward_takes_the_hooks_off(mode: str, chain: Chain, tm
         assert nothing_is_kept(runtime)
 
 
+@IN_MEMORY
 def test_other_hooks_inside_and_outside(chain: Chain, tmp_path: Path) -> None:
     seen: list[tuple[int, ...]] = []
 
@@ -336,6 +352,7 @@ def test_other_hooks_inside_and_outside(chain: Chain, tmp_path: Path) -> None:
         torch.autograd.graph.saved_tensors_hooks(pack, pack).__exit__()
 
 
+@BESIDE_A_DEVICE
 def test_hooks_that_an_error_leaves_on_top_stay_and_the_error_is_seen(chain: Chain, tmp_path: Path) -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -455,6 +472,7 @@ def test_a_full_disk_is_an_error_and_training_goes_on(
         assert nothing_is_kept(runtime)
 
 
+@IN_MEMORY
 def test_a_graph_that_outlives_the_runtime_says_so(chain: Chain, tmp_path: Path) -> None:
     runtime = offload("plain", tmp_path, **chain)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)

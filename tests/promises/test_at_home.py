@@ -17,7 +17,7 @@ import tiermem
 from tiermem.planner.footprint import rounded
 from tiermem.runtime.blueprint import draw
 
-LAYERS, WIDTH, STEPS = 32, 64, 6
+LAYERS, WIDTH, STEPS = 32, 64, 5
 LAYER_NBYTES = 4 * (WIDTH + 1) * WIDTH
 # Of parameters, gradients and moments together, in float32: a fifth in host memory, all parameters twice on the device.
 HOST, DEVICE = LAYERS * LAYER_NBYTES * 4 // 5, 2 * LAYERS * LAYER_NBYTES
@@ -105,7 +105,7 @@ def test_a_part_of_host_memory_is_theirs_where_it_holds_sixteen_of_them(update: 
 
 @pytest.mark.parametrize("update", some_of(["backward"], ["auto"]))
 def test_a_commit_has_them_and_a_resume_goes_on_from_there(update: str, tmp_path: Path) -> None:
-    for begin, end in ((0, 4), (4, 6), (6, STEPS)):
+    for begin, end in ((0, 3), (3, STEPS)):
         torch.manual_seed(1)
         model = make()
         with tiermem.offload(model, config(tmp_path, update), coalesce=0, resume=begin > 0) as runtime:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles_combinations import half_of
+from doubles_combinations import half_of, in_turn, some_of
 from doubles_commit import Training, make_config, undisturbed
 
 import swap
@@ -175,7 +175,7 @@ def check_resumes(directory: Path, losses: list[float], **settings: Any) -> None
     training.close()
 
 
-@pytest.mark.parametrize(("phase", "fault"), half_of(READING + WRITING, ["short", errno.EINTR, errno.EAGAIN]))
+@pytest.mark.parametrize(("phase", "fault"), in_turn(READING + WRITING, ["short", errno.EINTR, errno.EAGAIN]))
 def test_what_a_drive_may_do_changes_no_number(
     tmp_path: Path, drive: Drive, losses: list[float], phase: Any, fault: str | int
 ) -> None:
@@ -188,8 +188,7 @@ def test_what_a_drive_may_do_changes_no_number(
 
 @pytest.mark.parametrize(
     ("phase", "code"),
-    [(phase, errno.EIO) for phase in READING + WRITING]
-    + [(phase, code) for phase in WRITING for code in (errno.ENOSPC, errno.EDQUOT)],
+    [(phase, errno.EIO) for phase in READING + WRITING] + in_turn(WRITING, [errno.ENOSPC, errno.EDQUOT]),
 )
 def test_an_error_reaches_the_caller_and_the_commit_holds(
     tmp_path: Path, drive: Drive, losses: list[float], phase: Any, code: int
@@ -247,8 +246,7 @@ def test_a_drive_that_is_silent_in_a_commit(tmp_path: Path, drive: Drive, losses
     check_resumes(tmp_path / "run", losses)
 
 
-@pytest.mark.parametrize("call", ["rename", "unlink"])
-@pytest.mark.parametrize("fault", [errno.EIO, "late"])
+@pytest.mark.parametrize(("call", "fault"), half_of(["rename", "unlink"], [errno.EIO, "late"]))
 def test_after_a_commit_in_doubt_training_goes_on_and_commits(
     tmp_path: Path, drive: Drive, losses: list[float], call: str, fault: str | int
 ) -> None:
@@ -327,7 +325,7 @@ def test_while_a_run_is_resumed(
     check_resumes(tmp_path / "run", losses)
 
 
-@pytest.mark.parametrize("fault", ["short", errno.EINTR, errno.EAGAIN])
+@pytest.mark.parametrize("fault", some_of(["short", errno.EINTR], [errno.EAGAIN]))
 def test_what_a_drive_may_do_while_a_run_is_resumed(
     tmp_path: Path, drive: Drive, losses: list[float], fault: str | int
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doubles_combinations import half_of, part_of, some_of
+from doubles_combinations import half_of, in_turn, part_of, some_of
 from doubles_models import CheckpointingBlock, Stack, mlp
 from doubles_training import Script, Trainee, check, config_for, offloaded, plain
 from torch import nn
@@ -529,8 +529,7 @@ def in_several_batches(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("budget", ["tight", "generous"])
-@pytest.mark.parametrize("update", ["auto", "forward", "backward"])
+@pytest.mark.parametrize(("update", "budget"), in_turn(["auto", "forward", "backward"], ["tight", "generous"]))
 def test_gradients_that_are_views_of_what_goes_upstream(update, budget, tmp_path):
     script = without_gradients(in_several_batches) if update == "backward" else in_several_batches  # it uses them up
     compare(lambda: nn.Sequential(*(Placed() for _ in range(3))), script, tmp_path, update, budget)
@@ -576,8 +575,9 @@ def in_two_backwards_by_inputs(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("update", ["auto", "backward"])
-@pytest.mark.parametrize("script", [with_a_graph_still_alive, in_two_backwards_by_inputs])
+@pytest.mark.parametrize(
+    ("update", "script"), half_of(["auto", "backward"], [with_a_graph_still_alive, in_two_backwards_by_inputs])
+)
 def test_units_announced_late_find_room_in_the_least_budget(script, update, tmp_path):
     compare(deep, script, tmp_path, update, "least")
 

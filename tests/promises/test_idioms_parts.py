@@ -204,8 +204,7 @@ class Chain(nn.Module):
         return x.square().mean() + sum(layer.extra for layer in self.layers)
 
 
-@pytest.mark.parametrize("aside", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("aside", "reentrant"), half_of([False, True], [False, True]))
 def test_layers_that_compute_again_and_return_objects_of_their_own(reentrant, aside, tmp_path):
     def loss(model: nn.Module, _: int) -> torch.Tensor:
         return model(torch.randn(3, WIDTH, requires_grad=True))
@@ -349,8 +348,7 @@ def chain_of_clipping_layers() -> nn.Module:
     return nn.Sequential(*(ThroughData(WIDTH, WIDTH) for _ in range(3)))
 
 
-@pytest.mark.parametrize("budget", ["least", "generous"])
-@pytest.mark.parametrize("make", [chain_of_clipping_layers, IntoASibling])
+@pytest.mark.parametrize(("budget", "make"), half_of(["least", "generous"], [chain_of_clipping_layers, IntoASibling]))
 def test_weights_clipped_through_data_in_forward_are_an_error(make, budget, tmp_path):
     """What is written into a frame that is lent for reading is lost, sooner or later: never in silence."""
     script = loop(lambda model, _: model(torch.randn(3, WIDTH)).square().mean())
@@ -496,8 +494,7 @@ def test_weights_are_no_inference_tensors_in_inference_mode(tmp_path: Path) -> N
     assert not any(seen)
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("update", "deferred"), half_of(["backward", "step"], [False, True]))
 def test_offloaded_and_given_back_in_inference_mode_a_model_can_be_trained(deferred, update, tmp_path):
     def make() -> nn.Module:
         with tiermem.deferred_init() if deferred else contextlib.nullcontext():

@@ -23,7 +23,7 @@ import tiermem
 
 pytest.importorskip("transformers")
 
-STEPS = number_of(24, 50)
+STEPS = number_of(14, 50)
 
 
 def text() -> torch.Tensor:
@@ -91,11 +91,11 @@ def train(model, step, dtype, steps) -> list[float]:
 def test_the_same_loss_curve_and_masters(param_dtype, update, budget, steps, tmp_path):
     dtype = getattr(torch, param_dtype)
     model = llama(dtype)
-    plain = PlainLowPrecision(model, dtype, lr=3e-3)
+    plain = PlainLowPrecision(model, dtype, lr=1e-2)
     expected = train(plain.model, plain.step, dtype, steps)
     nbytes = budget_for(model, tmp_path, budget, param_dtype=param_dtype)
     with tiermem.offload(model, config_for(tmp_path, nbytes, update, param_dtype=param_dtype)) as runtime:
-        optimizer = tiermem.AdamW(model.parameters(), lr=3e-3)
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         found = train(model, optimizer.step, dtype, steps)
         assert found == expected
         if steps == STEPS:

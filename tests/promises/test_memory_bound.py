@@ -81,7 +81,8 @@ GROWTH = """
     torch.set_num_threads(1)
     process = psutil.Process()
     width, budget = (256, "1MiB") if sys.argv[4] != "commits" else (64, "128KiB")
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))  # more than the budget holds
+    depth = 2 if width == 256 else 3  # more than the budget holds
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
     config = tiermem.Config(
         host_memory=budget, swap_dirs=[sys.argv[1]], device="cpu", param_dtype="float32", update=sys.argv[2]
     )
@@ -99,13 +100,13 @@ GROWTH = """
         found = ask()
         return found.uordblks + found.hblkhd
 
-    def fewest(count):
+    def fewest(*counts):
         # The thread of a commit that has been waited for takes a moment to end, and to let go of its files.
         found = []
         for _ in range(25):
-            found.append(count())
+            found.append([count() for count in counts])
             time.sleep(0.02)
-        return min(found)
+        return map(min, zip(*found))
 
     with tiermem.offload(model, config) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
@@ -125,7 +126,7 @@ GROWTH = """
                     pager._loop.call(pager._core.residency.reclassify)
                     gc.collect()
                     blocks.append(sys.getallocatedblocks())
-            threads, descriptors = fewest(process.num_threads), fewest(process.num_fds)
+            threads, descriptors = fewest(process.num_threads, process.num_fds)
             gc.collect()  # now that this thread has let go of what it held, too
             return process.memory_info().rss, heap(), threads, descriptors
 

@@ -101,7 +101,9 @@ def test_states_of_many_times_the_memory_limit_train_in_it(
 
 
 _LONG = """
-import contextlib, resource, sys, torch, tiermem
+import contextlib, gc, resource, sys
+gc.disable()  # until all is imported: looking through that for garbage would take a second
+import torch, tiermem
 from torch import nn
 
 lengths, directory, threshold = sys.argv[1].split(), sys.argv[2], "256KiB"
@@ -126,6 +128,8 @@ if directory:
     config = tiermem.Config(host_memory="32MiB", swap_dirs=[directory], param_dtype="float32", device="cpu")
     runtime = tiermem.offload(model, config)
 optimizer = (torch.optim.AdamW if runtime is None else tiermem.AdamW)(model.parameters(), lr=1e-3)
+gc.freeze()
+gc.enable()
 for length in lengths:
     x, target = torch.randn(2, 1, int(length), 96)
     for _ in range(2):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_combinations import each_of
+from doubles_combinations import each_of, half_of
 from doubles_models import Stack
 from doubles_scenarios import SCENARIOS, loop, tokens_batch
 from doubles_training import MIB, UPDATES, Outcome, Trainee, check, config_for, offloaded, plain
@@ -85,8 +85,7 @@ def test_same_numbers(name, update, budgets, tmp_path):
         assert found.statistics.total.edge(edge).nbytes > 0
 
 
-@pytest.mark.parametrize("direction", SLOW)
-@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize(("direction", "update"), half_of(SLOW, ["forward", "backward"]))
 def test_slow_copies_change_no_numbers(update, direction, tmp_path):
     name = "stack, tied embedding"
     found = train(name, tmp_path, update, host="least", device="least", link=SLOW[direction])
@@ -130,8 +129,7 @@ def house_on(device: SimulatedDevice, model: torch.nn.Module, config: tiermem.Co
     return Runtime(build(draw(model, config, None), config, Beginning(), find_company(config), device=device))
 
 
-@pytest.mark.parametrize("up", [True, False])
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("up", "update"), half_of([True, False], ["step", "backward"]))
 def test_a_lost_copy_is_an_error_in_the_caller_and_closing_works(update, up, tmp_path):
     model = Stack()
     config = config_for(tmp_path, 64 * MIB, update, device="simulated", device_memory=64 * MIB)
@@ -277,8 +275,7 @@ def test_commit_and_resume_with_a_device(update, tmp_path):
             assert torch.equal(runtime.parameter(parameter), values)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("dtype", "update"), half_of(["bfloat16", "float16"], ["step", "backward"]))
 def test_half_precision_has_the_bits_of_two_tiers(update, dtype, tmp_path):
     masters = []
     for settings in ({}, {"device": "simulated", "device_memory": 64 * MIB}):

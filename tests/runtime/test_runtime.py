@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_combinations import half_of, in_turn
 from doubles_models import Block, Stack, small_llama
 from doubles_scenarios import Wide, loop, tokens_batch, wide_batch
 from doubles_training import MIB, PlainAdamW, check, config_for, least_budget, offloaded, plain, same, within_budgets
@@ -229,8 +230,9 @@ def test_what_is_lent_for_reading_is_not_lent_for_writing(tmp_path):
                 pass
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
-@UPDATES
+@pytest.mark.parametrize(
+    ("param_dtype", "update"), in_turn(["float32", "bfloat16", "float16"], ["step", "forward", "backward"])
+)
 def test_written_values_become_the_weights_and_moments_stay(update, param_dtype, tmp_path):
     """float32: equal to plain PyTorch that does the same write. 16 bits: equal to masters that do."""
     both = Both(Wide, tmp_path, update, param_dtype=param_dtype)
@@ -583,8 +585,7 @@ class Gan(nn.Module):
         return self.layers[2](self.layers[1](x))
 
 
-@pytest.mark.parametrize("budget", ["generous", "tight"])
-@pytest.mark.parametrize("update", ["step", "forward"])
+@pytest.mark.parametrize(("budget", "update"), half_of(["generous", "tight"], ["step", "forward"]))
 def test_alternating_optimizers(update, budget, tmp_path):
     """As adversarial training does: the generator's loss brings gradients for the critic, which are dropped."""
 
@@ -645,8 +646,7 @@ def build(make, how):
         return make()
 
 
-@pytest.mark.parametrize("how", ["deferred", "meta"])
-@pytest.mark.parametrize("make", [tiny_llama, tiny_plain], ids=["hugging face", "reset_parameters"])
+@pytest.mark.parametrize(("how", "make"), half_of(["deferred", "meta"], [tiny_llama, tiny_plain]))
 def test_a_model_without_storage_is_initialised(make, how, tmp_path):
     found = []
     for seed in (0, 0, 1):

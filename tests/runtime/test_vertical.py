@@ -28,8 +28,8 @@ from tiermem.zero3.norms import team_loops
 from tiermem.zero3.waiting import Waiting
 
 UPDATES = ("step", "forward", "backward")
-COUNTS = (3, 4, 4, 2)
-FEWER = (4, 4, 4, 2)  # where units are updated early, more than in the step before are refused
+COUNTS = (2, 3, 3, 1)
+FEWER = (3, 3, 3, 1)  # where units are updated early, more than in the step before are refused
 
 
 def seeds_of(count: int) -> list[int]:
@@ -165,7 +165,7 @@ def test_bfloat16_gradients_taken_two_at_a_time_have_the_bits_of_accumulation(pa
         config = config_for(tmp_path / name, "1MiB", update, param_dtype="bfloat16")
         sides.append((model, tiermem.offload(model, config)))
     optimizers = [tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5) for model, _ in sides]
-    for number, count in enumerate((5, 4, 4, 3, 8, 2, 1)):
+    for number, count in enumerate((3, 4, 4, 3, 5, 1)):
         torch.manual_seed(number)
         given = [torch.randn(8, 48).to(torch.bfloat16) for _ in range(count)]
         (ours, runtime), (theirs, plain) = sides
@@ -299,14 +299,14 @@ def test_parameters_cross_the_wire_once_per_pass(tmp_path, monkeypatch):
     with counted.runtime:
         for _ in range(2):
             counted.vertical(1)
-        one, eight = counted.vertical(1), counted.vertical(8)
-        assert one[1] == eight[1]
+        one, four = counted.vertical(1), counted.vertical(4)
+        assert one[1] == four[1]
         assert one[0] > 4  # some units' parameters do not stay
-        assert eight[0] <= 1.2 * one[0]
+        assert four[0] <= 1.2 * one[0]
         for _ in range(2):
-            many = counted.accumulated(8)
-        assert many[1] >= 7 * one[1]
-        assert many[0] >= 5 * one[0]
+            many = counted.accumulated(4)
+        assert many[1] >= 3.5 * one[1]
+        assert many[0] >= 2.5 * one[0]
 
 
 def test_the_next_parameters_come_before_the_tiles_of_an_update_that_is_far_off(tmp_path, monkeypatch):
