@@ -137,7 +137,7 @@ def test_from_the_second_step_on_backward_finds_what_was_read_ahead(chain: Chain
     with offload("reentrant", tmp_path, **chain, budget=MIB) as runtime:
         optimizer = tiermem.AdamW(runtime.model.parameters())
         misses = []
-        for _ in range(6):
+        for _ in range(4):
             x = torch.randn(12 * ROWS, WIDTH, requires_grad=True)
             with runtime.offload_activations(THRESHOLD):
                 loss = runtime.model(x).square().mean()

@@ -128,6 +128,7 @@ if directory:
     config = tiermem.Config(host_memory="32MiB", swap_dirs=[directory], param_dtype="float32", device="cpu")
     runtime = tiermem.offload(model, config)
 optimizer = (torch.optim.AdamW if runtime is None else tiermem.AdamW)(model.parameters(), lr=1e-3)
+gc.collect()
 gc.freeze()
 gc.enable()
 for length in lengths:

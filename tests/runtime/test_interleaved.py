@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -288,7 +287,7 @@ def test_freed_memory_is_kept_unless_that_was_decided_otherwise(decided, environ
     # Of these variables those of the case only, whatever the machine has.
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     done = subprocess.run(
-        [sys.executable, "-c", HEAP, str(tmp_path), decided],
+        [warm_python.path, "-c", HEAP, str(tmp_path), decided],
         env={**plain, **environment},
         capture_output=True,
         text=True,

@@ -108,10 +108,10 @@ def test_committing_every_step_reads_nothing_again(tmp_path: Path, read_again: l
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
-def test_every_seventh_step_is_learnt_from_the_first_commit(tmp_path: Path, read_again: list[int], update: str) -> None:
+def test_every_fifth_step_is_learnt_from_the_first_commit(tmp_path: Path, read_again: list[int], update: str) -> None:
     training = Training(make_config(tmp_path, update=update))
     for _ in range(3):
-        for _ in range(7):
+        for _ in range(5):
             training.step()
         training.commit().wait()
     training.close()

@@ -11,8 +11,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -39,8 +37,6 @@ from tiermem.memory.arena import LiveFrames
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.placeholder import is_placeholder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Both:
@@ -724,11 +720,9 @@ MATERIALIZE = """
     """
 
 
-def test_materialize_holds_no_more_than_a_unit_beyond_the_budget(tmp_path):
+def test_materialize_holds_no_more_than_a_unit_beyond_the_budget(warm_python, tmp_path):
     """105 MB of parameters through 16 MiB; a unit has 4 MiB; the rest is for what Python and the allocator add."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", textwrap.dedent(MATERIALIZE), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = warm_python.run("-c", textwrap.dedent(MATERIALIZE), str(tmp_path))
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout)
     assert 8 * MIB < grown < (16 + 3 * 4 + 8) * MIB, f"{grown / MIB:.1f} MiB"
