@@ -25,14 +25,6 @@ if "TIERMEM_GPU_SUITE" not in os.environ:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# What is imported stays: nothing to look for until all of it is there.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long ones, so that no worker is left with one while the others have nothing to do."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
