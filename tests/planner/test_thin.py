@@ -142,10 +142,15 @@ def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share:
 
 
 def test_few_batches_are_simulated_as_they_are() -> None:
-    exact = design(workload([1_000_000] * 5, batches=64), 0.3, "forward")
-    quick, stood_in = simulate_quickly(exact)
-    assert not stood_in
-    assert quick == simulate(exact)
+    exact, one = design(workload([1_000_000] * 5, batches=64), 0.3, "forward"), []
+
+    def noted(asked: Design, *, with_plan: bool = False) -> Simulation:
+        assert asked == exact
+        one.append(simulate(with_batches(exact, 1), with_plan=with_plan))
+        return one[-1]
+
+    assert simulate_quickly(exact, simulated=noted) == (one[0], False)
+    assert len(one) == 1
 
 
 def test_what_fits_moves_nothing_in_short_either() -> None:
