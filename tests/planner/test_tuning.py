@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_passed_over() -> None:
 
 
 def test_a_drive_throttled_to_a_fifth_asks_for_another_depth() -> None:
-    work = transformer(3_000_000, batch=2, seq=64)
+    work = transformer(2_000_000, batch=2, seq=64)
     host = Host(flops={"bfloat16": 1e12}, update_rate={"bfloat16": 1e9})
 
     def machine(share: float) -> Machine:
