@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +101,10 @@ def _main(listener: socket.socket) -> None:
     for name in ("tiermem.cli.train", "torch._dynamo", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     compiled_loops()
+    # An end would take torch's operators apart one by one, half of the processor time of a process that does nothing.
+    for finalizer, known in weakref.finalize._registry.items():  # type: ignore[attr-defined]
+        if getattr(known.func, "__module__", "") == "torch.library":
+            finalizer.atexit = False
     gc.freeze()
     gc.enable()
     deadline = time.monotonic() + 20
