@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -101,6 +102,8 @@ def _main(listener: socket.socket) -> None:
     for name in ("tiermem.cli.train", "torch._dynamo", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     compiled_loops()
+    with contextlib.redirect_stderr(io.StringIO()):
+        main.run(["snapshot", "list", os.devnull])  # typer imports what it needs with the first command
     # An end would take torch's operators apart one by one, half of the processor time of a process that does nothing.
     for finalizer, known in weakref.finalize._registry.items():  # type: ignore[attr-defined]
         if getattr(known.func, "__module__", "") == "torch.library":
@@ -186,7 +189,8 @@ def _carry_out(arguments: list[str]) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:  # noqa: BLE001 - told, as Python tells it
+    except BaseException as error:  # noqa: BLE001 - told and left behind, as Python does
+        sys.last_value = error
         traceback.print_exc()
         return 1
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from doubles_combinations import part_of
 from doubles_rank_idioms import told
-from doubles_rank_scenarios import Odd, config_for, llama, loss_of, part, tokens
+from doubles_rank_scenarios import Odd, config_for, llama, loss_of, parameters_of, part, tokens
 from safetensors.torch import save_model
 from torch import nn
 
@@ -196,7 +196,7 @@ def _other_verbs(stage: int, update: str, verbs: Callable[[tiermem.AdamW, bool],
                 loss_of(model, part(tokens(step), rank, size)).backward()
                 verbs(optimizer, rank == 1 and step == 1)
                 optimizer.zero_grad()
-            return {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+            return parameters_of(runtime)
 
     return scenario
 

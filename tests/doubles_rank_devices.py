@@ -120,7 +120,7 @@ def early(update: str, *, for_good: bool = False, full: int | None = None, **set
                 optimizer.zero_grad()
                 norm = None if optimizer.grad_norm is None else float(optimizer.grad_norm)
                 noted.append((float(loss.detach()), optimizer.skipped, str(norm)))
-            masters = [runtime.master(parameter) for parameter in model.parameters()]
+            masters = list(scenarios.masters_of(runtime, scenarios.parameters_of(runtime)).values())
             total = runtime.statistics().total
         counts = (total.speculated, total.confirmed, total.redone)
         return {"noted": noted, "masters": masters, "counts": counts, "spent": spent}

@@ -15,7 +15,9 @@ from doubles_rank_scenarios import (
     committing,
     config_for,
     loss_of,
+    masters_of,
     one_dies,
+    parameters_of,
     part,
     routed_tokens,
     tokens,
@@ -47,13 +49,11 @@ def run(name: str, make: Callable[[], torch.nn.Module], **how: Any) -> Scenario:
 
 
 def hybrid_committing(directory: Path, rank: int, size: int) -> Any:
-    """Two steps, closed, one more from the commit; and all three without a break. Updated under backward, clipped."""
-    directory.mkdir(exist_ok=True)
-    how: dict[str, Any] = {"mesh": pairs(), "update": "backward"}
-    first, second = (committing(directory / "broken", rank, size, until=until, **how) for until in (2, 3))
-    wrong = told(lambda: committing(directory / "broken", rank, size, until=5))
-    whole = committing(directory / "whole", rank, size, until=3, **how)
-    return {"parts": (first, second), "whole": whole, "wrong": wrong}
+    """Three steps, of which two are kept, and the third again from the commit. Updated under backward, clipped."""
+    how: dict[str, Any] = {"mesh": pairs(), "update": "backward", "until": 3}
+    whole, again = (committing(directory, rank, size, last=last, **how) for last in (2, 3))
+    wrong = told(lambda: committing(directory, rank, size, until=5))
+    return {"whole": whole, "again": again, "wrong": wrong}
 
 
 def hybrid_copied(directory: Path, rank: int, size: int) -> Any:
@@ -76,10 +76,10 @@ def hybrid_copied(directory: Path, rank: int, size: int) -> Any:
                 optimizer.zero_grad()
                 runtime.snapshot(folder / "copy").wait()
                 runtime.save_pretrained(folder / "model")
-                at_first = {key: runtime.parameter(value) for key, value in model.named_parameters()}
+                at_first = parameters_of(runtime)
             loss_of(model, part(tokens(1), rank, size)).backward()
             optimizer.step()
-            found[name] = [runtime.master(parameter) for parameter in model.parameters()]
+            found[name] = list(masters_of(runtime, parameters_of(runtime)).values())
     files = sorted(path.name for path in (folder / "copy").iterdir())
     saved = {key: value for file in (folder / "model").glob("*.safetensors") for key, value in load_file(file).items()}
     return {"masters": found, "files": files, "saved": saved, "weights": at_first}

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doubles_rank_scenarios import CLIP, WORDS, Experts, Odd, config_for, llama, loss_of, part, tokens, trained
+from doubles_rank_scenarios import (
+    CLIP,
+    WORDS,
+    Experts,
+    Odd,
+    config_for,
+    llama,
+    loss_of,
+    parameters_of,
+    part,
+    tokens,
+    trained,
+)
 from torch import nn
 
 import tiermem
@@ -25,10 +37,6 @@ def told(action: Callable[[], Any]) -> str:
     except Exception as error:  # noqa: BLE001 - told apart by the test
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def parameters_of(runtime: tiermem.Runtime) -> dict[str, torch.Tensor]:
-    return {name: runtime.parameter(parameter) for name, parameter in runtime.model.named_parameters()}
 
 
 # Saving

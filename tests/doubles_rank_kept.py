@@ -46,12 +46,13 @@ def reshard(directory: Path, rank: int, size: int) -> Any:
             scenarios.train(model, optimizer, rank=rank, size=size, steps=2)
             runtime.commit().wait()
             runtime.snapshot(folder / "kept copy").wait()
-        masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
-        dtypes = {name: runtime.parameter(parameter).dtype for name, parameter in model.named_parameters()}
+        weights = scenarios.parameters_of(runtime)
+        masters = scenarios.masters_of(runtime, weights)
+        dtypes = {name: values.dtype for name, values in weights.items()}
     if size == 2:
         with tiermem.offload(scenarios.Odd(), config, resume=True, **NORMS) as runtime:
-            for name, parameter in runtime.model.named_parameters():
-                assert torch.equal(runtime.master(parameter), masters[name]), name
+            resumed = scenarios.masters_of(runtime, scenarios.parameters_of(runtime))
+            assert all(torch.equal(resumed[name], masters[name]) for name in masters)
     return {"masters": masters, "dtypes": dtypes}
 
 

@@ -180,8 +180,8 @@ def trained(
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         losses = train(model, optimizer, rank=rank, size=size, together=runtime if together else None, **how)
         cut = runtime._house.cutting.why_not is None
-        weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
-        masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
+        weights = parameters_of(runtime)
+        masters = masters_of(runtime, weights)
         statistics = runtime.statistics()
         crossed = crossings(runtime)
         events = runtime._house.storage.timeline.events()
@@ -198,6 +198,26 @@ def trained(
         "waited": (statistics.total.rank_seconds, statistics.total.stall_seconds),
         "tiers": {tier.name: (tier.budget, tier.reserved, tier.high_water) for tier in statistics.tiers},
         "left": [path.name for path in directory.glob(f"rank_{rank:05d}*")],
+    }
+
+
+def parameters_of(runtime: tiermem.Runtime) -> dict[str, torch.Tensor]:
+    """All parameters, after all updates: those of a unit together, which `runtime.parameter` would gather for each."""
+    units: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in runtime.model.named_parameters():
+        units.setdefault(runtime._places.find(parameter)[0], {})[name] = parameter
+    found = {}
+    for unit in units.values():
+        with runtime.gathered(unit.values()):
+            found |= {name: parameter.detach().clone() for name, parameter in unit.items()}
+    return found
+
+
+def masters_of(runtime: tiermem.Runtime, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All masters; of frozen ones the values, from `weights`, which are all parameters."""
+    return {
+        name: runtime.master(parameter) if parameter.requires_grad else weights[name].float()
+        for name, parameter in runtime.model.named_parameters()
     }
 
 
@@ -411,9 +431,20 @@ def one_dies(directory: Path, rank: int, size: int, mesh: Any = None) -> Any:
 
 
 def committing(
-    directory: Path, rank: int, size: int, *, dies: Any = None, until: int = COMMITS, mesh: Any = None, **settings: Any
+    directory: Path,
+    rank: int,
+    size: int,
+    *,
+    dies: Any = None,
+    until: int = COMMITS,
+    last: int = COMMITS,
+    mesh: Any = None,
+    **settings: Any,
 ) -> Any:
-    """Train with a commit after every step, going on from what is there; `dies(step)` is told before each commit."""
+    """Train with a commit after every step up to the `last`, going on from what is there.
+
+    `dies(step)` is told before each commit.
+    """
     torch.manual_seed(1)
     model = Odd()
     with tiermem.offload(model, config_for(directory, **settings), resume="auto", mesh=mesh) as runtime:
@@ -428,8 +459,9 @@ def committing(
             losses.append(float(loss.detach()))
             if dies is not None:
                 dies(step + 1)
-            runtime.commit({"step": step + 1}).wait()
-        weights = {name: runtime.parameter(parameter) for name, parameter in model.named_parameters()}
+            if step < last:
+                runtime.commit({"step": step + 1}).wait()
+        weights = parameters_of(runtime)
     return {"begun": begun, "losses": losses, "weights": weights}
 
 
@@ -561,7 +593,7 @@ def copied(directory: Path, rank: int, size: int) -> Any:
                 optimizer.zero_grad()
         runtime.commit({"size": size})
         runtime.snapshot(folder / f"copy{size}", {"size": size}).wait()
-        masters = {name: runtime.master(parameter) for name, parameter in model.named_parameters()}
+        masters = masters_of(runtime, parameters_of(runtime))
         loss_of(model, part(tokens(5), rank, size)).backward()
         optimizer.step()
         runtime.settle()

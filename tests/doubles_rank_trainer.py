@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from doubles_rank_idioms import told
+from doubles_rank_scenarios import parameters_of
 from doubles_ranks import STALL
 from doubles_trainer import Trained, arguments, data, llama, plain, trained
 from torch import nn
@@ -123,8 +124,7 @@ def paged(
         given = {"train_dataset": data(), "eval_dataset": data(11)} | (named or {})
         trainer = kind(args=args, runtime=runtime, **given)
         script(trainer)
-        names = runtime.model.named_parameters()
-        return trained(trainer, {name: runtime.parameter(parameter) for name, parameter in names})
+        return trained(trainer, parameters_of(runtime))
 
 
 def plainly(directory: Path, kind: type[Given], found: Trained, *, named: Any = None, **settings: Any) -> Trained:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -168,8 +167,10 @@ runtime.close()
 def test_an_error_that_nobody_catches_is_told_where_nobody_closes(warm_python: WarmPython, tmp_path: Path) -> None:
     """As in a script without `with`: what the others are told is told as the interpreter ends."""
     programs = [
-        subprocess.Popen([python, "-c", SCRIPT, str(tmp_path), str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for rank, python in enumerate((warm_python.path, sys.executable))
+        subprocess.Popen(
+            [warm_python.path, "-c", SCRIPT, str(tmp_path), str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
     ]
     try:
         first, second = (program.communicate(timeout=250)[1] for program in programs)
