@@ -31,7 +31,7 @@ from tiermem.zero3.exchange import RankGradients
 
 Scenario = Callable[[Path, int, int], Any]
 STEPS = 2
-KEPT = 128  # the width of the model whose bytes are counted
+KEPT, DEPTH = 128, 6  # width and depth of the model whose bytes are counted
 
 
 def pairs() -> DeviceMesh:
@@ -87,7 +87,7 @@ def hybrid_copied(directory: Path, rank: int, size: int) -> Any:
 
 def hybrid_kept(directory: Path, rank: int, size: int) -> Any:
     """Bytes in memory and on disk of a rank with room for everything."""
-    return kept_of(directory, rank, size, width=KEPT, mesh=pairs())
+    return kept_of(directory, rank, size, width=KEPT, depth=DEPTH, mesh=pairs())
 
 
 def hybrid_differs(directory: Path, rank: int, size: int) -> Any:

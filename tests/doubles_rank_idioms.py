@@ -360,15 +360,15 @@ WIDTH, DEPTH = 512, 12
 
 def kept(directory: Path, rank: int, size: int) -> Any:
     # What is imported on first use, on every rank, is not counted.
-    kept_of(directory / "small", rank, size, width=64)
+    kept_of(directory / "small", rank, size, width=64, depth=2)
     return kept_of(directory / "large", rank, size, width=WIDTH)
 
 
-def kept_of(directory: Path, rank: int, size: int, *, width: int, mesh: Any = None) -> Any:
+def kept_of(directory: Path, rank: int, size: int, *, width: int, depth: int = DEPTH, mesh: Any = None) -> Any:
     """Bytes in memory and on disk of a rank with room for everything; the model is built without storage."""
     directory.mkdir(parents=True, exist_ok=True)
     with tiermem.deferred_init():
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     before, most = memory(), 0
     with tiermem.offload(model, config_for(directory, host_memory="256MiB"), coalesce=0, mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)

@@ -13,8 +13,7 @@ import torch
 from doubles_combinations import some_of
 from doubles_python import WarmPython
 from doubles_rank_checks import check, plain
-from doubles_rank_hybrid import KEPT, STEPS
-from doubles_rank_idioms import DEPTH
+from doubles_rank_hybrid import DEPTH, KEPT, STEPS
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
