@@ -48,6 +48,7 @@ def interrupt(place: str) -> None:
 def interrupted(function: Callable[[], object], number: int, modules: tuple[str, ...] = MODULES) -> bool:
     """Call the function, with an interrupt at the place of this number; False if it ends before that."""
     signals = Signals(number, interrupt, modules)
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks as tracing begins whether any frame wants them
     try:
         sys.settrace(signals)
         function()
