@@ -212,3 +212,26 @@ def test_adapters_put_on_a_model_that_is_offloaded_are_ordinary_parameters(build
     expected = run(lambda _: LlamaForCausalLM.from_pretrained(tmp_path / "base").train())
     for one, other in zip(found, expected, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_adapters_put_on_an_offloaded_model_are_saved_and_merged_while_it_is_gathered(tmp_path: Path) -> None:
+    """Adapters are among the model's parameters then, and nobody's pages."""
+    torch.manual_seed(1)
+    base = llama()
+    plainly = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    for parameter in of_adapters(plainly):
+        nn.init.normal_(parameter, std=0.1)
+    tokens = torch.randint(0, VOCABULARY, (2, 8))
+    with tiermem.offload(base, config_for(tmp_path, "4MiB", "forward")) as runtime, torch.no_grad():
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+        for parameter, values in zip(of_adapters(model), of_adapters(plainly), strict=True):
+            parameter.copy_(values)
+        with runtime.gathered(model):
+            model.save_pretrained(tmp_path / "saved")
+        with runtime.gathered(base, write=True):
+            merged = model.merge_and_unload()
+        found = merged(tokens).logits
+        with pytest.raises(tiermem.ConfigError, match="does not belong"), runtime.gathered(plainly):
+            pass
+    saved = peft.PeftModel.from_pretrained(plainly.unload(), tmp_path / "saved").eval()
+    assert torch.equal(found, saved.merge_and_unload()(tokens).logits)

@@ -18,7 +18,7 @@ from torch import nn
 
 from tiermem.checkpoint.pretrained import MAX_SHARD, ModelSource, model_files, save_pretrained
 from tiermem.config import Config
-from tiermem.errors import ConfigError, ResumeError, TiermemError
+from tiermem.errors import ResumeError, TiermemError
 from tiermem.interrupts import empty_all_frames, refuse_amid
 from tiermem.memory.sizes import parse_bytes
 from tiermem.overlap import OverlapReport, explain_stalls
@@ -226,16 +226,14 @@ class Runtime(Closing):
         """Real storage for a while, for all units that hold the parameters of `what`; with `write` changes are kept.
 
         Values of trainable parameters written here become their masters; moments stay as they are. Collective: every
-        rank writes the same values, and each keeps those of its shard. Raises ConfigError for what is not of the model,
-        CapacityError where these units do not fit into memory together; with `write` TiermemError between backward and
-        step where update="backward" has used gradients up. Graphs that kept what is written here are stale.
+        rank writes the same values, and each keeps those of its shard. What was put into a module after `offload` stays
+        as it is. Graphs that kept what is written here are stale.
+
+        Raises ConfigError for what is not of the model, CapacityError where these units do not fit into memory
+        together; with `write` TiermemError between backward and step where update="backward" has used gradients up.
         """
         house = self._open()
-        parameters = list(what.parameters()) if isinstance(what, nn.Module) else what
-        wanted = [parameters] if isinstance(parameters, nn.Parameter) else parameters
-        if not isinstance(wanted, Iterable):
-            raise ConfigError(f"gathered expects a module, a parameter or several, found {type(what).__name__}")
-        units = list(dict.fromkeys(self._places.find(parameter)[0] for parameter in wanted))
+        units = self._places.units_of(what)
         house.scheduler.let_go_between()
         for unit in units:
             house.coordinator.unit_needed(unit)

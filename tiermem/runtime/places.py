@@ -7,11 +7,13 @@ values or files. Guarantees that a parameter of another model is refused, and so
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
 
 from tiermem.errors import ConfigError
+from tiermem.registry import registry
 from tiermem.runtime.house import House
 from tiermem.zero3.layout import Slot
 
@@ -31,6 +33,21 @@ class Places:
         if number is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
         return self._slot_of[number]
+
+    def units_of(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[int]:
+        """The units of a parameter, of several, or of a module, whatever else was put into that after `offload`.
+
+        Raises ConfigError for a parameter of another model, a module without any of this one, and other things.
+        """
+        if isinstance(what, nn.Module):
+            parameters: Iterable[nn.Parameter] = list(what.parameters())
+            paged = [each for each in parameters if id(each) in self._number_of or registry.find(each) is not None]
+            parameters = paged or parameters
+        else:
+            parameters = [what] if isinstance(what, nn.Parameter) else what
+        if not isinstance(parameters, Iterable):
+            raise ConfigError(f"gathered expects a module, a parameter or several, found {type(what).__name__}")
+        return list(dict.fromkeys(self.find(parameter)[0] for parameter in parameters))
 
 
 def require_path(verb: str, path: object) -> Path:
