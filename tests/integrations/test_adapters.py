@@ -77,6 +77,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"parameter model.embed_tokens.weight is offloaded and to be trained"):
             AdapterTrainer(runtime.model, args, runtime=runtime)
         model = lora(runtime.model)
+        weight = next(each for each in model.parameters() if each.requires_grad)
+        kept = weight.detach().clone()
+        nn.init.constant_(weight, torch.nan)
+        with pytest.raises(ConfigError, match=r"finite values in .*lora_A.*, found NaN.*runtime\.gathered"):
+            AdapterTrainer(model, args, runtime=runtime)
+        weight.data.copy_(kept)
         with pytest.raises(ConfigError, match="AdapterTrainer"):
             Trainer(model, args, runtime=runtime)
         with pytest.raises(ConfigError, match="fp16=True"):

@@ -48,6 +48,12 @@ class Engine(TrainingArguments):
         setattr(self, engine, {"some": "configuration"})
 
 
+class OfTrl(TrainingArguments):
+    """trl's DPOConfig and GRPOConfig have it; its callback reads parameters between steps."""
+
+    sync_ref_model = True
+
+
 ARGUMENTS = {
     "fp16": (TrainingArguments, {"fp16": True}, "fp16=True.*bf16=True"),
     "bf16_full_eval": (TrainingArguments, {"bf16_full_eval": True}, "keeps its dtype"),
@@ -61,6 +67,7 @@ ARGUMENTS = {
         "found world_size=2, where 1 processes have joined.*start them by torchrun",
     ),
     "several GPUs": (SeveralGpus, {}, "found 2 GPUs in one process"),
+    "trl's sync_ref_model": (OfTrl, {}, "sync_ref_model=True.*read as NaN"),
     "another device": (Elsewhere, {}, "found device meta, and a runtime that computes on cpu"),
     "deepspeed": (Engine, {"engine": "deepspeed"}, "found deepspeed=.*nobody else can divide it"),
     "fsdp": (Engine, {"engine": "fsdp"}, "found fsdp="),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from doubles_trainer import Trained, check, paged, plain
+from doubles_trainer import Trained, arguments, check, paged, plain, runtime_for
 from transformers import Seq2SeqTrainingArguments, TrainerCallback
 
 import tiermem
@@ -194,3 +194,22 @@ def _twice(trainer: transformers.Trainer) -> None:
     trainer.train()
     trainer.args.max_grad_norm = 0.01
     trainer.train()
+
+
+class Between(transformers.Trainer):
+    """As trl's DPOTrainer and GRPOTrainer: something of its own comes before the arguments."""
+
+    def __init__(self, model: torch.nn.Module, reference: object = None, args: Any = None, **named: Any) -> None:
+        super().__init__(model, args, **named)
+        self.reference = reference
+
+
+class OffloadedBetween(Trainer, Between):
+    pass
+
+
+def test_another_trainer_of_the_family_has_arguments_in_an_order_of_its_own(tmp_path: Path) -> None:
+    with runtime_for(tmp_path) as runtime:
+        args = arguments(tmp_path / "out")
+        trainer = OffloadedBetween(args=args, reference="its own", runtime=runtime)
+        assert (trainer.args, trainer.reference) == (args, "its own")

@@ -17,7 +17,7 @@ from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
 from tiermem.integrations.checkpoints import load_optimizer
 from tiermem.integrations.ranks import average_gradients, share_values
-from tiermem.integrations.refusals import refuse_arguments, refuse_trained_pages
+from tiermem.integrations.refusals import refuse_arguments, refuse_senseless_adapters, refuse_trained_pages
 from tiermem.runtime import Runtime
 
 try:
@@ -37,12 +37,16 @@ class AdapterTrainer(UnwrappedTrainer):
     def __init__(self, model: nn.Module, args: Any = None, *others: Any, runtime: Runtime, **named: Any) -> None:
         """Everything but `runtime` goes to transformers' own.
 
-        Raises ConfigError if anything offloaded is to be trained, or for arguments that cannot be honoured.
+        Raises ConfigError if anything offloaded is to be trained, or NaN, or for arguments that cannot be honoured.
         """
         refuse_trained_pages(model, runtime)
+        refuse_senseless_adapters(model)
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers does
         refuse_arguments(args, runtime)
-        super().__init__(model, args, *others, **named)
+        if others:
+            super().__init__(model, args, *others, **named)
+        else:  # by name, as `Trainer` does
+            super().__init__(model=model, args=args, **named)
 
     def create_optimizer(self, *others: Any, **named: Any) -> Any:
         """As transformers'. As training begins all processes have the adapters of the first, as DDP sees to."""

@@ -69,6 +69,16 @@ def refuse_trained_pages(model: nn.Module, runtime: Runtime) -> None:
             )
 
 
+def refuse_senseless_adapters(model: nn.Module) -> None:
+    """Raise ConfigError if what is trained of the model was made from values that were paged out."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta and not parameter.isfinite().all():
+            raise ConfigError(
+                f"expected finite values in {name}, found NaN or infinity; adapters that begin with values of the "
+                "model, as trainable tokens do, are put on inside `with runtime.gathered(base, write=True):`"
+            )
+
+
 def require_adamw(optimizer: object) -> AdamW:
     """The same, if it is a tiermem.AdamW; ConfigError if not."""
     if isinstance(optimizer, AdamW):
@@ -127,6 +137,11 @@ def _contradictions(args: Any, runtime: Runtime) -> Iterator[str]:
         )
     if args.debug:
         yield f"debug={args.debug}: it would look at parameters that are paged out, which read as NaN; leave it out"
+    if getattr(args, "sync_ref_model", False):  # of trl
+        yield (
+            "sync_ref_model=True: trl would mix parameters that are paged out, which read as NaN, into the reference "
+            "model; leave it out, and mix runtime.parameter(p) into it in a callback of your own"
+        )
 
 
 def _engines(args: Any, runtime: Runtime) -> Iterator[str]:
