@@ -69,6 +69,19 @@ def test_the_best_adapters_at_the_end(tmp_path: Path) -> None:
     assert min(losses) < losses[-1]
 
 
+def test_adapters_that_were_offloaded_with_their_base_are_saved_as_peft_reads_them(tmp_path: Path) -> None:
+    """By the Trainer for all of a model: the names of its weights are those of no plain model. What is frozen has no
+    room on SWAP for what it is already, as the best weights are read beside a commit."""
+    with runtime_for(tmp_path, make=lambda: lora(llama())) as runtime:
+        args = arguments(tmp_path / "out", **RUN | {"load_best_model_at_end": True, "max_steps": 2})
+        Trainer(args=args, train_dataset=data(), eval_dataset=data(4), runtime=runtime).train()
+        Trainer(args=args, eval_dataset=data(4), runtime=runtime).save_model(str(tmp_path / "saved"))
+        expected = {name: runtime.parameter(parameter) for name, parameter in runtime.model.named_parameters()}
+    for folder in (tmp_path / "out" / "checkpoint-2", tmp_path / "saved"):
+        loaded = peft.PeftModel.from_pretrained(llama(), folder)
+        check(Trained([], dict(loaded.named_parameters())), Trained([], expected))
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out")
     with runtime_for(tmp_path) as runtime:

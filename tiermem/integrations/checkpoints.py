@@ -162,6 +162,19 @@ def _move_weights(new: Path, folder: Path) -> None:
             path.unlink()
 
 
+def trained_of_peft(model: nn.Module) -> list[nn.Parameter]:
+    """What is trained of a model of peft that was offloaded with its adapters; nothing of others."""
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return []
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def save_adapters(model: Any, folder: Path) -> None:
+    """Write what peft reads, by peft itself, from a model of which what is trained is gathered."""
+    trained = {name: values for name, values in model.named_parameters() if values.requires_grad}
+    model.save_pretrained(str(folder), state_dict=dict(model.named_buffers(remove_duplicate=False)) | trained)
+
+
 def has_moments(folder: Path) -> bool:
     """Whether a folder holds an optimizer's state with moments, as transformers' own Trainer saves it.
 
@@ -195,7 +208,12 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
     swap.FormatError if a file of it is damaged, before anything is changed.
     """
     files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in open_tensors(path).tensors}
-    for group in _layers(_match(runtime.model, files, folder)):
+    for layer in _layers(_match(runtime.model, files, folder)):
+        # What is frozen is written once, and SWAP has no room for it beside what a commit holds: it is the same.
+        frozen = [pair for pair in layer if not pair[0].requires_grad]
+        with runtime.gathered([parameter for parameter, _ in frozen]):
+            same = {name for parameter, name in frozen if torch.equal(parameter, _read(files[name], name))}
+        group = [pair for pair in layer if pair[1] not in same]
         with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
             for parameter, name in group:
                 parameter.copy_(_read(files[name], name))

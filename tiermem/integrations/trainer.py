@@ -24,7 +24,9 @@ from tiermem.integrations.checkpoints import (
     load_optimizer,
     load_weights,
     make_durable,
+    save_adapters,
     set_aside,
+    trained_of_peft,
     why_no_ticket,
 )
 from tiermem.integrations.ranks import by_first, joined, together
@@ -176,6 +178,10 @@ class Trainer(UnwrappedTrainer):
         folder = Path(str(output_dir or self.args.output_dir))
         export_weights(self.runtime, folder)
         by_first("save what stands beside the weights", lambda: self._save_beside(folder))
+        adapters = trained_of_peft(self.runtime.model)
+        if adapters:  # the weights of such a model have names that nobody reads
+            with self.runtime.gathered(adapters):
+                by_first("save the adapters", lambda: save_adapters(self.runtime.model, folder))
 
     def _save_beside(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
