@@ -36,9 +36,9 @@ _ALWAYS: dict[str, Any] = {
 After = Callable[[transformers.Trainer], None]
 
 
-def llama(seed: int = 1, **more: Any) -> nn.Module:
+def llama(seed: int = 1, layers: int = 2, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return small_llama(words=64, width=16, mlp_width=24, layers=2, **more)
+    return small_llama(words=64, width=16, mlp_width=24, layers=layers, **more)
 
 
 def data(count: int = 16) -> list[dict[str, torch.Tensor]]:

@@ -10,9 +10,11 @@ import pytest
 import torch
 import transformers
 from doubles_trainer import Trained, arguments, check, data, llama, runtime_for, trained
+from doubles_training import budget_for, config_for
 from torch import nn
 
 import swap
+import tiermem
 from tiermem import ConfigError, ResumeError
 from tiermem.integrations.adapters import AdapterTrainer
 from tiermem.integrations.trainer import Trainer
@@ -71,14 +73,19 @@ def test_the_best_adapters_at_the_end(tmp_path: Path) -> None:
 
 def test_adapters_that_were_offloaded_with_their_base_are_saved_as_peft_reads_them(tmp_path: Path) -> None:
     """By the Trainer for all of a model: the names of its weights are those of no plain model. What is frozen has no
-    room on SWAP for what it is already, as the best weights are read beside a commit."""
-    with runtime_for(tmp_path, make=lambda: lora(llama())) as runtime:
+    room on SWAP for what it is already, as the best weights are read beside a commit. Memory has none for all layers.
+    """
+    model = lora(llama(layers=6))
+    least = config_for(tmp_path, budget_for(model, tmp_path, "least"), "forward")
+    with tiermem.offload(model, least, coalesce=0) as runtime:
+        with pytest.raises(tiermem.CapacityError), runtime.gathered(p for p in model.parameters() if p.requires_grad):
+            pass
         args = arguments(tmp_path / "out", **RUN | {"load_best_model_at_end": True, "max_steps": 2})
         Trainer(args=args, train_dataset=data(), eval_dataset=data(4), runtime=runtime).train()
         Trainer(args=args, eval_dataset=data(4), runtime=runtime).save_model(str(tmp_path / "saved"))
         expected = {name: runtime.parameter(parameter) for name, parameter in runtime.model.named_parameters()}
     for folder in (tmp_path / "out" / "checkpoint-2", tmp_path / "saved"):
-        loaded = peft.PeftModel.from_pretrained(llama(), folder)
+        loaded = peft.PeftModel.from_pretrained(llama(layers=6), folder)
         check(Trained([], dict(loaded.named_parameters())), Trained([], expected))
 
 

@@ -162,17 +162,23 @@ def _move_weights(new: Path, folder: Path) -> None:
             path.unlink()
 
 
-def trained_of_peft(model: nn.Module) -> list[nn.Parameter]:
-    """What is trained of a model of peft that was offloaded with its adapters; nothing of others."""
-    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
-        return []
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def export_adapters(runtime: Runtime, folder: Path) -> None:
+    """Write what peft reads, by peft itself, of a model of peft that was offloaded with its adapters.
+
+    Collective. A layer is in memory at a time, with copies, in the first process, of what is trained of the others.
+    """
+    model: Any = runtime.model
+    trained = [(parameter, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    values = dict(model.named_buffers(remove_duplicate=False))
+    for layer in _layers(trained):
+        with runtime.gathered([parameter for parameter, _ in layer]):
+            values |= {name: parameter.detach().clone() for parameter, name in layer if is_first()}
+    by_first("save the adapters", lambda: model.save_pretrained(str(folder), state_dict=values))
 
 
-def save_adapters(model: Any, folder: Path) -> None:
-    """Write what peft reads, by peft itself, from a model of which what is trained is gathered."""
-    trained = {name: values for name, values in model.named_parameters() if values.requires_grad}
-    model.save_pretrained(str(folder), state_dict=dict(model.named_buffers(remove_duplicate=False)) | trained)
+def is_of_peft(model: nn.Module) -> bool:
+    """Whether the weights of a model have peft's names, which nobody else reads."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def has_moments(folder: Path) -> bool:

@@ -18,15 +18,15 @@ from torch import nn
 from tiermem.errors import ConfigError, ResumeError, TiermemError
 from tiermem.integrations.checkpoints import (
     Ticket,
+    export_adapters,
     export_weights,
     find_checkpoint,
     has_moments,
+    is_of_peft,
     load_optimizer,
     load_weights,
     make_durable,
-    save_adapters,
     set_aside,
-    trained_of_peft,
     why_no_ticket,
 )
 from tiermem.integrations.ranks import by_first, joined, together
@@ -178,10 +178,8 @@ class Trainer(UnwrappedTrainer):
         folder = Path(str(output_dir or self.args.output_dir))
         export_weights(self.runtime, folder)
         by_first("save what stands beside the weights", lambda: self._save_beside(folder))
-        adapters = trained_of_peft(self.runtime.model)
-        if adapters:  # the weights of such a model have names that nobody reads
-            with self.runtime.gathered(adapters):
-                by_first("save the adapters", lambda: save_adapters(self.runtime.model, folder))
+        if is_of_peft(self.runtime.model):
+            export_adapters(self.runtime, folder)
 
     def _save_beside(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
