@@ -42,7 +42,9 @@ test: $(READY)lint,test
 	@# fails in that fails below, too, and says why there.
 	@$(TYPES) & typing=$$!; \
 		$(BIN)/python -c "import pytest; pytest.main(['--collect-only']); \
-			import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama" > /dev/null; \
+			import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama; \
+			from tiermem.optim.compiled import compiled_loops; from tiermem.zero3 import norms; \
+			compiled_loops(), norms.compiled_loops(), norms.team_loops()" > /dev/null; \
 		echo "tests: pytest $(PYTEST_ARGS)"; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS); tested=$$?; \
 		wait $$typing || { echo "mypy has found what is said above the tests" >&2; exit 1; }; exit $$tested
