@@ -218,7 +218,8 @@ def test_adapters_put_on_an_offloaded_model_are_saved_and_merged_while_it_is_gat
     """Adapters are among the model's parameters then, and nobody's pages."""
     torch.manual_seed(1)
     base = llama()
-    plainly = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    other, another = copy.deepcopy(base), copy.deepcopy(base)
+    plainly = peft.get_peft_model(other, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
     for parameter in of_adapters(plainly):
         nn.init.normal_(parameter, std=0.1)
     tokens = torch.randint(0, VOCABULARY, (2, 8))
@@ -233,5 +234,5 @@ def test_adapters_put_on_an_offloaded_model_are_saved_and_merged_while_it_is_gat
         found = merged(tokens).logits
         with pytest.raises(tiermem.ConfigError, match="does not belong"), runtime.gathered(plainly):
             pass
-    saved = peft.PeftModel.from_pretrained(plainly.unload(), tmp_path / "saved").eval()
+    saved = peft.PeftModel.from_pretrained(another, tmp_path / "saved").eval()
     assert torch.equal(found, saved.merge_and_unload()(tokens).logits)
