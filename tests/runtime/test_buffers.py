@@ -94,6 +94,28 @@ def test_a_buffer_of_another_model_is_an_error(tmp_path: Path) -> None:
         tiermem.offload(other(4), config_for(tmp_path, 8 * MIB, "step"), resume=True)
 
 
+def test_statistics_that_a_model_came_with_are_committed_too(tmp_path: Path) -> None:
+    """As of a pretrained model: for the resume it is built without its weights."""
+
+    def built(size: int = 3) -> nn.Module:
+        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+        net.register_buffer("table", torch.zeros(size))
+        net.register_buffer("scratch", torch.zeros(1), persistent=False)
+        return net
+
+    net = built()
+    net[1].running_mean.fill_(4.0)
+    net.scratch.fill_(4.0)
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        runtime.commit().wait()
+    for size in (3, 5):  # nobody has changed the table, which the program may build in another size
+        with tiermem.offload(net := built(size), config_for(tmp_path, 8 * MIB, "step"), resume=True) as runtime:
+            assert net[1].running_mean.tolist() == [4.0, 4.0, 4.0]
+            assert net.table.tolist() == [0.0] * size
+            assert net.scratch.tolist() == [0.0], "what state_dict does not hold is the program's"
+            runtime.commit().wait()  # what was restored is part of the next one, too
+
+
 def test_a_buffer_that_cannot_be_made_again_is_named(tmp_path: Path) -> None:
     with tiermem.offload(net := nn.Linear(2, 2), config_for(tmp_path, 8 * MIB, "step")) as runtime:
         net.register_buffer("scale", torch.ones(3))

@@ -1,7 +1,8 @@
-"""The buffers of a model that training changes, such as running means.
+"""The buffers of a model that belong to a commit, such as running means.
 
 Owns the knowledge of which buffers have changed, or were made, since the model was offloaded. Does not know parameters:
-those are pages. Guarantees that a buffer which training changed is part of every later commit, and that one which
+those are pages. Guarantees that a buffer which training changed is part of every later commit; so is a small one that
+`state_dict` holds, as the model may have come with its values, and be built without them for a resume. Any other that
 nobody touched costs nothing: the program that builds the model makes it again.
 """
 
@@ -23,9 +24,12 @@ from tiermem.errors import ResumeError
 Rows = dict[str, list[Any]]
 """By name: dtype, shape, bytes in base64; and, where there is something to say, what else.
 
-"saved": the bytes are what `torch.save` makes of it, as it is sparse. "made": during training, as such or in this
-shape; whether `state_dict` holds it.
+"as built": nobody has changed it. "saved": the bytes are what `torch.save` makes of it, as it is sparse. "made":
+during training, as such or in this shape; whether `state_dict` holds it.
 """
+
+# Of a buffer that nobody has changed: running statistics are below, tables that constructors make again above.
+_SMALL_NBYTES = 64 << 10
 
 
 class BufferWatch:
@@ -36,8 +40,10 @@ class BufferWatch:
         self._as_built = {name: _digest(buffer) for name, buffer in model.named_buffers()}
 
     def capture(self) -> Rows:
-        """Every buffer that is not what it was when the watch began."""
-        return self._rows(lambda name, buffer: self._as_built.get(name) != _digest(buffer))
+        """Every buffer that is not what it was when the watch began, and small ones of the state dict that are."""
+        changed = self._rows(self._is_changed)
+        others = self._rows(lambda name, buffer: name not in changed and self._is_state(name, buffer))
+        return {**changed, **{name: [*row, {"as built": True}] for name, row in others.items()}}
 
     def capture_odd(self) -> Rows:
         """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or sparse."""
@@ -53,6 +59,8 @@ class BufferWatch:
             also = more[0] if more else {}
             buffer = buffers.get(name)
             fits = buffer is not None and list(buffer.shape) == shape and str(buffer.dtype) == f"torch.{dtype}"
+            if not fits and "as built" in also:  # nobody's but the program's, which builds it in another way now
+                continue
             if not fits and "made" not in also:
                 found = "none" if buffer is None else f"{list(buffer.shape)} of {buffer.dtype}"
                 raise ResumeError(f"buffer {name}: expected {shape} of torch.{dtype} as committed, found {found}")
@@ -70,9 +78,18 @@ class BufferWatch:
         row = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), text]
         also: dict[str, Any] = {} if is_dense(buffer) else {"saved": True}
         if self._is_made(name, buffer):
-            module, own = self._place(name)
-            also["made"] = own not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
+            also["made"] = self._is_persistent(name)
         return [*row, also] if also else row
+
+    def _is_changed(self, name: str, buffer: torch.Tensor) -> bool:
+        return self._as_built.get(name) != _digest(buffer)
+
+    def _is_state(self, name: str, buffer: torch.Tensor) -> bool:
+        return self._is_persistent(name) and is_dense(buffer) and buffer.nbytes <= _SMALL_NBYTES
+
+    def _is_persistent(self, name: str) -> bool:
+        module, own = self._place(name)
+        return own not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
 
     def _is_made(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether it was not there, in this form, when the watch began."""
@@ -82,7 +99,7 @@ class BufferWatch:
         try:
             module, own = self._place(name)
             if persistent is None:
-                persistent = own not in module._non_persistent_buffers_set  # noqa: SLF001 - as above
+                persistent = self._is_persistent(name)
             first = next(self._model.parameters(), None)
             module.register_buffer(own, values if first is None else values.to(first.device), persistent=persistent)
         except (AttributeError, KeyError) as error:  # no such module, or something else has that name

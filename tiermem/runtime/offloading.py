@@ -70,7 +70,7 @@ def offload(
             `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
             continue from the last commit if there is one. True: insist on one. A path: start from that snapshot, in
-            directories as for False. After a resume parameters, optimizer state, changed buffers, step counts and the
+            directories as for False. After a resume parameters, optimizer state, buffers, step counts and the
             random generators of Python, numpy and torch are those of the commit. See COMMIT.md beside this file.
         mesh: a DeviceMesh of one dimension, or a process group, over whose ranks the model is divided; or one of two
             with names, [copies, parts of each], as in `fully_shard`. Default: all ranks, if torch.distributed is in
