@@ -1,6 +1,6 @@
-"""What `random_training.py` draws: models, configurations, and what a user does in a few steps.
+"""What `random_training.py` draws: configurations, and what a user does in a few steps with one of `subjects.py`.
 
-Owns the models and the draw of a number, which is the same every time. Does not know how it is carried out. Guarantees
+Owns the draw of a number, which is the same every time. Does not know how it is carried out. Guarantees
 that what is drawn is something the documentation allows: nothing between backward and step where an update under
 backward is for good, and no other number of backwards there.
 """
@@ -8,97 +8,13 @@ backward is for good, and no other number of backwards there.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import transformers
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from tools.subjects import ADAPTED_LATE, FIRST_MODELS, LATER_MODELS, WIDER_MODELS
 
-WORDS = 40
-
-
-class Layer(nn.Module):
-    """Reads what it is given several times, and may have layers of its own inside."""
-
-    def __init__(self, width: int, inner: int, dropout: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(width) + 0.5)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Layer(width, 0, dropout) for _ in range(inner))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows in, rows out."""
-        inside = self.norm(x * self.scale)
-        for layer in self.layers:
-            inside = layer(inside)
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(inside))))
-
-
-class Net(nn.Module):
-    """Words, layers, and words again by the same weight; `way`: how layers are called."""
-
-    def __init__(
-        self, way: str = "plain", *, inner: int = 0, dropout: float = 0.0, frozen: bool = False, normed: bool = False
-    ) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 12), nn.Linear(12, WORDS)
-        self.head.weight = self.embed.weight
-        self.layers = nn.ModuleList(Layer(12, inner, dropout) for _ in range(4)).requires_grad_(not frozen)
-        self.layers[-1].requires_grad_(True)
-        self.norm = nn.BatchNorm1d(7) if normed else nn.Identity()  # over the words of a row
-        if way == "shared":
-            self.layers[2] = self.layers[0]
-        for layer in self.layers if way == "compiled" else ():
-            layer.compile(backend="aot_eager")
-        self.way = way
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        self.seen += 1
-        x = self.norm(self.embed(input_ids))
-        for number, layer in enumerate([*self.layers, *self.layers] if self.way == "looped" else self.layers):
-            if self.way == "routed" and (int(input_ids[0, 0]) + number) % 3 == 0:
-                continue
-            if self.way in ("reentrant", "checkpointed"):
-                x = checkpoint(layer, x, use_reentrant=self.way == "reentrant")
-            else:
-                x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def _of_transformers(kind: str, head: str = "ForCausalLM", **more: Any) -> Callable[[], nn.Module]:
-    names = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-
-    def make() -> nn.Module:
-        config = getattr(transformers, f"{kind}Config")(**(names | more))
-        return getattr(transformers, kind + head)(config).train()  # type: ignore[no-any-return]
-
-    return make
-
-
-FIRST_MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{way: lambda way=way: Net(way) for way in ("plain", "reentrant", "checkpointed", "routed")},  # type: ignore[misc]
-    "nested": lambda: Net(inner=2),
-    "frozen": lambda: Net(frozen=True),
-    "dropout": lambda: Net(dropout=0.3),
-    "llama": _of_transformers("Llama", intermediate_size=24, num_key_value_heads=1),
-    "tied llama": _of_transformers("Llama", intermediate_size=24, num_key_value_heads=1, tie_word_embeddings=True),
-    "mixtral": _of_transformers("Mixtral", intermediate_size=24, num_key_value_heads=1, num_local_experts=4),
-}
-WIDER_MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{way: lambda way=way: Net(way) for way in ("shared", "looped", "compiled")},  # type: ignore[misc]
-    "normed": lambda: Net(normed=True),
-    "gpt2": _of_transformers("GPT2", "LMHeadModel", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "gpt2 dropout": _of_transformers("GPT2", "LMHeadModel"),
-}
-MODELS = FIRST_MODELS | WIDER_MODELS
 # What has other random numbers, other units or other statistics in each micro-batch.
-_APART = ("dropout", "routed", "normed", "gpt2 dropout")
+_APART = ("dropout", "routed", "normed", "gpt2 dropout", "adapted dropout", "checkpointed dropout")
 _BEFORE = ("gradients", "look", "evaluate", "drop", "change_rate", "fail", "overflow")
 _BEHIND = ("look", "write", "change_rate", "evaluate", "reload_settings", "commit", "snapshot", "resume", "move")
 _SELDOM = ("save", "anew", "another_optimizer")
@@ -106,6 +22,18 @@ _WIDER_BEFORE = ("fail_backward", "ask", "gradients", "look")
 _WIDER_BEHIND = ("moments", "masters", "reload")
 # Draws before this one are of the first kind and stay what they were: some have found something.
 WIDER = 1000
+LATER = 1_000_000
+_LATER_AMID = ("evaluate", "infer", "look", "masters")
+_LATER_BEFORE = (
+    *("infer", "inputs", "refused", "overflow_in_one", "drop_as_zeros", "settle", "change_settings", "write", "reload"),
+    *("masters", "reload_settings"),
+)
+# What would lose adapters that are ordinary parameters, or take them for ours.
+_LOSES_ADAPTERS = ("rewind", "home", "anew", "save", "overflow_in_one", "closure")
+_LATER_BEHIND = (
+    *("infer", "inputs", "step_again", "settle", "change_settings", "clip_otherwise", "rewind", "rewind", "elsewhere"),
+    *("elsewhere", "home", "home", "merge", "closure"),
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +41,8 @@ class Step:
     """One step: how many micro-batches, how they are brought, what is done before and behind `optimizer.step()`.
 
     order: "": each batch forward and backward; "sum": all forward, then backward from their sum; "row": from each.
-    frozen: 0, or from which parameter on every third takes no part in the step.
+    frozen: 0, or from which parameter on every third takes no part in the step. amid: what is done between each forward
+    and its backward. mixed: of batches that are together, how many come before, alone. inside: a part is gathered.
     """
 
     batches: int
@@ -124,6 +53,9 @@ class Step:
     behind: tuple[str, ...]
     order: str = ""
     frozen: int = 0
+    amid: tuple[str, ...] = ()
+    mixed: int = 0
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +63,7 @@ class Draw:
     """What is done. `room`: how much of what lies between the least budget and all; `scaled`: by a GradScaler.
 
     adamw: its settings. apart: each group has an optimizer. from_file: deferred, with the values in a file.
-    places: directories to swap to.
+    places: directories to swap to. hooked: 0, or from which parameter on every third has a hook that clamps gradients.
     """
 
     number: int
@@ -148,6 +80,7 @@ class Draw:
     apart: bool = False
     from_file: bool = False
     places: int = 1
+    hooked: int = 0
 
 
 def draw(number: int) -> Draw:
@@ -229,7 +162,7 @@ def _wider(drawn: Draw) -> Draw:
                 frozen=pick.choice([0, 0, 0, 0, 1, 2]) if model != "reentrant" else 0,
             )
         )
-    return replace(
+    drawn = replace(
         drawn,
         model=model,
         steps=tuple(steps),
@@ -239,6 +172,44 @@ def _wider(drawn: Draw) -> Draw:
         from_file=pick.random() < 0.25,
         places=pick.choice([1, 1, 2, 3]),
     )
+    return drawn if drawn.number < LATER else _later(drawn)
+
+
+def _later(drawn: Draw) -> Draw:
+    """The same, with what came last."""
+    pick = random.Random(f"{drawn.number} later")  # noqa: S311 - as above
+    model = pick.choice([*sorted(LATER_MODELS), *[drawn.model] * 6])
+    for_good = drawn.config["update"] == "backward" and not drawn.clip
+    steps = []
+    for step in drawn.steps:
+        together = step.together and model not in _APART
+        before = [pick.choice(_LATER_BEFORE)] if not for_good and pick.random() < 0.3 else []
+        if drawn.apart:  # the other optimizer would not skip
+            before = [verb for verb in before if verb != "overflow_in_one"]
+        behind = [pick.choice(_LATER_BEHIND)] if pick.random() < 0.3 else []
+        steps.append(
+            replace(
+                step,
+                together=together,
+                before=(*step.before, *before),
+                behind=(*step.behind, *behind),
+                amid=(pick.choice(_LATER_AMID),) if pick.random() < 0.15 and not together else (),
+                mixed=pick.choice([0, 0, 1]) if together and not for_good else 0,
+                inside=min(drawn.room) >= 1.2 and not for_good and pick.random() < 0.15,
+            )
+        )
+    # torch refuses the former
+    never = {"reentrant": ("ask", "inputs"), ADAPTED_LATE: _LOSES_ADAPTERS}.get(model, ())
+    never = (*never, "closure") if for_good else never  # of one micro-batch
+    steps = [
+        replace(
+            step,
+            before=tuple(verb for verb in step.before if verb not in never),
+            behind=tuple(verb for verb in step.behind if verb not in never),
+        )
+        for step in steps
+    ]
+    return replace(drawn, model=model, steps=tuple(steps), hooked=pick.choice([0, 0, 0, 1, 2]))
 
 
 def _step(pick: random.Random, drawn: Draw) -> Step:

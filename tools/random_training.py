@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tiermem
-from tools.draws import MODELS, Draw, draw
+from tools.draws import Draw, draw
+from tools.subjects import ADAPTED_LATE, MODELS
 from tools.trainees import Notes, Offloaded, Plain
 
 PATIENCE = 120.0  # seconds for one draw over ranks
@@ -121,7 +122,7 @@ def _rank(number: int, rank: int, ranks: int, directory: Path) -> str:
     wait = dt.timedelta(seconds=PATIENCE / 3)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks, timeout=wait)
     drawn = draw(number)
-    if drawn.model == "routed":  # ranks that use other units are told so
+    if drawn.model in ("routed", ADAPTED_LATE):  # ranks that use other units are told so; adapters are of one process
         drawn = replace(drawn, model="nested")
     if ranks % 2 == 0 and ranks > 2 and number % 2:
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))

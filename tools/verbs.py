@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tools.subjects import Adapted
+
 if TYPE_CHECKING:
     from tools.trainees import Plain
 
@@ -21,7 +23,8 @@ def bring(trainee: Plain, count: int) -> None:
     """Bring so many micro-batches forward and backward."""
     batches = [trainee.batch() for _ in range(count)]
     if trainee.step.together:
-        losses = trainee.together(batches)
+        alone = batches[: trainee.step.mixed]
+        losses = one_by_one(trainee, alone) + (trainee.together(batches[len(alone) :]) if batches[len(alone) :] else [])
     else:
         losses = in_a_row(trainee, batches) if trainee.step.order else one_by_one(trainee, batches)
     for loss in losses:
@@ -34,6 +37,8 @@ def one_by_one(trainee: Plain, batches: list[Any]) -> list[torch.Tensor]:
     for batch in batches:
         with trainee.paging() if trainee.step.paging else nullcontext():
             loss = trainee.loss(batch)
+        for verb in trainee.step.amid:
+            trainee.carry_out(verb)
         loss.backward(retain_graph=trainee.step.again)  # type: ignore[no-untyped-call]
         if trainee.step.again:
             (loss * 0.5).backward()  # type: ignore[no-untyped-call]
@@ -54,6 +59,8 @@ def update(trainee: Plain) -> None:
     """Step with every optimizer; gradients that are not finite skip it."""
     for optimizer in trainee.optimizers:
         trainee.update_by(optimizer)
+    if trainee.adapters is not None and (trainee.draw.scaled or not trainee.skips):
+        trainee.scaler.step(trainee.adapters.optimizer)
     if trainee.draw.scaled:
         trainee.scaler.update()
     zero_grad(trainee)
@@ -63,6 +70,8 @@ def zero_grad(trainee: Plain) -> None:
     """Forget all gradients."""
     for optimizer in trainee.optimizers:
         optimizer.zero_grad()
+    if trainee.adapters is not None:
+        trainee.adapters.optimizer.zero_grad()
 
 
 def gradients(trainee: Plain) -> None:
@@ -101,7 +110,7 @@ def change_rate(trainee: Plain) -> None:
 
 def fail(trainee: Plain) -> None:
     """Bring a batch to an error in a module."""
-    hook = _some_module(trainee).register_forward_pre_hook(_refuse)
+    hook = some_module(trainee).register_forward_pre_hook(_refuse)
     try:
         trainee.loss(trainee.batch())
     except KeyError:
@@ -117,7 +126,7 @@ def fail_backward(trainee: Plain) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(_refuse)
 
-    hook = _some_module(trainee).register_forward_hook(with_refusal)
+    hook = some_module(trainee).register_forward_hook(with_refusal)
     try:
         trainee.loss(trainee.batch()).backward()  # type: ignore[no-untyped-call]
     except KeyError:
@@ -144,7 +153,8 @@ def write(trainee: Plain) -> None:
     """Change a parameter by hand."""
     parameters = list(trainee.model.parameters())
     parameter = parameters[trainee.draw.number % len(parameters)]
-    with trainee.lent(parameter), torch.no_grad():
+    late = trainee.adapters is not None and trainee.adapters.have(parameter)
+    with nullcontext() if late else trainee.lent(parameter), torch.no_grad():
         parameter.mul_(0.9)
 
 
@@ -175,7 +185,7 @@ def masters(trainee: Plain) -> None:
 
 def reload(trainee: Plain) -> None:
     """Take a part's state out, and put another in."""
-    part = _some_module(trainee)
+    part = some_module(trainee)
     with trainee.lent(part):
         state = part.state_dict()
         part.load_state_dict({name: value * 0.9 for name, value in state.items()})
@@ -190,8 +200,10 @@ def save(trainee: Plain) -> None:
         trainee.note(f"saved {name}", found.get(name))
 
 
-def _some_module(trainee: Plain) -> nn.Module:
+def some_module(trainee: Plain) -> nn.Module:
+    """One that has parameters."""
     modules = [module for module in trainee.model.modules() if list(module.parameters(recurse=False))]
+    modules = [module for module in modules if trainee.adapters is None or not isinstance(module, Adapted)]
     return modules[trainee.draw.number % len(modules)]
 
 

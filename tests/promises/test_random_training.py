@@ -6,8 +6,10 @@ import pytest
 import torch
 from doubles_combinations import some_of
 
-from tools.draws import FIRST_MODELS, MODELS, WIDER, draw
+from tools.draws import LATER, WIDER, draw
+from tools.later_verbs import LATER_VERBS
 from tools.random_training import alone, difference
+from tools.subjects import FIRST_MODELS, MODELS, WIDER_MODELS
 from tools.verbs import VERBS
 
 # Some have found something: 4, 113 (gradients of micro-batches together, with parts that are kept in memory), 278 (a
@@ -38,7 +40,7 @@ def test_a_draw_is_the_same_every_time_and_all_is_drawn():
 
 def test_later_draws_are_wider():
     drawn = [draw(number) for number in range(WIDER, WIDER + 300)]
-    assert {each.model for each in drawn} == set(MODELS)
+    assert {each.model for each in drawn} == set(FIRST_MODELS | WIDER_MODELS)
     steps = [step for each in drawn for step in each.steps]
     assert {verb for step in steps for verb in (*step.before, *step.behind)} == set(VERBS)
     assert {step.order for step in steps} == {"", "sum", "row"}
@@ -47,6 +49,17 @@ def test_later_draws_are_wider():
     assert {each.places for each in drawn} == {1, 2, 3}
     for_good = [each for each in drawn if each.config["update"] == "backward" and not each.clip]
     assert all(not step.before and step.order == each.steps[0].order for each in for_good for step in each.steps)
+
+
+def test_the_latest_draws_have_all():
+    drawn = [draw(number) for number in range(LATER, LATER + 600)]
+    assert {each.model for each in drawn} == set(MODELS)
+    steps = [step for each in drawn for step in each.steps]
+    assert {verb for step in steps for verb in (*step.before, *step.behind)} == {*VERBS, *LATER_VERBS}
+    assert {step.inside for step in steps} == {step.mixed > 0 for step in steps} == {True, False}
+    assert {bool(step.amid) for step in steps} == {each.hooked > 0 for each in drawn} == {True, False}
+    for_good = [each for each in drawn if each.config["update"] == "backward" and not each.clip]
+    assert all(not step.before and "closure" not in step.behind for each in for_good for step in each.steps)
 
 
 def test_a_difference_is_found():
