@@ -103,7 +103,10 @@ def alone(number: int, directory: Path, param_dtype: str = "float32") -> str:
     try:
         if param_dtype == "float32":
             return difference(train(drawn, directory), Plain(drawn).run())
-        return _beside_simple(replace(drawn, config=drawn.config | {"param_dtype": param_dtype}), directory)
+        model = "nested" if drawn.model == "normed" else drawn.model  # whose statistics stay in float32
+        return _beside_simple(
+            replace(drawn, model=model, config=drawn.config | {"param_dtype": param_dtype}), directory
+        )
     except Exception:  # noqa: BLE001 - it is what this looks for
         return traceback.format_exc()
 

@@ -182,7 +182,7 @@ def changed_buffers() -> set[str]:
 
 def test_what_an_exported_commit_does_not_hold_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = Net()
-    model.register_buffer("table", torch.arange(4.0))
+    model.register_buffer("table", torch.arange(20_000.0))
     model.register_buffer("scratch", torch.zeros(4), persistent=False)
     (tmp_path / "run").mkdir()
     with tiermem.offload(model, make_config(tmp_path / "run")) as runtime:

@@ -116,6 +116,23 @@ def test_statistics_that_a_model_came_with_are_committed_too(tmp_path: Path) -> 
             runtime.commit().wait()  # what was restored is part of the next one, too
 
 
+def test_a_resume_with_another_table_that_is_too_large_to_commit_says_so(tmp_path: Path) -> None:
+    def built(value: float) -> nn.Module:
+        net = nn.Linear(2, 2)
+        net.register_buffer("table", torch.full((20_000,), value))
+        return net
+
+    with tiermem.offload(built(1.0), config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        runtime.commit().wait()
+    with tiermem.offload(built(1.0), config_for(tmp_path, 8 * MIB, "step"), resume=True):
+        pass
+    with (
+        pytest.warns(RuntimeWarning, match=r"buffer table \(78.12 KiB\) has other values than"),
+        tiermem.offload(net := built(2.0), config_for(tmp_path, 8 * MIB, "step"), resume=True),
+    ):
+        assert net.table[0] == 2.0
+
+
 def test_a_buffer_that_cannot_be_made_again_is_named(tmp_path: Path) -> None:
     with tiermem.offload(net := nn.Linear(2, 2), config_for(tmp_path, 8 * MIB, "step")) as runtime:
         net.register_buffer("scale", torch.ones(3))

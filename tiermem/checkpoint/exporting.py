@@ -8,7 +8,7 @@ snapshot) is in memory at a time, and that what is exported has been compared wi
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,9 @@ class _Committed:
 
 
 class CommitSource:
-    """The parameters of a commit, and the persistent buffers that training had changed (`pretrained.TensorSource`).
+    """The parameters of a commit, and the persistent buffers that it holds (`pretrained.TensorSource`).
 
-    `lacking`: the names of the other persistent buffers, which are in no commit, and of those that are sparse.
+    `lacking`: the names of other persistent buffers, large ones that training had not changed, and of sparse ones.
     """
 
     def __init__(self, record: Mapping[str, Any], pages: MarkedPages) -> None:
@@ -119,7 +119,7 @@ class CommitSource:
             if not all(is_dense(each.shape, each.stride) for each in self._committed):
                 raise ValueError("expected dense strides")
             rows = {name: row for name, row in record["buffers"].items() if name in saved.buffers}
-            self._buffers = {name: _buffer(*row) for name, row in rows.items() if not row[3:] or "saved" not in row[3]}
+            self._buffers = {name: _buffer(*row) for name, row in rows.items() if _is_held(*row)}
             self.lacking = tuple(sorted(saved.buffers - self._buffers.keys()))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error
@@ -150,6 +150,10 @@ class CommitSource:
             yield each.name, bytes_of(flat.as_strided(each.shape, each.stride).contiguous())
         for name, buffer in self._buffers.items():
             yield name, bytes_of(buffer)
+
+
+def _is_held(_: str, shape: Sequence[int], text: str, also: Container[str] = ()) -> bool:
+    return "saved" not in also and (bool(text) or 0 in shape)
 
 
 def _buffer(dtype: str, shape: Sequence[int], text: str, *_: object) -> torch.Tensor:

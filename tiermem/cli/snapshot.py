@@ -86,8 +86,8 @@ class SnapshotReport:
 class WrittenReport:
     """What has been written: `what`, where, out of what, how many files and bytes.
 
-    `lacking`: buffers of the model that are not among it: of a commit those that training had not changed, and sparse
-    ones.
+    `lacking`: buffers of the model that are not among it: of a commit large ones that training had not changed, and
+    sparse ones.
     """
 
     what: str
@@ -105,7 +105,9 @@ class WrittenReport:
         if self.lacking:
             more = f" and {len(self.lacking) - _NAMED} more" if len(self.lacking) > _NAMED else ""
             table.add_row("without", ", ".join(self.lacking[:_NAMED]) + more)
-            table.add_row("", "training had not changed these buffers, and a commit has no others (a snapshot has:")
+            table.add_row(
+                "", "training had not changed them, and a commit has only small ones of these (a snapshot has:"
+            )
             table.add_row("", "runtime.snapshot), or they are sparse: a model is built with them (load_state_dict:")
             table.add_row("", "strict=False)")
         return table

@@ -2,14 +2,15 @@
 
 Owns the knowledge of which buffers have changed, or were made, since the model was offloaded. Does not know parameters:
 those are pages. Guarantees that a buffer which training changed is part of every later commit; so is a small one that
-`state_dict` holds, as the model may have come with its values, and be built without them for a resume. Any other that
-nobody touched costs nothing: the program that builds the model makes it again.
+`state_dict` holds, as the model may have come with its values, and be built without them for a resume. Of a large one
+that nobody touched a checksum is kept, and a resume says if the program that builds the model makes another.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,12 +21,14 @@ from swap import checksum
 from tiermem.checkpoint.restoring import fill_buffer
 from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.errors import ResumeError
+from tiermem.memory.sizes import format_bytes
 
 Rows = dict[str, list[Any]]
 """By name: dtype, shape, bytes in base64; and, where there is something to say, what else.
 
-"as built": nobody has changed it. "saved": the bytes are what `torch.save` makes of it, as it is sparse. "made":
-during training, as such or in this shape; whether `state_dict` holds it.
+"as built": nobody has changed it; the checksum. Its bytes are left out if they are many. "saved": the bytes are what
+`torch.save` makes of it, as it is sparse. "made": during training, as such or in this shape; whether `state_dict` holds
+it.
 """
 
 # Of a buffer that nobody has changed: running statistics are below, tables that constructors make again above.
@@ -40,10 +43,14 @@ class BufferWatch:
         self._as_built = {name: _digest(buffer) for name, buffer in model.named_buffers()}
 
     def capture(self) -> Rows:
-        """Every buffer that is not what it was when the watch began, and small ones of the state dict that are."""
+        """Every buffer that is not what it was when the watch began, and those of the state dict that are."""
         changed = self._rows(self._is_changed)
-        others = self._rows(lambda name, buffer: name not in changed and self._is_state(name, buffer))
-        return {**changed, **{name: [*row, {"as built": True}] for name, row in others.items()}}
+        state = [each for each in self._model.named_buffers() if each[0] not in changed and self._is_state(*each)]
+        others = {name: [*self._row(name, buffer), {"as built": self._as_built[name][2]}] for name, buffer in state}
+        for name, buffer in state:
+            if buffer.nbytes > _SMALL_NBYTES:
+                others[name][2] = ""
+        return {**changed, **others}
 
     def capture_odd(self) -> Rows:
         """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or sparse."""
@@ -59,7 +66,9 @@ class BufferWatch:
             also = more[0] if more else {}
             buffer = buffers.get(name)
             fits = buffer is not None and list(buffer.shape) == shape and str(buffer.dtype) == f"torch.{dtype}"
-            if not fits and "as built" in also:  # nobody's but the program's, which builds it in another way now
+            if "as built" in also and not (fits and text):  # nobody's but the program's
+                if buffer is not None and fits and _digest(buffer)[2] != also["as built"]:
+                    _warn_of_another(name, buffer)
                 continue
             if not fits and "made" not in also:
                 found = "none" if buffer is None else f"{list(buffer.shape)} of {buffer.dtype}"
@@ -85,7 +94,7 @@ class BufferWatch:
         return self._as_built.get(name) != _digest(buffer)
 
     def _is_state(self, name: str, buffer: torch.Tensor) -> bool:
-        return self._is_persistent(name) and is_dense(buffer) and buffer.nbytes <= _SMALL_NBYTES
+        return self._is_persistent(name) and is_dense(buffer)
 
     def _is_persistent(self, name: str) -> bool:
         module, own = self._place(name)
@@ -108,6 +117,17 @@ class BufferWatch:
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, own = name.rpartition(".")
         return self._model.get_submodule(path), own
+
+
+def _warn_of_another(name: str, buffer: torch.Tensor) -> None:
+    """Say that a program has built a model with other values than those that were trained with."""
+    warnings.warn(
+        f"buffer {name} ({format_bytes(buffer.nbytes)}) has other values than in the model that was offloaded when the "
+        "run began, and what training does not change is committed only if it is small: give the model these values "
+        "before offload, as from the weights that it began with",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def is_dense(buffer: torch.Tensor) -> bool:
