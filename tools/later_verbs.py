@@ -214,6 +214,8 @@ def elsewhere(trainee: Any) -> None:
 
 def home(trainee: Plain) -> None:
     """Go on in plain PyTorch for a step, and come back."""
+    if trainee.draw.scaled and trainee.draw.config["param_dtype"] == "float16":  # torch refuses to unscale these
+        return
     trainee.skips = False
     trainee.home()
 

@@ -74,8 +74,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.first = nn.Parameter(torch.rand(2, base.in_features) - 0.5)
-        self.second = nn.Parameter(torch.rand(base.out_features, 2) - 0.5)
+        dtype = base.weight.dtype
+        self.first = nn.Parameter(torch.rand(2, base.in_features, dtype=dtype) - 0.5)
+        self.second = nn.Parameter(torch.rand(base.out_features, 2, dtype=dtype) - 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The base's result and the adapter's."""
