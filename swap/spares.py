@@ -37,8 +37,6 @@ class Spares:
         extents = self._of_key.get(key, [])
         while extents:
             extent = extents.pop()
-            if not extents:
-                del self._of_key[key]
             if extent.nbytes == nbytes:
                 return extent
             self._space.free(extent)

@@ -14,6 +14,7 @@ import swap
 from swap import Extent, SwapError, SwapFullError
 from swap.extents import ExtentAllocator, Piece
 from swap.generations import Generations, Mark
+from swap.spares import Spares
 
 UNIT = 4096
 
@@ -248,6 +249,8 @@ def test_one_mark_at_a_time_means_two_slots_in_turn() -> None:
     assert (slots[0].slot, slots[1].slot) == (0, 1)
     assert slots[0].pieces != slots[1].pieces
     assert space.allocator.high_water == 2 * UNIT
+    assert generations.trim() == UNIT
+    assert write(generations, "a").slot == 0, "in turn without a spare, too"
 
 
 def test_undo_goes_back_and_the_other_slot_is_used_again() -> None:
@@ -272,6 +275,7 @@ def test_a_failed_write_in_place_loses_the_key_until_it_is_written_again() -> No
         generations.current("a")
     with pytest.raises(SwapError, match=r"1 keys are spoilt.*'a'"):
         generations.mark()
+    generations.release(generations.mark(empty=True))
     write(generations, "a")
     generations.mark()
 
@@ -285,6 +289,19 @@ def test_a_full_space_names_the_marks_and_changes_nothing() -> None:
     generations.release(mark)
     write(generations, "a", 2 * UNIT)
     assert space.allocator.allocated == 2 * UNIT
+
+
+def test_a_key_keeps_two_spares_and_is_given_none_of_another_size() -> None:
+    space = PaperSpace(8 * UNIT)
+    spares = Spares(space)  # type: ignore[arg-type]
+    extents = [space.allocate(UNIT) for _ in range(3)]
+    for extent in extents:
+        spares.give("a", extent)
+    assert spares.nbytes == space.allocator.allocated == 2 * UNIT
+    assert spares.take("a", UNIT) == extents[1]
+    assert list(spares.items()) == [("a", extents[0])]
+    assert spares.take("a", 2 * UNIT) is None
+    assert (spares.nbytes, space.allocator.allocated) == (0, UNIT), "what was of another size is the space's again"
 
 
 def test_spares_are_given_up_when_others_need_the_room() -> None:
@@ -359,6 +376,10 @@ def test_misuse_is_told() -> None:
         generations.written("a", Extent((Piece(0, 5 * UNIT, UNIT),)))
     with pytest.raises(SwapError, match="expected the end of the write of 'b'"):
         generations.failed("b", extent)
+    generations.written("a", extent)
+    assert generations.extent_for_write("a", UNIT) == extent
+    with pytest.raises(SwapError, match="its last write has not ended"):
+        generations.current("a")
     generations.written("a", extent)
     mark = generations.mark()
     with pytest.raises(SwapError, match="expected a checksum of its bytes"):

@@ -29,7 +29,7 @@ def test_nothing_is_opened_before_room_is_asked_for_and_nothing_is_left(tmp_path
     with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
         before = sorted(tmp_path.iterdir())
         scratch = ScratchSpace(space, first=MIB)
-        assert scratch.nbytes == 0
+        assert (scratch.nbytes, scratch.high_water) == (0, 0)
         holder, extent = scratch.allocate(5000)
         assert sorted(tmp_path.iterdir()) == before, "scratch files have no names"
         assert (scratch.nbytes, scratch.allocated, scratch.high_water) == (MIB, 8192, 8192)
@@ -94,7 +94,9 @@ def test_a_disk_that_is_nearly_full_is_used_to_the_end(tmp_path: Path) -> None:
 
     with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
         scratch = ScratchSpace(space, first=16 * MIB, system=SmallDisk())
-        held = [scratch.allocate(MIB) for _ in range(10)]  # and the headers of the files
+        held = [scratch.allocate(MIB)]
+        assert scratch.nbytes == 4 * MIB, "a quarter of what there was no room for"
+        held += [scratch.allocate(MIB) for _ in range(9)]  # and the headers of the files
         with pytest.raises(SwapFullError, match=f"cannot reserve {MIB + 4096} bytes"):
             scratch.allocate(MIB)
         assert scratch.allocated == 10 * MIB
