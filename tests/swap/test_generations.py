@@ -267,6 +267,34 @@ def test_undo_goes_back_and_the_other_slot_is_used_again() -> None:
     assert write(generations, "a", checksum=3) == second  # redone from the old slot, into the other
 
 
+def test_undo_brings_back_what_was_forgotten_and_nobody_misses_what_came_since() -> None:
+    space, generations = make()
+    write(generations, "a")
+    other, mark = generations.mark(empty=True), generations.mark()
+    generations.forget("a")
+    write(generations, "new")
+    generations.failed("new", generations.extent_for_write("new", UNIT))
+    extent = generations.extent_for_write("newer", UNIT)
+    with pytest.raises(SwapError, match="1 writes have not ended, such as that of 'newer'"):
+        generations.restore(mark)
+    generations.failed("newer", extent)
+    generations.restore(mark)
+    assert generations.current("a") is mark.copies["a"]
+    generations.release(other)
+    generations.release(generations.mark())
+    write(generations, "a")
+    assert generations.spares(mark) == []
+    later = generations.mark()
+    renewed = generations.mark()
+    write(generations, "a")
+    assert generations.spares(renewed) == [("a", mark.copies["a"].extent)], "not what it holds itself with another"
+    for each in (mark, later, renewed):
+        generations.release(each)
+    assert generations.statistics().spare > 0
+    generations.forget("a")
+    assert space.allocator.allocated == 0
+
+
 def test_a_failed_write_in_place_loses_the_key_until_it_is_written_again() -> None:
     _, generations = make()
     write(generations, "a")
@@ -277,7 +305,10 @@ def test_a_failed_write_in_place_loses_the_key_until_it_is_written_again() -> No
         generations.mark()
     generations.release(generations.mark(empty=True))
     write(generations, "a")
-    generations.mark()
+    generations.release(generations.mark())
+    generations.failed("a", generations.extent_for_write("a", UNIT))
+    generations.forget("a")
+    generations.mark()  # or until nobody asks for it
 
 
 def test_a_full_space_names_the_marks_and_changes_nothing() -> None:
@@ -372,6 +403,8 @@ def test_misuse_is_told() -> None:
     extent = generations.extent_for_write("a", UNIT)
     with pytest.raises(SwapError, match="is not ended; found one of 8192"):
         generations.extent_for_write("a", 2 * UNIT)
+    with pytest.raises(SwapError, match="hold nothing yet"):
+        generations.adopt([])
     with pytest.raises(SwapError, match="expected the end of the write of 'a'"):
         generations.written("a", Extent((Piece(0, 5 * UNIT, UNIT),)))
     with pytest.raises(SwapError, match="expected the end of the write of 'b'"):
@@ -380,6 +413,8 @@ def test_misuse_is_told() -> None:
     assert generations.extent_for_write("a", UNIT) == extent
     with pytest.raises(SwapError, match="its last write has not ended"):
         generations.current("a")
+    with pytest.raises(SwapError, match=r"1 keys are being overwritten.*'a'"):
+        generations.mark()
     generations.written("a", extent)
     mark = generations.mark()
     with pytest.raises(SwapError, match="expected a checksum of its bytes"):
@@ -396,6 +431,8 @@ def test_misuse_is_told() -> None:
     generations.release(mark)
     with pytest.raises(SwapError, match="has been released"):
         generations.restore(mark)
+    with pytest.raises(SwapError, match="has been released"):
+        generations.protect(mark, "a")
     generations.trim()
     assert space.allocator.allocated == UNIT
 
