@@ -22,7 +22,7 @@ from tiermem.planner.design import PlanSettings, make_design, swap_nbytes
 from tiermem.planner.machine import Device, Link, Machine
 from tiermem.planner.parts import Division, unit_sizes
 from tiermem.planner.predict import predict, simulate_quickly
-from tiermem.planner.reserved import wanted_copies
+from tiermem.planner.reserved import copied_nbytes, wanted_copies
 from tiermem.planner.simulate import simulate
 from tiermem.planner.workload import transformer
 from tiermem.planner.world import World
@@ -134,6 +134,19 @@ def test_what_is_frozen_has_as_many_copies_on_disk_as_in_the_run(division: Divis
     for commits in (False, True):
         wanted = blueprint.swap_nbytes(wanted_copies(design.settings.update, commits=commits))
         assert swap_nbytes(design, commits=commits) == wanted
+
+
+def test_what_is_frozen_has_copies_where_that_takes_little_and_else_room_for_its_largest_unit() -> None:
+    copies = {
+        update: [wanted_copies(update, commits=each) for each in (False, True)] for update in ("step", "backward")
+    }
+    assert copies == {"step": [1, 2], "backward": [2, 3]}
+    assert copied_nbytes(1, total=100, changing=20, frozen=[60]) == 100
+    assert copied_nbytes(2, total=100, changing=20, frozen=[]) == 120
+    assert copied_nbytes(2, total=100, changing=20, frozen=[9, 15]) == 120 + 24  # a fifth of it is little
+    assert copied_nbytes(2, total=100, changing=20, frozen=[9, 16]) == 120 + 16
+    assert copied_nbytes(3, total=100, changing=20, frozen=[9, 19]) == 140 + 2 * 28
+    assert copied_nbytes(3, total=100, changing=20, frozen=[9, 20]) == 140 + 20
 
 
 def test_of_a_bare_number_of_parameters_the_embedding_keeps_float32_moments() -> None:

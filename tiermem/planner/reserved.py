@@ -34,4 +34,4 @@ def copied_nbytes(copies: int, *, total: int, changing: int, frozen: Sequence[in
         return total
     wanted = total + (copies - 1) * changing
     little = sum(frozen) <= wanted // _LITTLE
-    return wanted + ((copies - 1) * sum(frozen) if little else max(frozen, default=0))
+    return wanted + ((copies - 1) * sum(frozen) if little else max(frozen))
