@@ -704,10 +704,13 @@ def test_states_of_other_optimizers_are_refused_and_change_nothing(harness: Harn
         with pytest.raises(ConfigError, match="expected"):
             ours.load_state_dict(saved)
     (group,) = ours.state_dict()["param_groups"]
-    for damaged in (None, {**group, "params": None}, {**group, "params": [[0]]}):
+    for damaged in (None, {**group, "params": None}, {**group, "params": [0, [0]]}):
         with pytest.raises(ConfigError, match="of this state: expected"):
             ours.load_state_dict({"state": {}, "param_groups": [damaged]})
     assert (ours.param_groups[0]["lr"], ours.param_groups[0]["weight_decay"]) == (0.01, 0.01)
+    undecayed = torch.optim.Adam(harness.plain, lr=5.0).state_dict()  # which is AdamW's too
+    ours.load_state_dict({**undecayed, "state": {0: {"step": 0}}})
+    assert (ours.param_groups[0]["lr"], ours.param_groups[0]["weight_decay"]) == (5.0, 0.0)
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])

@@ -46,19 +46,32 @@ def test_a_norm_too_large_for_squares_is_told_from_an_infinite_one(
     generator = torch.Generator().manual_seed(seed)
     gradients = [(torch.rand(n, generator=generator, dtype=torch.float64) * 10**exponent).to(dtype) for n in sizes]
     norms = [gradient_norm(gradient) for gradient in gradients]
-    exact = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    for norm, one in zip(norms, exact, strict=True):
-        largest = torch.finfo(norm.dtype).max  # of what is finite
-        assert float(norm) == pytest.approx(min(float(one), largest), rel=1e-5)
+    for norm, gradient in zip(norms, gradients, strict=True):
+        exact = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        assert float(norm) == pytest.approx(min(exact, torch.finfo(norm.dtype).max), rel=1e-5)
     assert are_finite(norms) == all(map(is_finite, norms))
     if dtype == torch.float32:
         parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        assert torch.equal(total_norm(norms), torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+        for count in (1, len(sizes)):  # also one by itself, of whose norm torch takes no square
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            expected = torch.nn.utils.clip_grad_norm_(parameters[:count], 1.0)
+            assert torch.equal(total_norm(norms[:count]), expected)
     gradients[-1][0] = float("inf")
     assert not is_finite(gradient_norm(gradients[-1]))
     assert not are_finite([*norms[:-1], gradient_norm(gradients[-1])])
+
+
+class Elsewhere(torch.Tensor):
+    """A number that says that it is on a device."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Elsewhere])
+def test_norms_are_finite_each_by_itself_also_on_a_device(kind: type[torch.Tensor]) -> None:
+    for norms, finite in (([3.0, 4.0], True), ([3e38, 3e38], True), ([3e38, float("inf")], False)):
+        assert are_finite([torch.tensor(norm).as_subclass(kind) for norm in norms]) is finite
 
 
 def test_no_gradients_at_all() -> None:
@@ -70,3 +83,4 @@ def test_what_is_not_finite_is_seen() -> None:
     assert not is_finite(total_norm([torch.tensor(1.0), torch.tensor(float("nan"))]))
     with pytest.raises(ConfigError):
         clip_coefficient(torch.tensor(1.0), -1.0)
+    assert clip_coefficient(torch.tensor(1.0), 0.0) == 0.0
