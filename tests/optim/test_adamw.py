@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.adamw import AdamW
 from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.optim.hyperparameters import GroupReader
 from tiermem.optim.kernels import Workspace
 from tiermem.optim.masters import StateStore
 from tiermem.optim.schedules import make_schedule
@@ -959,6 +960,23 @@ def test_settings_of_another_kind_or_that_make_no_numbers_written_into_groups_ar
     torchs.step()
     harness.check_same()
     harness.close()
+
+
+def test_settings_are_read_again_where_the_same_object_may_hold_another_number() -> None:
+    """And only there: it is asked of every group in every step."""
+    reader, group = GroupReader(), {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    assert reader.read(group) is reader.read(group)
+    assert reader.read(group) == (1.0, 0.9, 0.99, 1e-8, 0.1)
+    number, pair, both = torch.tensor(0.5), [0.5, 0.6], (torch.tensor(0.5), torch.tensor(0.6))
+    for name, value, change in (
+        ("lr", number, number.fill_),
+        ("betas", pair, lambda beta: pair.__setitem__(1, beta)),
+        ("betas", both, both[1].fill_),
+    ):
+        own = {**group, name: value}
+        assert 0.75 not in reader.read(own)
+        change(0.75)
+        assert 0.75 in reader.read(own), value
 
 
 @pytest.mark.parametrize("max_norm", ["1.0", None, [1.0], float("nan"), -1.0])

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tiermem.errors import InvariantError
 from tiermem.zero3 import norms
 from tiermem.zero3.norms import add_pair, gradient_norm, measuring_copy, team_loops
+from tiermem.zero3.waiting import Waiting
 
 
 @pytest.fixture(params=["compiled", "by torch"])
@@ -174,6 +175,18 @@ def test_pairs_that_are_added_wrongly_are_not_used():
     assert not norms._add_together(NeverAdds, loops)
     assert not norms._add_together(OneLeftOut, loops)
     assert not norms._add_together(WrongTotal, loops)
+
+
+def test_what_waits_is_no_more_than_may_and_can_be_paired():
+    if team_loops() is None:
+        pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
+    gradient = _narrow(10)
+    waiting = Waiting(2 * gradient.nbytes)
+    assert not waiting.accepts(0, _narrow(20)[::2])
+    assert [waiting.accepts(parameter, gradient) for parameter in range(3)] == [True, True, False]
+    assert waiting.pop(0) is gradient
+    assert waiting.pop(0) is None
+    assert list(waiting.pop_all()) == [(1, gradient)]
 
 
 def test_a_pair_is_never_left_out_for_want_of_loops(monkeypatch):
