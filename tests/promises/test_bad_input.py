@@ -514,7 +514,9 @@ def test_closing_inside_a_call_of_the_model_leaves_no_nan(restore_model, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("found", [None, 5, b"folder", ""], ids=["None", "number", "bytes", "empty"])
+@pytest.mark.parametrize(
+    "found", [None, 5, b"folder", "", *list(os.scandir(b"/"))[:1]], ids=["None", "number", "bytes", "empty", "entry"]
+)
 def test_no_path_where_a_path_is_expected(found, tmp_path):
     swap_files = tmp_path / "swap"
     swap_files.mkdir()
@@ -924,6 +926,14 @@ def test_gathered_of_something_else(tmp_path):
     with offload(model, tmp_path) as runtime:
         with pytest.raises(tiermem.ConfigError, match="module, a parameter or several, found int"):
             runtime.gathered(3).__enter__()
+        beside, other = nn.Linear(2, 2), Stack()
+        with runtime.gathered(nn.ModuleList([model, beside])):  # what is nobody's page is left alone
+            assert not any(parameter.isnan().any() for parameter in model.parameters())
+        (tmp_path / "other").mkdir()
+        with offload(other, tmp_path / "other"):
+            for what in (beside, nn.ModuleList([model, other])):
+                with pytest.raises(tiermem.ConfigError, match="does not belong to this runtime"):
+                    runtime.gathered(what).__enter__()
 
 
 def test_resume_given_as_a_number(tmp_path):

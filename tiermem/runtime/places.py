@@ -41,7 +41,7 @@ class Places:
         """
         if isinstance(what, nn.Module):
             parameters: Iterable[nn.Parameter] = list(what.parameters())
-            paged = [each for each in parameters if id(each) in self._number_of or registry.find(each) is not None]
+            paged = [each for each in parameters if registry.find(each) is not None]
             parameters = paged or parameters
         else:
             parameters = [what] if isinstance(what, nn.Parameter) else what
