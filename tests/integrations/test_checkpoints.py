@@ -385,6 +385,7 @@ def test_without_commits_a_checkpoint_is_refused_before_training(tmp_path: Path)
         with pytest.raises(ConfigError, match="commits=False"):
             Trainer(args=arguments(tmp_path, save_strategy="steps"), runtime=runtime)
         Trainer(args=arguments(tmp_path, save_strategy="steps", save_only_model=True), runtime=runtime)
+        Trainer(args=arguments(tmp_path, save_strategy="no"), runtime=runtime)
 
 
 @pytest.mark.parametrize("update", some_of(["forward", "backward"], ["auto"]))

@@ -40,6 +40,12 @@ class Elsewhere(TrainingArguments):
         return torch.device("meta")
 
 
+class Numbered(TrainingArguments):
+    @property
+    def device(self) -> torch.device:
+        return torch.device(super().device.type, 0)
+
+
 class Engine(TrainingArguments):
     """What DeepSpeed's own code would look for need not be there."""
 
@@ -82,6 +88,10 @@ def test_arguments(name: str, runtime: tiermem.Runtime, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(args=args, train_dataset=data(), runtime=runtime).train()
     assert runtime.statistics().steps == 0
+
+
+def test_a_device_is_the_same_with_its_number(runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    refuse_arguments(arguments(tmp_path / "out", Numbered), runtime)
 
 
 def several(monkeypatch: pytest.MonkeyPatch) -> None:

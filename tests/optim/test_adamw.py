@@ -967,11 +967,12 @@ def test_settings_are_read_again_where_the_same_object_may_hold_another_number()
     reader, group = GroupReader(), {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     assert reader.read(group) is reader.read(group)
     assert reader.read(group) == (1.0, 0.9, 0.99, 1e-8, 0.1)
-    number, pair, both = torch.tensor(0.5), [0.5, 0.6], (torch.tensor(0.5), torch.tensor(0.6))
+    number, other, pair, both = torch.tensor(0.5), torch.tensor(0.5), [0.5, 0.6], (torch.tensor(0.5), torch.tensor(0.6))
     for name, value, change in (
         ("lr", number, number.fill_),
         ("betas", pair, lambda beta: pair.__setitem__(1, beta)),
         ("betas", both, both[1].fill_),
+        ("betas", (0.5, other), other.fill_),
     ):
         own = {**group, name: value}
         assert 0.75 not in reader.read(own)
