@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -336,6 +337,25 @@ def test_a_device_that_takes_nothing_is_said_to(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_device_that_is_interrupted_for_ever_is_given_up(tmp_path: Path) -> None:
+    class Restless(SystemCalls):
+        def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+
+        def sleep(self, seconds: float) -> None:
+            pass
+
+    with pytest.raises(swap.SwapIOError, match=r"write of .*EINTR"):
+        write_with(Restless(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_drive_tells_how_large_the_file_is_that_has_no_room(tmp_path: Path) -> None:
+    with pytest.raises(swap.SwapFullError, match=r"config\.json' of 2 bytes: "):
+        with Draft(tmp_path / "out", system=Faulty("write", 0, errno.ENOSPC), stall_seconds=60.0) as draft:
+            draft.text("config.json", "{}")
+
+
 def test_what_is_durable_is_told_with_its_checksums(tmp_path: Path) -> None:
     specs = [TensorSpec("a", torch.int8, (3,)), TensorSpec("b", torch.float32, (2,))]
     writer = TensorWriter(tmp_path / "file", specs, metadata={"format": "pt"})
@@ -345,6 +365,7 @@ def test_what_is_durable_is_told_with_its_checksums(tmp_path: Path) -> None:
     assert not still_open(tmp_path)
     data = (tmp_path / "file").read_bytes()
     assert written.nbytes == len(data)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
     assert written.header == xxhash.xxh3_64_hexdigest(data[:-11])
     assert written.tensors == {"a": xxhash.xxh3_64_hexdigest(b"abc"), "b": xxhash.xxh3_64_hexdigest(bytes(8))}
     with safe_open(tmp_path / "file", framework="numpy") as file:

@@ -99,8 +99,6 @@ class TensorReader:
         while done < len(out):
             try:
                 moved = self._system.preadv(self._fd, out[done:], offset + done)
-            except InterruptedError:
-                continue
             except OSError as error:
                 code = error.errno or errno.EIO
                 raise SwapIOError("read", self._path, offset=offset, length=len(out), errno=code) from error

@@ -134,10 +134,7 @@ def write_all(fd: int, data: memoryview, offset: int, *, path: Path, system: Sys
     """Write all of `data`, however many calls it takes. Raises OSError, SwapIOError if the device takes nothing."""
     done = 0
     while done < len(data):
-        try:
-            moved = system.pwritev(fd, data[done:], offset + done)
-        except InterruptedError:
-            continue
+        moved = system.pwritev(fd, data[done:], offset + done)
         if moved == 0:
             raise SwapIOError("write", path, offset=offset, length=len(data), detail="the device takes no more")
         done += moved
