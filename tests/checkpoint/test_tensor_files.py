@@ -11,10 +11,12 @@ import stat
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -124,6 +126,17 @@ def test_mutated_files_are_a_format_error(tmp_path: Path) -> None:
     assert refused > 1000
 
 
+def test_memory_lives_as_long_as_its_bytes_are_looked_at() -> None:
+    memory = np.ones(3)
+    alive = weakref.ref(memory)
+    found = bytes_of(torch.from_numpy(memory))
+    del memory
+    assert alive() is not None
+    assert bytes(found) == np.ones(3).tobytes()
+    del found
+    assert alive() is None
+
+
 @pytest.mark.parametrize("length", [0, 3, 8, 20, -1])
 def test_files_cut_short(tmp_path: Path, length: int) -> None:
     path = tmp_path / "file.safetensors"
@@ -145,6 +158,8 @@ def test_what_is_no_text_or_too_long_is_said_to_be(tmp_path: Path, data: bytes, 
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(swap.FormatError, match=says):
         tensor_file.read_text(tmp_path / "file", limit=3)
+    (tmp_path / "file").write_bytes(b"two")
+    assert tensor_file.read_text(tmp_path / "file", limit=3) == "two"
 
 
 def test_a_file_cut_short_after_it_was_looked_at(tmp_path: Path) -> None:

@@ -207,7 +207,15 @@ def test_a_conjugate_is_exported_by_its_values(tmp_path: Path) -> None:
     assert torch.equal(load_file(file)["phases"], expected)
 
 
-@pytest.mark.parametrize("odd", [torch.ones(3, 2).t(), torch.ones(2, dtype=torch.complex64).conj()])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.ones(3, 2).t(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(2)),
+        torch.ones(2, device="meta"),
+    ],
+)
 def test_only_plain_memory_is_taken_for_bytes(odd: torch.Tensor) -> None:
     with pytest.raises(tiermem.InvariantError, match="the bytes of a plain tensor in one piece"):
         bytes_of(odd)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tiermem.zero3.average import exact_dtype
 from tiermem.zero3.collectives import SingleProcess
+from tiermem.zero3.exchange import join
 from tiermem.zero3.grid import Grid, one_copy
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, plan_layout
 from tiermem.zero3.shards import Shard, bucket_ranges
@@ -108,3 +109,24 @@ def test_every_copy_has_the_same_mean_rounded_once(dtype, data):
     for row in of_rows:
         found = torch.cat([means[each][tile] for each in row for tile in sorted(means[each])])
         assert torch.equal(found, expected)
+
+
+def test_a_parameter_is_completed_with_what_other_ranks_own_and_one_without_elements_is_complete() -> None:
+    infos = [
+        ParameterInfo(number, (f"p{number}",), (numel,), contiguous_stride((numel,)), torch.float32, True)
+        for number, numel in enumerate((5, 0, 5000))
+    ]
+    layout, line = plan_layout(0, "u", infos, dtype=torch.float32, tile_numel=2048, ranks=3), Line(3)
+
+    def rank(number: int) -> None:
+        shard = Shard(layout, number)
+        for slot in layout.slots:
+            expected, whole = torch.arange(float(slot.numel)), torch.full((slot.numel,), torch.nan)
+            for own in (slice(each.begin, each.begin + each.length) for each in shard.owned() if each.slot is slot):
+                whole[own] = expected[own]
+            join(Threads(line, number), shard, slot, whole)
+            assert torch.equal(whole, expected)
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(rank, number) for number in range(3)]:
+            each.result(30)
