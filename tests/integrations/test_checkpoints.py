@@ -14,6 +14,7 @@ import transformers
 from doubles_combinations import some_of
 from doubles_models import small_llama
 from doubles_trainer import Trained, arguments, check, data, llama, paged, plain, runtime_for, trained
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM, TrainerCallback
 
@@ -22,12 +23,16 @@ import tiermem
 from tiermem import ConfigError, ResumeError
 from tiermem.integrations.checkpoints import (
     KEY,
+    OPTIMIZER,
     TICKET,
     Ticket,
     export_weights,
     find_checkpoint,
+    has_moments,
+    load_optimizer,
     load_weights,
     set_aside,
+    trained_of_peft,
 )
 from tiermem.integrations.trainer import Trainer
 
@@ -319,6 +324,38 @@ def test_weights_take_the_place_of_older_ones_and_of_nothing_else(tmp_path: Path
         loaded = LlamaForCausalLM.from_pretrained(folder)
         for parameter, values in zip(runtime.model.parameters(), loaded.parameters(), strict=True):
             assert torch.equal(runtime.parameter(parameter), values)
+        with pytest.raises(FileExistsError):  # not what the runtime says of a folder that is not there
+            export_weights(runtime, folder / "notes.txt")
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("first", "second")})
+    model["second"].weight = model["first"].weight
+    save_file({"second.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    config = tiermem.Config(host_memory="64MiB", swap_dirs=[tmp_path], param_dtype="float32", device="cpu")
+    with tiermem.offload(model, config) as runtime:
+        load_weights(runtime, tmp_path)
+        assert torch.equal(runtime.parameter(model["first"].weight), torch.ones(2, 2))
+
+
+def test_an_optimizer_s_state_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    assert not has_moments(tmp_path)
+    torch.save({"state": {}}, tmp_path / OPTIMIZER)
+    assert not has_moments(tmp_path)
+    torch.save({"state": {0: {"exp_avg": torch.ones(1)}}}, tmp_path / OPTIMIZER)
+    assert has_moments(tmp_path)
+    load_optimizer(tmp_path, None, None, mapped=False)  # nothing, for there is no scheduler's beside it
+    (tmp_path / OPTIMIZER).write_bytes(b"cut short")
+    with pytest.raises(ResumeError, match=r"optimizer\.pt': expected the state of an optimizer"):
+        has_moments(tmp_path)
+
+
+def test_adapters_are_of_peft_where_it_saves_the_model_itself() -> None:
+    """transformers' own (`add_adapter`) leave the model what it is, and have a configuration of peft, too."""
+    model = nn.Linear(2, 2)
+    model.peft_config = {}
+    assert trained_of_peft(model) == []
 
 
 @pytest.mark.parametrize("limit", [None, 1])
