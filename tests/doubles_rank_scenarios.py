@@ -279,8 +279,9 @@ def plain_llama(directory: Path, rank: int, size: int) -> Any:
 
 
 def llama_together(directory: Path, rank: int, size: int) -> Any:
-    """Micro-batches unit by unit, their graphs cut from the second step on."""
-    return trained(llama, directory, rank, size, accumulate=2, together=True)
+    """Micro-batches unit by unit, their graphs cut from the second step on; two layers a unit, in several tiles."""
+    how = {"coalesce": "96KiB", "tile_size": "64KiB"}
+    return trained(llama, directory, rank, size, accumulate=2, together=True, **how)
 
 
 def odd_together(directory: Path, rank: int, size: int) -> Any:
