@@ -45,12 +45,10 @@ class BufferWatch:
     def capture(self) -> Rows:
         """Every buffer that is not what it was when the watch began, and those of the state dict that are."""
         changed = self._rows(self._is_changed)
-        state = [each for each in self._model.named_buffers() if each[0] not in changed and self._is_state(*each)]
-        others = {name: [*self._row(name, buffer), {"as built": self._as_built[name][2]}] for name, buffer in state}
-        for name, buffer in state:
-            if buffer.nbytes > _SMALL_NBYTES:
-                others[name][2] = ""
-        return {**changed, **others}
+        others = (each for each in self._model.named_buffers() if each[0] not in changed)
+        return changed | {
+            name: self._row_as_built(name, buffer) for name, buffer in others if self._is_state(name, buffer)
+        }
 
     def capture_odd(self) -> Rows:
         """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or sparse."""
@@ -83,12 +81,15 @@ class BufferWatch:
         return {name: self._row(name, buffer) for name, buffer in self._model.named_buffers() if wanted(name, buffer)}
 
     def _row(self, name: str, buffer: torch.Tensor) -> list[Any]:
-        text = base64.b64encode(_bytes(buffer)).decode("ascii")
-        row = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), text]
+        row = [*_form(buffer), _text(buffer)]
         also: dict[str, Any] = {} if is_dense(buffer) else {"saved": True}
         if self._is_made(name, buffer):
             also["made"] = self._is_persistent(name)
         return [*row, also] if also else row
+
+    def _row_as_built(self, name: str, buffer: torch.Tensor) -> list[Any]:
+        text = _text(buffer) if buffer.nbytes <= _SMALL_NBYTES else ""
+        return [*_form(buffer), text, {"as built": self._as_built[name][2]}]
 
     def _is_changed(self, name: str, buffer: torch.Tensor) -> bool:
         return self._as_built.get(name) != _digest(buffer)
@@ -117,6 +118,14 @@ class BufferWatch:
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, own = name.rpartition(".")
         return self._model.get_submodule(path), own
+
+
+def _form(buffer: torch.Tensor) -> list[Any]:
+    return [str(buffer.dtype).removeprefix("torch."), list(buffer.shape)]
+
+
+def _text(buffer: torch.Tensor) -> str:
+    return base64.b64encode(_bytes(buffer)).decode("ascii")
 
 
 def _warn_of_another(name: str, buffer: torch.Tensor) -> None:
