@@ -87,6 +87,7 @@ def refused_on_one(directory: Path, rank: int, size: int) -> Any:
     """Rank 1's model cannot be taken; nothing is left on disk."""
     model = Odd() if rank != 1 else nn.Sequential(nn.LazyLinear(3))
     said = told(lambda: tiermem.offload(model, config_for(directory)))
+    torch.distributed.barrier()  # the other rank, too, has removed what it made
     return said, [each.name for each in directory.iterdir()]
 
 
@@ -153,6 +154,7 @@ def other_models(directory: Path, rank: int, size: int) -> Any:
         before = [values.clone() for values in model.parameters()]
         said = told(lambda: tiermem.offload(model, config, **given))
         same = all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+        torch.distributed.barrier()  # the other rank, too, has removed what it made
         return said, same and not list((directory.parent / name).rglob("*.*"))
 
     return {
