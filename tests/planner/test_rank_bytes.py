@@ -24,9 +24,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 SOME = ("host", "partly_settled", "device", "copies")
 ALL = {name: case for name, case in (PLANNED | COPIES).items() if name in some_of(SOME, PLANNED | COPIES)}
 DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_host=1e14, count=4, simulated=True)
-# What goes on beside the computation depends on who is faster: how far off the ranks' mean may be. On a device a page
-# that leaves has its copy in HOST still, or not any more; of gradients, which always leave, it would be off by 0.6.
-NEAR = {"host_beside": 0.2, "host_backward": 0.2, "device": 0.35}
+# What goes on beside the computation depends on who is faster. How far off the ranks' mean may be: of what leaves a
+# device more, as a copy in HOST may be there still, or not any more (one rank was a quarter off); without the
+# gradients, which always leave, it would be 0.6.
+NEAR = ("host_beside", "host_backward", "device")
+OFF = {edge: 0.3 if edge == "device->host" else 0.2 for edge in EDGES}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def test_a_step_moves_the_bytes_foreseen(reports: Reports, name: str) -> None:
         moved = [{edge: sum(of_rank[edge] for of_rank in moved) / len(moved) for edge in EDGES}]
     for found in moved:
         for edge in EDGES:
-            assert found[edge] == pytest.approx(foreseen.get(edge, 0.0), rel=NEAR.get(name, 0.0)), edge
+            near = OFF[edge] if name in NEAR else 0.0
+            assert found[edge] == pytest.approx(foreseen.get(edge, 0.0), rel=near), edge
 
 
 @pytest.mark.parametrize("name", ALL)
