@@ -25,10 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is
 RUN: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def lora(base: nn.Module, rank: int = 2) -> nn.Module:
+def lora(base: nn.Module, rank: int = 2, **more: Any) -> nn.Module:
     torch.manual_seed(7)
-    config = peft.LoraConfig(r=rank, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(base, config)
+    how = {"lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | more
+    return peft.get_peft_model(base, peft.LoraConfig(r=rank, **how))
 
 
 def run(
@@ -75,7 +75,7 @@ def test_adapters_that_were_offloaded_with_their_base_are_saved_as_peft_reads_th
     """By the Trainer for all of a model: the names of its weights are those of no plain model. What is frozen has no
     room on SWAP for what it is already, as the best weights are read beside a commit. Memory has none for all layers.
     """
-    model = lora(llama(layers=6))
+    model = lora(llama(layers=6), modules_to_save=["norm"])
     least = config_for(tmp_path, budget_for(model, tmp_path, "least"), "forward")
     with tiermem.offload(model, least, coalesce=0) as runtime:
         with pytest.raises(tiermem.CapacityError), runtime.gathered(p for p in model.parameters() if p.requires_grad):

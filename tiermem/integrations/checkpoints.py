@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tiermem.runtime import Runtime
 TICKET = "tiermem.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names for them
 KEY = "transformers.Trainer"  # in the `extra` of a commit
+_WHOLE = re.compile(r"\.modules_to_save\.[^.]+$")  # of peft: a copy of a module, for an adapter
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -165,15 +167,37 @@ def _move_weights(new: Path, folder: Path) -> None:
 def export_adapters(runtime: Runtime, folder: Path) -> None:
     """Write what peft reads, by peft itself, of a model of peft that was offloaded with its adapters.
 
-    Collective. A layer is in memory at a time, with copies, in the first process, of what is trained of the others.
+    Of the adapters that are active. Collective. A layer is in memory at a time, with copies, in the first process, of
+    what is trained of the others.
     """
     model: Any = runtime.model
+
+    def save() -> None:
+        with _told_from(values, model):
+            model.save_pretrained(str(folder), state_dict=values, selected_adapters=model.active_adapters)
+
     trained = [(parameter, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
     values = dict(model.named_buffers(remove_duplicate=False))
     for layer in _layers(trained):
         with runtime.gathered([parameter for parameter, _ in layer]):
             values |= {name: parameter.detach().clone() for parameter, name in layer if is_first()}
-    by_first("save the adapters", lambda: model.save_pretrained(str(folder), state_dict=values))
+    by_first("save the adapters", save)
+
+
+@contextmanager
+def _told_from(values: Mapping[str, torch.Tensor], model: nn.Module) -> Iterator[None]:
+    """Modules that peft saves whole, whose names it asks for by `state_dict()`, answer with copies meanwhile."""
+    whole: list[tuple[str, Any]] = [each for each in model.named_modules() if _WHOLE.search(each[0])]
+    try:
+        for path, module in whole:
+            state = {
+                name.removeprefix(f"{path}."): value for name, value in values.items() if name.startswith(f"{path}.")
+            }
+            module.state_dict = state.copy
+        yield
+    finally:
+        for _, module in whole:
+            vars(module).pop("state_dict", None)
 
 
 def is_of_peft(model: nn.Module) -> bool:
