@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -66,12 +67,14 @@ def fails_in_backward(directory: Path, rank: int, size: int) -> Any:
         _steps(model, rank, size)
 
 
-def fails_behind_a_run_of_others(directory: Path, rank: int, size: int) -> Any:
-    """The last rank raises in a run of all, before which the others have had one of their own."""
-    others = torch.distributed.new_group(list(range(size - 1)))
-    if rank < size - 1:
-        with tiermem.offload(Odd(), config_for(directory.with_name("others")), mesh=others):
-            pass
+def fails_behind_runs_of_some(directory: Path, rank: int, size: int) -> Any:
+    """The last rank raises in a run of all, before which each two neighbours have had one, all at the same time."""
+    pairs = [torch.distributed.new_group([first, first + 1]) for first in range(size - 1)]
+    with contextlib.ExitStack() as runs:
+        for first, pair in enumerate(pairs):
+            if rank in (first, first + 1):
+                config = config_for(directory.with_name(f"pair_{first}"))
+                runs.enter_context(tiermem.offload(Odd(), config, mesh=pair))
     torch.manual_seed(1)
     model = Odd()
 
@@ -259,7 +262,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     "snapshots_alone": _alone(lambda runtime, path: runtime.snapshot(path)),
     "saves_alone": _alone(lambda runtime, path: runtime.save_pretrained(path)),
     "fails_in_backward": fails_in_backward,
-    "fails_behind_a_run_of_others": fails_behind_a_run_of_others,
+    "fails_behind_runs_of_some": fails_behind_runs_of_some,
     "refused_on_one": refused_on_one,
     "nothing_left": nothing_left,
     "never_comes": never_comes,

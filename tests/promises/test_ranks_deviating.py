@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 
 FAILING = some_of([3], [2])
-THREE = ("fails_in_backward", "fails_behind_a_run_of_others")
+THREE = ("fails_in_backward", "fails_behind_runs_of_some")
 # What all of them are told alike, and can go on from.
 TOLD = ["refused_on_one", "nothing_left", "other_models", "other_snapshots", "steps_differently"]
 
@@ -58,8 +58,8 @@ def test_an_error_in_the_middle_of_backward_is_seen_and_told(reports, size):
             assert "rank 1: closed its runtime because of ValueError: the gradient of rank 1" in report.error[1]
 
 
-def test_an_error_is_told_whatever_runs_some_of_the_ranks_have_had_before(reports):
-    *others, last = reports[3, "fails_behind_a_run_of_others"]
+def test_ranks_have_runs_with_some_of_the_others_and_then_an_error_with_all_of_them(reports):
+    *others, last = reports[3, "fails_behind_runs_of_some"]
     assert last.error[0] == "ValueError"
     for report in others:
         assert report.error[0] == "TiermemError"

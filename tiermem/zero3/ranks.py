@@ -19,6 +19,7 @@ import itertools
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from tiermem.zero3.words import LONGEST_TEXT, Words
 
 _LOOK_SECONDS = 0.0002  # how often to ask a device whether an exchange has ended
 _RUNS = itertools.count()  # tells the runs of one process apart in the store
+_MADE = Counter[tuple[str, tuple[int, ...]]]()  # groups of some of the processes, by backend and members
 
 
 class Ranks:
@@ -48,8 +50,7 @@ class Ranks:
 
         `timeout`: seconds without an answer after which an operation fails. `name`: of this group, no other one of its
         first rank's; the rest may give others. `common`: whether all processes of the program take part in making it;
-        None: if all are members. Then torch gives its groups names of their own. Else they have names made of their
-        members and of how many groups there are at that moment, which the next run may come upon again.
+        None: if all are members.
         """
         self._members = list(range(dist.get_world_size())) if members is None else list(members)
         if dist.get_rank() not in self._members:
@@ -219,13 +220,39 @@ def _group(backend: str, members: Sequence[int], timeout: float, *, common: bool
     """A process group; `common`: whether all processes of the program take part in making it, or only its members."""
     wait = dt.timedelta(seconds=timeout)
     try:
-        return dist.new_group(list(members), timeout=wait, backend=backend, use_local_synchronization=not common)
+        if common:
+            return dist.new_group(list(members), timeout=wait, backend=backend)
+        return _group_of_members(backend, tuple(members), wait)
     except RuntimeError as error:  # what torch.distributed raises, whatever has happened
         raise TiermemError(
             f"rank {dist.get_rank()} was not joined by all of ranks {', '.join(map(str, members))} ({error}): all of "
             "them call offload, in the same order, with the same mesh=; one may have failed before it, or come later "
             f"than stall_timeout={timeout:g} s allows, or than init_process_group(timeout=) does"
         ) from error
+
+
+def _group_of_members(backend: str, members: tuple[int, ...], wait: dt.timedelta) -> Any:
+    """A process group in whose making only its members take part, under a name that all of them come to.
+
+    That of `new_group(use_local_synchronization=True)` depends on all groups that this process belongs to, in which the
+    members may differ; and since torch 2.14 it counts, for its members alone, in the names of groups of all processes.
+    """
+    c10d: Any = dist.distributed_c10d  # its new_group takes no name
+    whole: Any = dist.group.WORLD
+    place = {member: place for place, member in enumerate(members)}
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+        len(members),
+        place[dist.get_rank()],
+        list(members),
+        dist.Backend(backend),
+        c10d._get_default_store(),  # noqa: SLF001
+        f"tiermem/{backend}/{'-'.join(map(str, members))}/{_MADE[backend, members]}",
+        timeout=wait,
+        device_id=whole.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = place  # noqa: SLF001
+    _MADE[backend, members] += 1
+    return group
 
 
 def next_name() -> str:
