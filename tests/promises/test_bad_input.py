@@ -713,7 +713,7 @@ def test_a_refused_run_leaves_plain_training_as_it_was(tmp_path):
 # Models that cannot be served, and values that would be lost.
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 8))])
 def test_a_scripted_part_is_refused(tmp_path, make):
     model = nn.Sequential(nn.Linear(8, 8), make(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))

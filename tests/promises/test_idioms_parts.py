@@ -215,6 +215,10 @@ def test_layers_that_compute_again_and_return_objects_of_their_own(reentrant, as
 class Selective(Body):
     """Of each layer some operations are kept, the others done again."""
 
+    def __init__(self, how: dict[str, bool]) -> None:
+        super().__init__()
+        self.how = how
+
     def forward(self, tokens):
         def policy(_, operation, *__, **___):
             kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -223,12 +227,21 @@ class Selective(Body):
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
         x = self.embed(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts, **self.how)
         return self.head(x).square().mean()
 
 
-def test_selective_checkpoints(tmp_path):
-    compare(Selective, loop(lambda model, _: model(torch.randint(0, WORDS, (2, 7)))), tmp_path)
+KEPT_BY_HOOKS = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
+    reason="torch gives what selective checkpoints keep to saved-tensor hooks from 2.14 on",
+)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"respect_saved_tensors_hooks": True}, marks=KEPT_BY_HOOKS)], ids=["kept", "by hooks"]
+)
+def test_selective_checkpoints(tmp_path, how):
+    compare(lambda: Selective(how), loop(lambda model, _: model(torch.randint(0, WORDS, (2, 7)))), tmp_path)
 
 
 @dataclass

@@ -479,7 +479,7 @@ def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error
 
     def interrupt(frame, event, argument):
         nonlocal left
-        if event == "call" and frame.f_code is handles._Scope.pack.__code__:
+        if event == "call" and frame.f_code is handles._Scope.__call__.__code__:
             left -= 1
             if left == 0:
                 sys.settrace(None)

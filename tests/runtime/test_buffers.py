@@ -155,7 +155,9 @@ FORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support", "ignore:Sparse invariant checks", "ignore:Validating sparse tensor invariants"
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_are_not_plain_memory(tmp_path: Path, form: str) -> None:
     class Graph(nn.Module):

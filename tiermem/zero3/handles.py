@@ -117,16 +117,27 @@ def leave_to(outer: tuple[Pack, Unpack] | None, tensor: torch.Tensor) -> Kept | 
 
 
 class _Scope:
-    """One push of the hooks: remembers the pair it covers, which autograd itself would no longer call."""
+    """One push of the hooks: remembers the pair it covers, which autograd itself would no longer call.
+
+    Itself the one that packs. From torch 2.14 on, what a selective checkpoint keeps beside the graph goes to the user's
+    hooks, if he wants that; those of torch's own checkpoints say by these two names that they are none, and which they
+    cover. So do ours: a tensor would else come to a checkpoint's hooks through them, which expect only what the graph
+    saves.
+    """
 
     __slots__ = ("hooks", "outer", "pair")
+    _checkpoint_internal = True
+
+    @property
+    def _user_hooks(self) -> tuple[Pack, Unpack] | None:
+        return self.outer
 
     def __init__(self, hooks: SavedTensorHooks, outer: tuple[Pack, Unpack] | None) -> None:
         self.hooks = hooks
         self.outer = outer
         # One object each, so that it can be recognised again on torch's stack. A circle, which `leave` opens: the pair
         # covered may be a checkpoint's, and with it all that the checkpoint keeps would wait for the cycle collector.
-        self.pair: tuple[Pack, Unpack] | None = (self.pack, self.unpack)
+        self.pair: tuple[Pack, Unpack] | None = (self, self.unpack)
 
     @property
     def active_pair(self) -> tuple[Pack, Unpack]:
@@ -135,7 +146,7 @@ class _Scope:
             raise TiermemError("saved-tensor hooks were left twice")
         return self.pair
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def __call__(self, tensor: torch.Tensor) -> Any:
         try:
             handle = unseen(self.hooks.recognise)(tensor)
         except BaseException as error:
@@ -314,5 +325,4 @@ class SavedTensorHooks:
 
     def owns(self, pack: Pack) -> bool:
         """Whether this is one of the pack hooks that `enter` pushes."""
-        scope = getattr(pack, "__self__", None)
-        return isinstance(scope, _Scope) and scope.hooks is self
+        return isinstance(pack, _Scope) and pack.hooks is self
