@@ -12,7 +12,7 @@ from tools.oldest import main, oldest
 ROOT = Path(__file__).parents[1]
 PROJECT = """
 [project]
-dependencies = ["torch>=2.11,<2.14", "numpy>=1.26"]
+dependencies = ["torch>=2.11,<2.16", "numpy>=1.26"]
 [project.optional-dependencies]
 hf = ["transformers>=5.4"]
 plots = ["matplotlib>=3.10.7"]
