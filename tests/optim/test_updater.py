@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -230,6 +232,31 @@ def test_an_error_of_a_page_is_raised_to_who_waits_and_other_units_go_on(
     assert updater.pending(1)
     with pytest.raises(OSError, match="bad block"):
         updater.raise_failed()
+
+
+@pytest.mark.parametrize("ask", ["wait", "raise_failed"])
+def test_an_error_that_is_kept_keeps_nothing_of_who_was_told(pager: FakePager, ask: str) -> None:
+    """Whoever waits does so amid a forward: its frames have activations and views of parameters."""
+    units = make_units(pager, 1)
+    pager.faults[PageKey(0, Kind.PARAM)] = OSError("bad block")
+    updater = Updater(pager, units)
+    updater.start(whole(units[0]))
+    with pytest.raises(OSError, match="bad block"):
+        updater.wait_all()
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> None:
+        activation = torch.ones(3)
+        seen.append(weakref.ref(activation))
+        updater.wait(0) if ask == "wait" else updater.raise_failed()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            forward()
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_in_the_kernel_fails_the_tile_and_the_parameters(pager: FakePager) -> None:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiermem.errors import InvariantError, TiermemError
+from tiermem.errors import InvariantError, TiermemError, again
 from tiermem.future import Future
 from tiermem.optim.kernels import Workspace
 from tiermem.optim.stream import DeviceKernels, StreamStatistics, UnitStream, UpdatePager
@@ -136,7 +136,7 @@ class Updater:
         with self._lock:
             error = self._failed.get(unit)
         if error is not None:
-            raise error
+            raise again(error) from error
 
     def wait_all(self) -> None:
         """Wait for all updates. Raises the first error, after all have ended."""
@@ -157,7 +157,7 @@ class Updater:
         with self._lock:
             error = next(iter(self._failed.values()), None)
         if error is not None:
-            raise error
+            raise again(error) from error
 
     def close(self) -> None:
         """Give up what is queued, wait for what is running; call it before the pager is closed. May be called twice.
