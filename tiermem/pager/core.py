@@ -161,14 +161,15 @@ class Core:
         fence = self.residency.chain.arenas[tier].fence()  # here: it is the releasing thread that has asked for work
 
         def release() -> None:
-            if not self._out.remove(lease):
+            known = self._out.remove(lease)
+            if known is None:
                 return
-            for page in lease.pages if parting is Parting.UNWRITTEN else ():
-                self.residency.discard(page)
             if failure is not None:
                 for page in lease.pages:
                     self.residency.fail(page, failure)
-            self.service.release(lease.pages, tier, *lease.handed_over, fence)
+            pages, tier, intent = known
+            unwritten = parting is Parting.UNUSED and intent is Intent.FRESH
+            self.service.release(pages, tier, *lease.handed_over, fence, unwritten=unwritten)
 
         self.loop.leave(release)
 
@@ -212,9 +213,8 @@ class Core:
         if stalled is not None:
             self.refuse(stalled)
         for pages, tier, intent in self._out.take_lost():
-            for page in pages if intent is Intent.FRESH else ():
-                self.residency.discard(page)
-            self.service.release(pages, tier, self.residency.chain.arenas[tier].fence())
+            fence = self.residency.chain.arenas[tier].fence()
+            self.service.release(pages, tier, fence, unwritten=intent is Intent.FRESH)
             self.loop.wake()
         waiting = self.service.waiting
         self._awaited = {

@@ -23,10 +23,10 @@ from tiermem.pager.page import Page, PageKey
 
 
 class Parting(enum.Enum):
-    """In what state a lease leaves the contents of its pages."""
+    """What a lease leaves of its pages: contents as they are, or as if there had been no lease."""
 
     KEPT = "kept"
-    UNWRITTEN = "unwritten"
+    UNUSED = "unused"
 
 
 T = TypeVar("T")
@@ -90,9 +90,9 @@ class Lease:
         """Give the hold back. Never waits; may be called from any thread and more than once."""
         self._close(Parting.KEPT, None)
 
-    def forget(self) -> None:
-        """Give the hold back and the contents up: what was taken FRESH has not been written."""
-        self._close(Parting.UNWRITTEN, None)
+    def return_unused(self) -> None:
+        """Give the hold back, as nobody has made use of it: pages that were taken FRESH are without contents again."""
+        self._close(Parting.UNUSED, None)
 
     def fail(self, error: BaseException) -> None:
         """Give the hold back and declare the contents garbage: whoever uses the pages next gets `error`.
@@ -138,9 +138,9 @@ class LeasesOut(Generic[T]):
         """A lease is given out."""
         self._known[weakref.ref(lease)] = known
 
-    def remove(self, lease: Lease) -> bool:
-        """It is given back; False if it was before."""
-        return self._known.pop(weakref.ref(lease), None) is not None
+    def remove(self, lease: Lease) -> T | None:
+        """It is given back: what is known of it; None if it was before."""
+        return self._known.pop(weakref.ref(lease), None)
 
     def take_lost(self) -> list[T]:
         """What is known of the leases that nobody has any more."""
@@ -154,15 +154,11 @@ class PendingLease:
     A lock instead of a `concurrent.futures.Future`, because every use of a page waits for one of these.
     """
 
-    __slots__ = ("_abandoned", "_error", "_fresh", "_gate", "_lease", "_stalled", "awaited")
+    __slots__ = ("_abandoned", "_error", "_gate", "_lease", "_stalled", "awaited")
 
-    def __init__(self, stalled: Callable[[float, float], None], *, fresh: bool = False) -> None:
-        """`stalled(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`.
-
-        `fresh`: its pages are to be written anew, so that one which nobody receives leaves nothing in them.
-        """
+    def __init__(self, stalled: Callable[[float, float], None]) -> None:
+        """`stalled(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`."""
         self.awaited = False
-        self._fresh = fresh
         self._stalled = stalled
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -175,7 +171,7 @@ class PendingLease:
         self._lease, self._error = lease, error
         self._gate.release()
         if self._abandoned and lease is not None:
-            self._give_back(lease)
+            lease.return_unused()
 
     def wait(self) -> Lease:
         """Wait for the lease. If the wait is interrupted (Ctrl-C), the lease is given back as soon as it is granted.
@@ -210,10 +206,4 @@ class PendingLease:
         self._abandoned = True
         lease = self._lease
         if lease is not None:
-            self._give_back(lease)
-
-    def _give_back(self, lease: Lease) -> None:
-        if self._fresh:
-            lease.forget()
-        else:
-            lease.release()
+            lease.return_unused()

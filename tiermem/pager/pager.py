@@ -77,9 +77,7 @@ class Pager:
 
         The answer, errors included, is given by `PendingLease.wait`; whoever will not wait for it says `give_up`.
         """
-        pending = PendingLease(
-            lambda started, ended: self._note_stall(started, ended, keys), fresh=intent is Intent.FRESH
-        )
+        pending = PendingLease(lambda started, ended: self._note_stall(started, ended, keys))
         tier = self.chain.top if lane is Lane.COMPUTE else Tier.HOST
         try:
             if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending, tier=tier)):
@@ -182,15 +180,9 @@ class Pager:
         waiter: asyncio.Future[None] | None = None
         given_up = False
 
-        def leave(lease: Lease) -> None:
-            if intent is Intent.FRESH:
-                lease.forget()  # nothing has been written
-            else:
-                lease.release()
-
         def answered(lease: Lease | None, error: BaseException | None) -> None:
             if given_up and lease is not None:
-                leave(lease)
+                lease.return_unused()
             else:
                 answer.append(lease or error or closed())
             if waiter is not None and not waiter.done():
@@ -207,7 +199,7 @@ class Pager:
                 given_up = True
                 for lease in answer:
                     if isinstance(lease, Lease):
-                        leave(lease)
+                        lease.return_unused()
                 raise
         found = answer.pop()
         if isinstance(found, Lease):

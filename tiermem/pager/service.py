@@ -98,9 +98,14 @@ class Service:
                     return
             self._serve(request, set())
 
-    def release(self, pages: Sequence[Page], tier: Tier, *fences: Fence | None) -> None:
-        """Leases given back; what their holders asked of a device is done with `fences`."""
+    def release(self, pages: Sequence[Page], tier: Tier, *fences: Fence | None, unwritten: bool = False) -> None:
+        """Leases given back; what their holders asked of a device is done with `fences`.
+
+        `unwritten`: they were to be written anew and were not, so that they are without contents again.
+        """
         for page in pages:
+            if unwritten:
+                self._residency.discard(page)
             self._residency.unhold(page, tier, *fences)
         if self._sole is not None or self._tried:
             self._in_order()
