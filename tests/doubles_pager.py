@@ -55,6 +55,9 @@ class PromptLease:
     def wait(self) -> MemoryLease:
         return self._lease
 
+    def has_raised(self, _: BaseException) -> bool:
+        return False  # what it is refused with is raised where it is asked for
+
     def give_up(self) -> None:
         if not self._lease.released:
             self._lease.release()

@@ -390,6 +390,17 @@ def test_settling_and_giving_up_in_either_order_release_once() -> None:
         assert released == [lease]
 
 
+def test_an_answer_is_told_from_what_came_amid_the_wait_for_it() -> None:
+    pending = PendingLease(lambda *_: None)
+    alarm = TimeoutError("of a signal handler")
+    assert not pending.has_raised(alarm)
+    pending.settle(None, OSError("bad block"))
+    assert not pending.has_raised(alarm)
+    with pytest.raises(OSError, match="bad block") as caught:
+        pending.wait()
+    assert pending.has_raised(caught.value)
+
+
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("granted_first", [False, True])
 def test_room_that_was_asked_for_and_given_up_is_left_without_contents(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import pytest
@@ -25,10 +25,15 @@ class ShelfLease:
 
     def wait(self) -> ShelfLease:
         self.shelf.pending -= 1
+        if self.shelf.amid is not None:
+            self.shelf.amid()
         if self.key in self.shelf.failing:
             raise CapacityError("no room, on purpose")
         self.shelf.leased += 1
         return self
+
+    def has_raised(self, error: BaseException) -> bool:
+        return isinstance(error, CapacityError)
 
     def give_up(self) -> None:
         self.shelf.pending -= 1
@@ -55,6 +60,7 @@ class Shelf:
         self.leased = 0
         self.pending = 0
         self.asked = 0  # at one time, at most
+        self.amid: Callable[[], None] | None = None  # a signal handler, in the middle of each wait
 
     def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
         assert replace
@@ -210,6 +216,22 @@ def test_a_failed_page_is_made_anew() -> None:
     del paged
     assert torch.equal(kept.keep(tensor.clone()).restore(), tensor)
     assert kept.alive == 0
+
+
+def test_what_a_signal_handler_raises_while_room_is_waited_for_is_raised() -> None:
+    shelf = Shelf()
+    kept, _ = store(shelf)
+    tensor = torch.arange(100, dtype=torch.uint8)
+
+    def ring() -> None:
+        shelf.amid = None
+        raise TimeoutError("an alarm, on purpose")
+
+    shelf.amid = ring
+    with pytest.raises(TimeoutError):
+        kept.keep(tensor)
+    assert kept.alive == 0
+    assert torch.equal(kept.keep(tensor).restore(), tensor)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came while something was finalized

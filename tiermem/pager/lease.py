@@ -200,6 +200,10 @@ class PendingLease:
             raise again(self._error) from self._error
         return self._lease
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether `wait` has raised this as its answer, and not a signal handler amid it."""
+        return self._error is not None and error.__cause__ is self._error
+
     def give_up(self) -> None:
         """Nobody wants the lease any more: it is given back as soon as it is granted. Never waits."""
         # The flag before the look: `settle` does it the other way round, so one of the two sees the other.

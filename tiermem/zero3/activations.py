@@ -192,11 +192,12 @@ class ActivationStore:
         return held
 
     def _lease_fresh(self, key: PageKey, nbytes: int) -> Lease:
+        asked = self._pager.start_lease([key], Intent.FRESH)
         try:
-            return self._pager.start_lease([key], Intent.FRESH).wait()
-        except Exception:
+            return asked.wait()
+        except Exception as error:
             # The page may have failed to be written down when nobody wanted it any more: try with a new one.
-            if not self._pager.add_page(key, nbytes, replace=True):
+            if not asked.has_raised(error) or not self._pager.add_page(key, nbytes, replace=True):
                 raise
             return self._pager.start_lease([key], Intent.FRESH).wait()
 

@@ -47,6 +47,9 @@ class PendingLease(Protocol):
     def wait(self) -> Lease:
         """The lease; waits."""
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether `wait` has raised this as its answer, and not a signal handler amid it."""
+
     def give_up(self) -> None:
         """Nobody wants it any more."""
 
