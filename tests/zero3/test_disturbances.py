@@ -262,6 +262,29 @@ def test_checkpoint_inside_a_layer_still_frees_its_activations():
     out.sum().backward()
 
 
+@pytest.mark.parametrize("taken", ["emptied", "exchanged", "put aside"])
+def test_hooks_that_somebody_has_taken_off_are_there_again_for_the_next_call(taken):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+    aside = []
+    for module in model.modules():
+        if taken == "emptied":
+            module._forward_hooks.clear()
+        else:
+            aside.append(module._forward_hooks)
+            module._forward_hooks = type(module._forward_hooks)()
+    if taken == "exchanged":
+        aside.clear()
+    for _ in range(2):
+        run(plain, mlp_step, 3)
+        run(model, mlp_step, 3)
+        check_gradients(sharded, plain)
+        assert sharded.leased() == []
+        for module, hooks in zip(model.modules(), aside, strict=False):
+            module._forward_hooks = hooks
+
+
 def test_saved_tensor_changed_in_place_is_still_refused():
     class Changing(nn.Linear):
         def forward(self, x):
