@@ -886,6 +886,33 @@ def test_what_was_opened_is_closed_where_a_thread_cannot_be_started(tmp_path, mo
             arena.allocate(1)
 
 
+@pytest.mark.parametrize("update", ["backward", "forward", "step"])
+def test_an_optimizer_for_whose_updates_there_is_no_thread_is_not_made_and_the_next_one_trains(
+    tmp_path, monkeypatch, update
+):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "tiermem-update":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    model = nn.Linear(4, 4)
+    runtime = tiermem.offload(model, config_for(tmp_path, "1MiB", update))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(tiermem.TiermemError, match="no thread can be started for tiermem-update"):
+            tiermem.AdamW(model.parameters())
+    optimizer = tiermem.AdamW(model.parameters())
+    before = runtime.parameter(model.weight)
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert optimizer.steps_of(model.weight) == 2
+    assert not torch.equal(runtime.parameter(model.weight), before)
+    runtime.close()
+
+
 def test_an_interrupt_before_anybody_has_the_runtime_leaves_nothing_open(tmp_path, monkeypatch):
     before = threading.enumerate()
 

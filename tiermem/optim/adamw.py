@@ -51,6 +51,7 @@ class AdamW(torch.optim.Optimizer):
     Raises:
         ConfigError: a hyperparameter is of another kind or out of range, or the parameters do not belong to one
             offloaded model. It is a ValueError, as torch's; for an unknown argument a TypeError too.
+        TiermemError: the runtime is closed, or the system allows no thread for updates: then it may be tried again.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ class UpdateQueue(Protocol):
     """Carries updates out; the `Updater`, or a fake in tests."""
 
     def prepare(self) -> None:
-        """Do what need only be done once, before there is something to update."""
+        """Do what need only be done once, before there is something to update. Raises TiermemError if that fails."""
 
     def start(self, update: UnitUpdate) -> None:
         """Queue an update."""

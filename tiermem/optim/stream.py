@@ -40,6 +40,10 @@ def _keys(unit: int, tiles: tuple[int, ...]) -> tuple[PageKey, ...]:
     return PageKey(unit, Kind.PARAM), *(PageKey(unit, kind, tile) for tile in tiles for kind in kinds)
 
 
+def _nothing() -> None:
+    """The first kernel, with which the thread begins."""
+
+
 class UpdatePager(Protocol):
     """The part of the pager that the update uses."""
 
@@ -129,7 +133,11 @@ class UnitStream:
         self._workspace_above = None  # memory of a device, and an optimizer that is kept keeps this
 
     def prepare(self) -> None:
-        """Have the kernel compiled, if some unit has use for that."""
+        """Have the thread begun that runs kernels, and the kernel compiled, if some unit has use for that. Waits.
+
+        Raises TiermemError where the system allows no more threads: now, while no page is leased that would be lost.
+        """
+        self.pager.start_task(self.pager.run_worker(_nothing)).result()
         self._workspace.prepare(state for state in self.units.values() if not self._is_above(state.unit))
 
     def keys(self, update: UnitUpdate) -> list[PageKey]:

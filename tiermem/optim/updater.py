@@ -71,7 +71,10 @@ class Updater:
         self._closed = False
 
     def prepare(self) -> None:
-        """Do what need only be done once: in the first step it would come on top of the activations."""
+        """Do what need only be done once: in the first step it would come on top of the activations.
+
+        Raises TiermemError where no thread can be had for it; nothing is changed then, and it may be tried again.
+        """
         self._stream.prepare()
 
     def start(self, update: UnitUpdate) -> None:
