@@ -191,14 +191,6 @@ class RankGradients(StepGradients):
         )
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
-    def forget(self, parameters: Sequence[int]) -> None:
-        """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
-        for parameter in parameters:
-            self._norms.pop(parameter, None)
-        for shard in self._shards:
-            if not self.numbers(shard.unit):
-                self._written.difference_update(shard.layout.gradient_key(tile) for tile in range(shard.tiles))
-
     def serve(self, unit: int, bucket: Bucket | None, senders: Sequence[bool]) -> None:
         """Take part in adding a unit up, with this rank's gradients or without any. On the conductor's thread."""
         shard = self._shards[unit]

@@ -184,15 +184,6 @@ class GradientStore(StepGradients):
             whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
         return whole
 
-    def forget(self, parameters: Sequence[int]) -> None:
-        """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
-        self.release()
-        for parameter in parameters:
-            self._norms.pop(parameter, None)
-        for layout in self._layouts:
-            if not self.numbers(layout.unit):
-                self._written.difference_update(layout.gradient_key(tile) for tile in range(layout.tiles))
-
     def _end(self) -> None:
         self.release()
 

@@ -77,10 +77,17 @@ class StepGradients:
 
     def drop_unfinished(self) -> None:
         """Forget pages in which an error or an interrupt has left gradients that do not count yet."""
-        unfinished = [key for key in self._written if not self.numbers(key.unit)]
+        unfinished = self._unfinished()
         self._written.difference_update(unfinished)
         if unfinished:
             self._pager.start_discard(unfinished)
+
+    def forget(self, parameters: Sequence[int]) -> None:
+        """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
+        self._end()
+        for parameter in parameters:
+            self._norms.pop(parameter, None)
+        self._written.difference_update(self._unfinished())
 
     def backward_ended(self, *, together: bool) -> None:  # noqa: ARG002 - for those that still hold something
         """A backward is through: see `Gradients`. Which parameters are frozen is seen here, where none is used."""
@@ -100,6 +107,10 @@ class StepGradients:
 
     def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
         """Wait for other ranks: there are none."""
+
+    def _unfinished(self) -> list[PageKey]:
+        """Pages that were written, of units of which no parameter has a gradient."""
+        return [key for key in self._written if not self.numbers(key.unit)]
 
     def _end(self) -> None:
         """Have nothing open or under way."""
