@@ -111,9 +111,14 @@ class Leased:
     __slots__ = ("_lease", "base", "viewers")
 
     def __init__(self, lease: Lease, key: PageKey) -> None:
+        """Takes the lease over: it is given back if this fails, too."""
         self._lease = lease
-        self.base = lease.tensor(key)
-        self.viewers = viewers(self.base)
+        try:
+            self.base = lease.tensor(key)
+            self.viewers = viewers(self.base)
+        except BaseException:
+            lease.release()
+            raise
 
     def release(self) -> None:
         """Give it back."""
@@ -136,12 +141,7 @@ class LocalUnits:
         """Lease the unit's page."""
         self._before(unit)  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
         key = self._keys[unit]
-        lease = self._pager.lease([key], Intent.WRITE if writable else Intent.READ)
-        try:
-            return Leased(lease, key)
-        except BaseException:
-            lease.release()
-            raise
+        return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
 
     def start(self, unit: int) -> None:
         """Nothing to do."""
