@@ -21,16 +21,15 @@ class PagedMoments:
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self._slots = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
 
     def prepare(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         """Check the moments of these parameters; the function that stores them. Every rank is given the same."""
         for number, moments in given.items():
-            _check(self._slots[number][1], moments)
+            _check(self._place(number)[1], moments)
         self._require_between_steps(given.keys(), "given", "load")
         units: dict[int, dict[int, Moments]] = {}
         for number, moments in given.items():
-            units.setdefault(self._slots[number][0], {})[number] = moments
+            units.setdefault(self._place(number)[0], {})[number] = moments
 
         def store() -> None:
             house = self._house
@@ -49,7 +48,7 @@ class PagedMoments:
         return [self._whole(number) for number in parameters]
 
     def _whole(self, number: int) -> Moments:
-        house, (unit, slot) = self._house, self._slots[number]
+        house, (unit, slot) = self._house, self._place(number)
         house.coordinator.unit_needed(unit)
         first, second = (torch.zeros(slot.numel, dtype=torch.float32, device="cpu") for _ in range(2))
 
@@ -61,6 +60,9 @@ class PagedMoments:
         house.look(unit, slot, read, first)
         house.look(unit, slot, lambda: None, second)  # filled by the look before
         return first.as_strided(slot.shape, slot.stride), second.as_strided(slot.shape, slot.stride)
+
+    def _place(self, number: int) -> tuple[int, Slot]:
+        return self._house.gatherer.slots[id(self._house.parameters[number])]
 
     def _require_between_steps(self, parameters: Collection[int], asked: str, verb: str) -> None:
         ledger = self._house.ledger

@@ -1,7 +1,7 @@
-"""Where things are: each parameter of a model in its unit, and what callers name on disk.
+"""Where things are: parameters that callers name in their units, and what they name on disk.
 
-Owns the map from parameters, by identity, to units and slots, and the look at a path that was given. Does not know
-values or files. Guarantees that a parameter of another model is refused, and so is what is no path.
+Owns the look at a parameter, or a path, that was given. Does not know values or files. Guarantees that a parameter of
+another model is refused, and so is what is no path.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from tiermem.zero3.layout import Slot
 
 
 class Places:
-    """The map of one model."""
+    """The parameters of one model."""
 
     def __init__(self, house: House) -> None:
-        self._number_of = {id(parameter): number for number, parameter in enumerate(house.parameters)}
-        self._slot_of = {slot.parameter: (layout.unit, slot) for layout in house.layouts for slot in layout.slots}
+        self._slots = house.gatherer.slots
 
     def find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
         """The unit and the slot of a parameter. Raises ConfigError for one of another model."""
         if not isinstance(parameter, nn.Parameter):
             raise ConfigError(f"expected a parameter of the model, found {type(parameter).__name__}")
-        number = self._number_of.get(id(parameter))
-        if number is None:
+        found = self._slots.get(id(parameter))
+        if found is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
-        return self._slot_of[number]
+        return found
 
     def units_of(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[int]:
         """The units of a parameter, of several, or of a module, whatever else was put into that after `offload`.
