@@ -2,8 +2,9 @@
 
 Owns the requests that wait, and calls the transitions of `Residency` for them. `pump` runs after every event: demands
 first, in order of arrival, then the bytes that have to leave, then read-ahead. Does not know threads or asyncio.
-Guarantees that room is never taken from an earlier demand by a later one unless everything stands still, and that
-whoever cannot be served even then gets a CapacityError (I9) instead of waiting for ever.
+Guarantees that room is never taken from an earlier demand by a later one unless everything stands still, or what has to
+leave the DEVICE for it passes through HOST; and that whoever cannot be served even then gets a CapacityError (I9)
+instead of waiting for ever.
 """
 
 from __future__ import annotations
