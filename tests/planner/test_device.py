@@ -15,6 +15,7 @@ from tiermem.errors import BudgetError
 from tiermem.memory.arena import Frame
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
+from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.device import (
     PIECE,
     _beside,
@@ -25,7 +26,6 @@ from tiermem.planner.device import (
     settled_nbytes,
 )
 from tiermem.planner.footprint import UnitSize, received_nbytes, rounded, state_tile_nbytes
-from tiermem.planner.tilesizes import SMALLEST_TILE
 
 MIB = 1 << 20
 PLENTY = 4 << 30

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
 from tiermem.memory.sizes import format_bytes
+from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.footprint import PASSING, Footprint, UnitSize, plan_footprint, rounded
-from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles
+from tiermem.planner.tilesizes import good_tiles
 
 MIB = 1 << 20
 

@@ -14,6 +14,7 @@ from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.device import device_least, settled_nbytes
 from tiermem.planner.footprint import rounded
@@ -23,7 +24,6 @@ from tiermem.planner.predict import seconds_of_step, simulate_quickly
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, repetitions, thinned, with_batches
-from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.world import World
 

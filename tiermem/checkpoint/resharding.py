@@ -19,7 +19,8 @@ from tiermem.checkpoint.restoring import require_whole
 from tiermem.checkpoint.shard import Holding
 from tiermem.checkpoint.writing import finish_snapshot, write_buffers, write_part
 from tiermem.errors import ConfigError
-from tiermem.zero3.layout import ALIGN_NUMEL, Slot
+from tiermem.pager.tiling import ALIGN_NUMEL
+from tiermem.zero3.layout import Slot
 
 LARGEST_WORLD = 1 << 16
 

@@ -36,8 +36,9 @@ from tiermem.optim.compiled import CompiledLoops, compiled_loops
 from tiermem.optim.planes import BlockPlanes, MixedPlanes, StatePlanes
 from tiermem.optim.shares import Job, Shares
 from tiermem.optim.split import join, join_masked, split, split_masked
-from tiermem.optim.tiles import SEGMENT_ALIGNMENT, UnitState
+from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import Settings
+from tiermem.pager.tiling import ALIGN_NUMEL
 
 SLICE_NUMEL = 262144  # three slices of 1 MiB stay in cache while the calls into torch stay few
 # On a device a slice is some twenty kernels, each of which takes longer to ask for than to do on less than about this.
@@ -58,7 +59,7 @@ def device_slice_numel(budget: int) -> int:
     """Elements of a slice on a device whose budget is so many bytes."""
     smallest, largest = _DEVICE_SLICES
     numel = min(max(budget // (_SCRATCH_ITEMSIZE * _SCRATCH_PART), smallest), largest)
-    return numel // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
+    return numel // ALIGN_NUMEL * ALIGN_NUMEL
 
 
 class _Coded(NamedTuple):
@@ -87,8 +88,8 @@ class Workspace:
         shares: Shares | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if slice_numel <= 0 or slice_numel % SEGMENT_ALIGNMENT:
-            raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {SEGMENT_ALIGNMENT}")
+        if slice_numel <= 0 or slice_numel % ALIGN_NUMEL:
+            raise InvariantError(f"slices of {slice_numel} elements, expected a multiple of {ALIGN_NUMEL}")
         self.slice_numel = slice_numel
         self.coded_slice_numel = numel = block_count(slice_numel) * BLOCK_NUMEL
         self._place = HOST if device is None else device
@@ -241,7 +242,7 @@ def _update_compiled(
     workspace, grad_scale = scaling
     numel = parameter.numel()
     coded = isinstance(planes, BlockPlanes)
-    block = BLOCK_NUMEL if coded else SEGMENT_ALIGNMENT
+    block = BLOCK_NUMEL if coded else ALIGN_NUMEL
     end = numel - numel % block
     # Who has no use for the loops does not pay for numba's memory.
     loops = workspace.loops if end and (coded or planes.remainder is not None) else None

@@ -16,11 +16,9 @@ import torch
 
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.optim.blocks import block_count
-from tiermem.pager.tiling import TileRange, tile_count, tile_ranges
+from tiermem.pager.tiling import ALIGN_NUMEL, SMALLEST_TILE, TileRange, tile_count, tile_ranges
 
 PLANE_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-SEGMENT_ALIGNMENT = 64  # elements
-TILE_MULTIPLE = 2048  # elements
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,16 +88,16 @@ class UnitState:
             raise ConfigError(
                 f"unit {self.unit}: parameters of {self.dtype} cannot be updated, only {PARAMETER_DTYPES}"
             )
-        if self.tile_numel <= 0 or self.tile_numel % TILE_MULTIPLE:
+        if self.tile_numel <= 0 or self.tile_numel % SMALLEST_TILE:
             raise ConfigError(
-                f"unit {self.unit}: tile of {self.tile_numel} elements, expected a multiple of {TILE_MULTIPLE}"
+                f"unit {self.unit}: tile of {self.tile_numel} elements, expected a multiple of {SMALLEST_TILE}"
             )
         end = 0
         for segment in self.segments:
-            if segment.start < end or segment.start % SEGMENT_ALIGNMENT or segment.stop > self.numel:
+            if segment.start < end or segment.start % ALIGN_NUMEL or segment.stop > self.numel:
                 raise ConfigError(
                     f"unit {self.unit}: {segment} overlaps the one before, ends beyond {self.numel} elements, or does "
-                    f"not start at a multiple of {SEGMENT_ALIGNMENT}"
+                    f"not start at a multiple of {ALIGN_NUMEL}"
                 )
             end = segment.stop
 
@@ -184,6 +182,6 @@ def _mix(cuts: list[tuple[TileRange, bool]]) -> Mixture:
     for cut, quantized in cuts:
         place = taken[quantized]
         stretches.append(Stretch(cut.begin_in_tile, cut.length, quantized, place, blocks if quantized else 0))
-        taken[quantized] = place + -(-cut.length // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        taken[quantized] = place + -(-cut.length // ALIGN_NUMEL) * ALIGN_NUMEL
         blocks += block_count(cut.length) if quantized else 0
     return Mixture(tuple(stretches), taken[False], taken[True], blocks)

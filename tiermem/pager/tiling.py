@@ -1,7 +1,8 @@
 """How a run of elements falls into tiles.
 
-Owns the integer arithmetic of tiles and nothing else. Does not know what the elements are, where they live or how
-many bytes they have. Guarantees that the pieces of a run cover it exactly, in order and without overlap.
+Owns the integer arithmetic of tiles, and the multiples at which parameters and tiles are cut, on which both wings agree
+here. Does not know what the elements are, where they live or how many bytes they have. Guarantees that the pieces of a
+run cover it exactly, in order and without overlap.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+# Parameters begin, and are cut, at multiples of so many elements only: fused AdamW has the same bits there alone
+# ("Slicing and bits" in `optim/kernels.py`).
+ALIGN_NUMEL = 64
+# Elements of the smallest tile; all others are multiples of it.
+SMALLEST_TILE = 2048
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
+from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.footprint import (
     Footprint,
     UnitSize,
@@ -41,7 +42,7 @@ from tiermem.planner.footprint import (
     state_tile_nbytes,
 )
 from tiermem.planner.resting import resting_nbytes
-from tiermem.planner.tilesizes import SMALLEST_TILE, planned_tile, tile_sizes
+from tiermem.planner.tilesizes import planned_tile, tile_sizes
 
 # Units whose update nothing follows in backward that it could hide behind: the first of the model.
 EXPOSED = 2

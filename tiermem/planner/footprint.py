@@ -15,7 +15,8 @@ from functools import cache, partial
 
 from tiermem.errors import BudgetError
 from tiermem.memory.sizes import format_bytes
-from tiermem.planner.tilesizes import SMALLEST_TILE, good_tiles, tile_sizes
+from tiermem.pager.tiling import SMALLEST_TILE
+from tiermem.planner.tilesizes import good_tiles, tile_sizes
 from tiermem.zero3.shards import arriving_nbytes
 
 # As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
@@ -26,8 +27,7 @@ _ALONE = ((True, 3, False, False), (True, 2, False, False), (False, 2, False, Fa
 _RANKS = ((False, 3, False, True), (False, 2, False, True), (False, 2, False, False), (False, 1, True, False))
 # Left for activations to pass through, unless the budget is so small that nothing else would fit.
 PASSING = 128 << 10
-# Tiles of the update that are read ahead.
-_TILES_AHEAD = 4
+_TILES_AHEAD = 4  # of the update
 
 
 @dataclass(frozen=True, slots=True)

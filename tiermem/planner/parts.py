@@ -15,8 +15,9 @@ from typing import Any
 from tiermem.config import parse_dtype
 from tiermem.errors import ConfigError
 from tiermem.optim.blocks import block_count
-from tiermem.optim.tiles import SEGMENT_ALIGNMENT, aligned
+from tiermem.optim.tiles import aligned
 from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.tiling import ALIGN_NUMEL
 from tiermem.planner.footprint import UnitSize, rounded
 from tiermem.planner.reserved import copied_nbytes, wanted_copies
 from tiermem.planner.workload import UnitWork, Workload, state_itemsize
@@ -87,7 +88,7 @@ def _coded(unit: UnitWork, begin: int, numel: int) -> tuple[int, int]:
     exact = _within(unit.exact, begin, numel)
     runs = [run for run in unit.runs if run not in unit.exact] if unit.runs else []
     lengths = _within(runs, begin, numel) if unit.runs else [max(0, numel - sum(exact))]
-    coded = sum(-(-length // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for length in lengths)
+    coded = sum(-(-length // ALIGN_NUMEL) * ALIGN_NUMEL for length in lengths)
     return min(coded, numel), sum(map(block_count, lengths))
 
 
@@ -180,7 +181,7 @@ def _size(workload: Workload, number: int, division: Division) -> UnitSize:
     """A unit as the budget sees it; of its state as `runtime.moments.state_size` says."""
     unit, shard = workload.units[number], shard_of(workload, number, division, 1)
     itemsize, whole = workload.state_itemsize, state_itemsize(workload.dtype, "float32")
-    wide = sum(-(-length // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for _, length in unit.exact)
+    wide = sum(-(-length // ALIGN_NUMEL) * ALIGN_NUMEL for _, length in unit.exact)
     if wide >= unit.trainable > 0:
         itemsize, wide = whole, 0
     return size_of(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.design import Design
 from tiermem.planner.footprint import received_nbytes, rounded
 from tiermem.planner.parts import unit_sizes
-from tiermem.planner.tilesizes import SMALLEST_TILE
 
 
 def retiled(design: Design, factor: int) -> Design:

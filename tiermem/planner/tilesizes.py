@@ -6,7 +6,8 @@ that every size is cut well: of whole blocks of `SMALLEST_TILE`, and of whole hu
 
 from __future__ import annotations
 
-SMALLEST_TILE = 2048
+from tiermem.pager.tiling import SMALLEST_TILE
+
 _WHOLE_TILE = 1 << 20
 # A tile that is to be planned: large enough for a drive to be at full speed and for few wake-ups, small enough to have
 # many in hand: README.md, "How large a tile is".

@@ -25,7 +25,7 @@ from tiermem.pager.below import LARGEST
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
-from tiermem.pager.tiling import tiles_in_turn
+from tiermem.pager.tiling import SMALLEST_TILE, tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
 from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, rounded
 from tiermem.planner.overhead import beside_pages
@@ -33,7 +33,6 @@ from tiermem.planner.parts import size_of
 from tiermem.planner.reserved import copied_nbytes
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import Arrivals, plan_step
-from tiermem.planner.tilesizes import SMALLEST_TILE
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, alone
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state

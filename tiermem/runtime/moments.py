@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tiermem.optim.tiles import SEGMENT_ALIGNMENT, Segment, UnitState, state_itemsize
+from tiermem.optim.tiles import Segment, UnitState, state_itemsize
+from tiermem.pager.tiling import ALIGN_NUMEL
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.shards import Shard
 from tiermem.zero3.units import Member, ModelUnits
@@ -73,7 +74,7 @@ def state_size(layout: UnitLayout, quantized: Container[int]) -> StateSize:
     narrow = state_itemsize(layout.dtype, quantized=True)
     pairs = zip(layout.trainable, coded, strict=True)
     # Each piece takes whole segments in its plane: of many short parameters that is most of it.
-    wide = sum(-(-slot.numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for slot, is_coded in pairs if not is_coded)
+    wide = sum(-(-slot.numel // ALIGN_NUMEL) * ALIGN_NUMEL for slot, is_coded in pairs if not is_coded)
     return StateSize(narrow, min(wide, layout.part_numel), exact - narrow)
 
 

@@ -20,11 +20,9 @@ import torch
 
 from tiermem.errors import ConfigError
 from tiermem.pager.page import Kind, PageKey
-from tiermem.pager.tiling import TileRange, tile_count, tile_ranges
+from tiermem.pager.tiling import ALIGN_NUMEL, SMALLEST_TILE, TileRange, tile_count, tile_ranges
 
-ALIGN_NUMEL = 64
 ALIGN_NBYTES = 64
-TILE_MULTIPLE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +134,8 @@ def plan_layout(
     of 64 elements, frozen ones at multiples of 64 bytes. Raises ConfigError for a tile that is not a positive multiple
     of 2048 elements, and for a trainable complex parameter.
     """
-    if tile_numel <= 0 or tile_numel % TILE_MULTIPLE:
-        raise ConfigError(f"a tile holds a positive multiple of {TILE_MULTIPLE} elements, found {tile_numel}")
+    if tile_numel <= 0 or tile_numel % SMALLEST_TILE:
+        raise ConfigError(f"a tile holds a positive multiple of {SMALLEST_TILE} elements, found {tile_numel}")
     trainable = [info for info in parameters if info.trainable]
     frozen = [info for info in parameters if not info.trainable]
     slots: list[Slot] = []
