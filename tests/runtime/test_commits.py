@@ -189,6 +189,22 @@ def test_an_interrupted_wait_has_told_nobody() -> None:
     pending.raise_unseen()
 
 
+def test_a_commit_that_fails_as_its_wait_is_interrupted_is_told_of_once_more() -> None:
+    pager: Any = Pager()
+    pending = PendingCommit(pager)
+
+    def fail() -> None:
+        pending.future.set_exception(LOST)
+        raise KeyboardInterrupt
+
+    pager.work.append(fail)
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    with pytest.raises(SwapError, match="the drive says no"):
+        pending.raise_unseen()
+    pending.raise_unseen()
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("then", ["start", "close"])
 def test_what_nobody_has_asked_for_is_raised_by_the_next_and_only_once(

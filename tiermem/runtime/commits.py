@@ -78,10 +78,9 @@ class PendingCommit:
         TiermemError: a signal handler calls this in the middle of something that it may be waiting for.
         """
         refuse_amid()
-        try:
-            self._pager.wait_for(self.future)
-        finally:
-            self.seen = self.done
+        self.wait_ended()
+        self.seen = True  # only now: who is interrupted before has been told nothing
+        self.future.result()
 
     def wait_ended(self) -> None:
         """Wait until it is durable or has failed; whoever asks for the error gets it later."""
