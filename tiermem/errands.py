@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Errands:
-    """Done on a thread that begins with the first of them, by calling `first()`."""
+    """Done on a thread that begins with the first of them."""
 
-    def __init__(self, name: str, first: Callable[[], object]) -> None:
+    def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(first,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self, function: Callable[[], T]) -> Future[T]:
         """Have `function()` called behind those before; the future has its result or error.
@@ -42,8 +42,7 @@ class Errands:
             self._queue.put(None)
             self._thread.join()
 
-    def _work(self, first: Callable[[], object]) -> None:
-        first()
+    def _work(self) -> None:
         while (errand := self._queue.get()) is not None:
             errand()
             del errand  # nothing of it is kept until the next one comes

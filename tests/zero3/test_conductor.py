@@ -80,8 +80,10 @@ class Rank:
         self.undone: list[Any] = []
         self.error: BaseException | None = None
         self.counters = Counters()
+        self.begin: Callable[[], None] = lambda: self.began.append(threading.current_thread().name)
+        self.began: list[str] = []
         self.conductor = Conductor(
-            one_copy(Ear(line, number)), ["first", "second"], Timeline(0), counters=self.counters
+            one_copy(Ear(line, number)), ["first", "second"], Timeline(0), lambda: self.begin(), self.counters
         )
         self.conductor.connect(lambda unit, bucket, senders: self.served.append((unit, bucket, list(senders))))
 
@@ -133,6 +135,7 @@ def test_all_do_the_same_in_the_order_in_which_it_was_asked_for():
 
     for rank in together(part, part, part):
         assert rank.error is None
+        assert rank.began == ["tiermem-ranks"]
         assert rank.done == [(Act.GATHER, 0), (Act.GATHER, 1), (Act.GATHER, 0), (Act.SETTLE, -1)]
         assert rank.undone == []
 
@@ -198,6 +201,24 @@ def test_a_rank_that_cannot_prepare_raises_its_error_and_the_others_its_name():
         raise other.error
     assert (failed.undone, other.undone) == ([None], ["prepared"])
     assert failed.done == other.done == []
+
+
+def test_a_rank_whose_thread_cannot_ask_its_device_raises_that_and_the_others_its_name():
+    mine = RuntimeError("no stream")
+
+    def part(rank: Rank) -> None:
+        rank.begin = fail(mine)
+        with pytest.raises(RuntimeError, match="no stream"):
+            rank.do(Act.GATHER, 0)
+        rank.do(Act.SETTLE)
+
+    failed, other = together(part, lambda rank: rank.do(Act.GATHER, 0))
+    assert failed.error is mine
+    with pytest.raises(TiermemError, match=r"rank 1 stops because .*: rank 0: RuntimeError: no stream"):
+        raise other.error
+    assert (failed.undone, other.undone) == ([None, None], ["prepared"])
+    assert failed.done == other.done == []
+    failed.conductor.close()
 
 
 def test_after_an_error_in_the_middle_nothing_is_done_any_more():

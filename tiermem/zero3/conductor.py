@@ -110,7 +110,7 @@ class Conductor:
         grid: Grid,
         names: Sequence[str],
         timeline: Timeline,
-        begin: Callable[[], None] = lambda: None,
+        begin: Callable[[], None] | None = None,
         counters: Counters | None = None,
     ) -> None:
         """`grid`: who shares what; all of them keep one order. `names`: of the units, for messages.
@@ -119,13 +119,15 @@ class Conductor:
 
         `counters`: where waits are counted; None: nowhere, as there is nobody but this rank to wait for.
 
-        `begin`: called first on the issuer's thread: on a device it asks for things beside the computation.
+        `begin`: called on the issuer's thread, as part of the first operation that it prepares: on a device it asks for
+        things beside the computation.
         """
         self.grid = grid
         self._timeline = timeline
         self._counters = counters
         self._names = names
-        self._issuer = Errands(_ISSUER, begin)
+        self._issuer = Errands(_ISSUER)
+        self._begin = begin
         self._serve: Serve | None = None
         self._broken: BaseException | None = None
         self._announced = 0
@@ -214,6 +216,9 @@ class Conductor:
             if self._broken is not None:
                 raise self._broken
             try:
+                if self._begin is not None:
+                    self._begin()
+                    self._begin = None
                 prepared = operation.prepare()
             except BaseException as error:  # noqa: BLE001 - told to the others, then raised
                 failure = error
