@@ -79,8 +79,16 @@ class Snapshots:
         def first() -> Draft | None:
             return Draft(path, stall_seconds=stall_seconds) if company.rank == 0 else None
 
-        draft = company.together("begin a snapshot", first, undo=lambda begun: begun.abandon() if begun else None)
-        name = company.computing.tell_text(draft.folder.name if draft else "")[0]
+        def abandon(begun: Draft | None) -> None:
+            if begun is not None:
+                begun.abandon()
+
+        draft = company.together("begin a snapshot", first, undo=abandon)
+        try:
+            name = company.computing.tell_text(draft.folder.name if draft else "")[0]
+        except BaseException:
+            abandon(draft)
+            raise
         folder = Path(os.path.abspath(os.path.expanduser(os.fspath(path)))).parent / name
         return draft or Draft(path, stall_seconds=stall_seconds, folder=folder)
 
