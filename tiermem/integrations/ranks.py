@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from tiermem.errors import TiermemError
+from tiermem.zero3.collectives import by_rank, reason_of
 
 T = TypeVar("T")
 
@@ -40,14 +41,13 @@ def together(what: str, action: Callable[[], T]) -> list[T]:
     try:
         own = ([action()], "")
     except BaseException as error:  # noqa: BLE001 - told to the others, then raised
-        failure, own = error, ([], f"{type(error).__name__}: {error}")
+        failure, own = error, ([], reason_of(error))
     told: list[tuple[list[T], str]] = [own] * joined()
     torch.distributed.all_gather_object(told, own)
     if failure is not None:
         raise failure
-    reasons = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(told) if reason]
-    if reasons:
-        raise TiermemError(f"another rank could not {what}: {'; '.join(reasons)}")
+    if reasons := by_rank([reason for _, reason in told]):
+        raise TiermemError(f"another rank could not {what}: {reasons}")
     return [value for (value,), _ in told]
 
 

@@ -40,7 +40,7 @@ def _keys(unit: int, tiles: tuple[int, ...]) -> tuple[PageKey, ...]:
     return PageKey(unit, Kind.PARAM), *(PageKey(unit, kind, tile) for tile in tiles for kind in kinds)
 
 
-def _nothing() -> None:
+def begin_thread() -> None:
     """The first kernel, with which the thread begins."""
 
 
@@ -137,7 +137,7 @@ class UnitStream:
 
         Raises TiermemError where the system allows no more threads: now, while no page is leased that would be lost.
         """
-        self.pager.start_task(self.pager.run_worker(_nothing)).result()
+        self.pager.start_task(self.pager.run_worker(begin_thread)).result()
         self._workspace.prepare(state for state in self.units.values() if not self._is_above(state.unit))
 
     def keys(self, update: UnitUpdate) -> list[PageKey]:

@@ -19,6 +19,7 @@ from tiermem.errors import ConfigError
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.company import Company
 from tiermem.runtime.record import layout_record
+from tiermem.zero3.collectives import by_rank
 
 
 def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, company: Company, *, values: str) -> None:
@@ -28,10 +29,9 @@ def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, compan
     summary = _summary(model, blueprint, config, company.grid.copies.size)
     told = company.computing.tell_text(f"{summary}, {values}")
     if len(set(told)) > 1:
-        found = "; ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(told))
         raise ConfigError(
-            f"the ranks have different models or settings: {found}. All of them build the same model, freeze the same "
-            "parameters, and call offload with the same settings"
+            f"the ranks have different models or settings: {by_rank(told)}. All of them build the same model, freeze "
+            "the same parameters, and call offload with the same settings"
         )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.collectives import Collectives, by_rank, reason_of
 
 
 class Part(Protocol):
@@ -43,10 +43,10 @@ def publish_everywhere(part: Part, ranks: Collectives) -> BaseException | None:
         part.publish()
     except BaseException as error:  # noqa: BLE001 - told to the others, then returned
         failure = error
-    reasons = ranks.tell_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+    reasons = ranks.tell_text(reason_of(failure))
     if not any(reasons) or all(told[0] for told in ranks.tell([part.is_published()])):
         return None
-    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    told = by_rank(reasons)
     if not any(told[0] for told in ranks.tell([part.withdraw()])):
         raise TiermemError(f"it is not known whether all ranks have a commit, and none can take it back: {told}")
     return failure or TiermemError(f"another rank could not publish a commit: {told}")

@@ -27,7 +27,7 @@ from swap.paths import sync_directory
 from swap.syscalls import SystemCalls
 from tiermem.config import Config, resolve_device
 from tiermem.errors import ConfigError, TiermemError
-from tiermem.zero3.collectives import Collectives, SingleProcess
+from tiermem.zero3.collectives import Collectives, SingleProcess, by_rank, reason_of
 from tiermem.zero3.grid import Grid, one_copy
 from tiermem.zero3.ranks import Ranks, next_name, rows_of
 
@@ -92,7 +92,7 @@ def together(
     except BaseException as error:  # noqa: BLE001 - told to the others, then raised
         failure = error
     try:
-        reasons = ranks.tell_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+        reasons = ranks.tell_text(reason_of(failure))
     except BaseException as lost:
         if result and doubt is not None:
             doubt(result[0], lost)
@@ -103,8 +103,7 @@ def together(
         raise failure
     if any(reasons):
         undo(result[0])
-        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-        raise TiermemError(f"another rank could not {what}: {told}")
+        raise TiermemError(f"another rank could not {what}: {by_rank(reasons)}")
     return result[0]
 
 

@@ -28,6 +28,7 @@ from tiermem.runtime.company import Company, find_company, leave_directories, ma
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import House, build
 from tiermem.runtime.paged_moments import with_moments
+from tiermem.zero3.collectives import reason_of
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.guards import guard_placeholders, refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Initializer
@@ -113,7 +114,7 @@ def _begin(model: nn.Module, make: Callable[[], House], config: Config) -> Runti
 
 def _give_up(error: BaseException, config: Config, company: Company) -> None:
     """Nothing came of it: tell the other ranks, or that there are some."""
-    company.close(f"could not begin: {type(error).__name__}: {error}")
+    company.close(f"could not begin: {reason_of(error)}")
     leave_directories(own_directories(config, company), company)
     size = os.environ.get("WORLD_SIZE", "1")  # torchrun's
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,7 +1,8 @@
 """What the ranks of a run exchange, behind one small interface.
 
-Owns the words for exchanging shards, gradients and short messages, and the exchange of a single process. Does not know
-pages, units or when an exchange is due (`conductor` does). Guarantees that one process is the identity.
+Owns the words for exchanging shards, gradients and short messages, how an error is told to others, and the exchange of
+a single process. Does not know pages, units or when an exchange is due (`conductor` does). Guarantees that one process
+is the identity.
 """
 
 from __future__ import annotations
@@ -51,6 +52,18 @@ class Collectives(Protocol):
 
     def close(self, reason: str | None = None) -> None:
         """Leave. `reason`: why, if it is before the others expect it; they read it when they miss this rank."""
+
+
+def reason_of(error: BaseException | None) -> str:
+    """An error in a line, as other ranks are told of it: "" where there is none, and nowhere else."""
+    if error is None:
+        return ""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def by_rank(told: Sequence[str]) -> str:
+    """What ranks have told, each with its number, but for those that told nothing."""
+    return "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(told) if words)
 
 
 class SingleProcess:

@@ -26,7 +26,7 @@ from tiermem.errors import TiermemError
 from tiermem.future import Future
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, Timeline
-from tiermem.zero3.collectives import Collectives
+from tiermem.zero3.collectives import Collectives, by_rank, reason_of
 from tiermem.zero3.grid import Grid
 
 T = TypeVar("T")
@@ -249,10 +249,10 @@ class Conductor:
         told = self.collectives.tell(own)
         self._announced += 1
         if any(each[2] == _FAILED for each in told):
-            reasons = self.collectives.tell_text("" if failure is None else _text(failure))
+            reasons = self.collectives.tell_text(reason_of(failure))
             if failure is not None:
                 raise failure
-            failed = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+            failed = by_rank(reasons)
             raise TiermemError(f"rank {self.collectives.rank} stops because another rank has failed: {failed}")
         others = {tuple(each[:2]) for each in told if each[0] != Act.REDUCE}
         if len(others) > 1:
@@ -285,12 +285,8 @@ class Conductor:
 
     def _break(self, error: BaseException) -> None:
         self._broken = self._broken or error
-        self.collectives.close(_text(error))
+        self.collectives.close(reason_of(error))
 
 
 def _farewell(failure: BaseException | None) -> str:
-    return f"closed its runtime because of {_text(failure)}" if failure is not None else "closed its runtime"
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"closed its runtime because of {reason_of(failure)}" if failure is not None else "closed its runtime"
