@@ -757,6 +757,33 @@ def test_parameters_tied_by_their_data_are_refused(tmp_path):
         assert torch.equal(frozen(torch.ones(2, 8)), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_that_share_a_part_of_their_memory_are_refused(dtype, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)).to(getattr(torch, dtype))
+    model[1].weight = nn.Parameter(model[0].weight.detach()[4:], requires_grad=False)  # begins within it
+    message = r"0\.weight and 1\.weight are two parameters in one memory"
+    with refused(tiermem.ConfigError, message, model, tmp_path):
+        offload(model, tmp_path)
+    model[1].weight = nn.Parameter(model[0].weight.detach()[4:].clone())
+    model[2].weight = nn.Parameter(model[0].weight.detach()[:, 4:])  # and so is what has a gap in each row
+    with refused(tiermem.ConfigError, r"0\.weight and 2\.weight are two parameters in one", model, tmp_path):
+        offload(model, tmp_path)
+
+
+def test_columns_of_one_matrix_share_nothing(tmp_path):
+    whole = torch.randn(8, 20)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(whole[:, :8])
+    model[1].weight = nn.Parameter(whole[:, 8:16])
+    model.register_buffer("rest", whole[:, 16:])
+    offload(model, tmp_path).close()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(whole[:, 8:16])
+    model.register_buffer("rest", whole[:1, 15:].expand(2, 5))
+    with refused(tiermem.ConfigError, r"buffer rest is a view of parameter 1\.weight", model, tmp_path):
+        offload(model, tmp_path)
+
+
 def test_a_buffer_that_is_a_view_of_a_parameter(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model[1].register_buffer("row", model[0].weight.detach()[3])

@@ -8,11 +8,11 @@ a model whose runtime is closed, or could not begin, says so instead of computin
 
 from __future__ import annotations
 
-import bisect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -23,6 +23,8 @@ from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.hooks import BoundHook
 from tiermem.zero3.placeholder import is_placeholder
 from tiermem.zero3.units import ModelUnits
+
+_TRIES = 100_000  # of finding an element that two tensors share; as a rule a few are enough
 
 
 class ModelGuards:
@@ -73,7 +75,6 @@ def refuse_unfit(model: nn.Module) -> None:
             )
     _refuse_scripted(model)
     _refuse_overlaps(model)
-    _refuse_views(model)
 
 
 def _refuse_divided(model: nn.Module) -> None:
@@ -103,37 +104,57 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 
 def _refuse_overlaps(model: nn.Module) -> None:
-    """Refuse two parameters that begin at one address, unless both are frozen: a tie by `.data`."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if not _lies(parameter):
-            continue
-        if parameter.dim() == 0 and parameter != parameter:
-            continue  # so is this
-        other, before = found.setdefault(parameter.data_ptr(), (name, parameter))
-        if before is not parameter and (before.requires_grad or parameter.requires_grad):
-            raise ConfigError(
-                f"parameters {other} and {name} are two parameters in one memory (tied by `.data`?); as pages each "
-                "would be trained by itself. Make them one parameter (module.weight = other.weight), or clone() one"
-            )
+    """Refuse two parameters of which one has memory of the other, unless both are frozen, and views of trained ones."""
+    reaching: list[_Place] = []  # what begins before the next one, and ends behind its beginning
+    for place in sorted(_places(model), key=lambda found: found.begin):
+        reaching = [other for other in reaching if other.end > place.begin]
+        for other in reaching:
+            if (place.trained or other.trained) and place.shares(other):
+                raise ConfigError(_why_refused(other, place))
+        reaching.append(place)
 
 
-def _refuse_views(model: nn.Module) -> None:
-    """Refuse what looks into the memory of a parameter to be trained: it would keep the values before."""
-    parameters = [
-        (*_extent(each), name) for name, each in model.named_parameters() if each.requires_grad and _lies(each)
-    ]
-    parameters.sort()
-    for kind, name, tensor in _beside(model):
-        if type(tensor) is not torch.Tensor or not _lies(tensor):
-            continue
-        begin, end = _extent(tensor)
-        last = bisect.bisect_left(parameters, end, key=lambda found: found[0])
-        if last and parameters[last - 1][1] > begin:
-            raise ConfigError(
-                f"{kind} {name} is a view of parameter {parameters[last - 1][2]}; as pages the parameter would be "
-                f"trained and the {kind} keep its values of now. clone() it, or take the view in forward"
-            )
+class _Place:
+    """Where a tensor lies."""
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        self.kind, self.name = kind, name
+        self.trained = kind == "parameter" and tensor.requires_grad
+        steps = [stride * tensor.element_size() for stride in tensor.stride()]
+        span = sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True)) + tensor.element_size()
+        self.begin, self.end = tensor.data_ptr(), tensor.data_ptr() + span
+        self.__array_interface__ = {  # numpy knows no bfloat16, but numbers of so many bytes
+            "data": (self.begin, True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(steps),
+            "typestr": f"|V{tensor.element_size()}",
+            "version": 3,
+        }
+
+    def shares(self, other: _Place) -> bool:
+        """Whether they have a byte in common; columns in turn have none. True also where that is hard to tell."""
+        # The limit may be any number, though numpy's stubs say otherwise.
+        return np.may_share_memory(np.asarray(self), np.asarray(other), max_work=_TRIES)  # type: ignore[arg-type]
+
+
+def _why_refused(one: _Place, other: _Place) -> str:
+    if one.kind == other.kind == "parameter":
+        return (
+            f"parameters {one.name} and {other.name} are two parameters in one memory (tied by `.data`, or part of "
+            "it?); as pages each would be trained by itself. Make them one parameter (module.weight = other.weight), "
+            "or clone() one"
+        )
+    view, parameter = (one, other) if other.kind == "parameter" else (other, one)
+    return (
+        f"{view.kind} {view.name} is a view of parameter {parameter.name}; as pages the parameter would be trained and "
+        f"the {view.kind} keep its values of now. clone() it, or take the view in forward"
+    )
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for kind, name, tensor in (*(("parameter", *named) for named in model.named_parameters()), *_beside(model)):
+        if (kind == "parameter" or type(tensor) is torch.Tensor) and _lies(tensor):
+            yield _Place(kind, name, tensor)
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -147,15 +168,10 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def _lies(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own (strides of zero are also what a closed runtime leaves behind)."""
-    dense = tensor.layout is torch.strided and not tensor.is_meta
-    return dense and tensor.numel() > 0 and all(tensor.stride())
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and of the byte behind its last."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+    """Whether a tensor has memory, and not that of a placeholder, as a closed runtime leaves them behind."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return False
+    return not bool(tensor != tensor) if tensor.dim() == 0 else not is_placeholder(tensor)
 
 
 def refuse_placeholders(model: nn.Module) -> None:
