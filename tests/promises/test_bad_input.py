@@ -514,6 +514,31 @@ def test_closing_inside_a_call_of_the_model_leaves_no_nan(restore_model, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("cut", [False, True])  # the first call marks where graphs can be cut
+@pytest.mark.parametrize("restore_model", [False, True])
+def test_closing_inside_forward_backward_is_refused_and_closes_nothing(restore_model, cut, tmp_path):
+    model, batches = mlp(), [torch.randn(4, 6), torch.randn(4, 6)]
+    expected = [model(x).sum().item() for x in batches]
+    runtime = offload(model, tmp_path)
+    optimizer = tiermem.AdamW(model.parameters())
+    if cut:
+        runtime.forward_backward(batches, lambda x: model(x).sum())
+        optimizer.zero_grad()
+
+    def closing(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        runtime.close(restore_model=restore_model)
+        return loss
+
+    with pytest.raises(tiermem.TiermemError, match=r"close inside runtime\.forward_backward\(\): .*nothing is closed"):
+        runtime.forward_backward(batches, closing)
+    optimizer.zero_grad()
+    losses = runtime.forward_backward(batches, lambda x: model(x).sum())
+    assert [loss.item() for loss in losses] == expected
+    runtime.close(restore_model=restore_model)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "found", [None, 5, b"folder", "", *list(os.scandir(b"/"))[:1]], ids=["None", "number", "bytes", "empty", "entry"]
 )

@@ -51,9 +51,15 @@ def refuse_inside(verb: str, scheduler: GatherScheduler) -> None:
         )
 
 
-def refuse_lent() -> None:
-    """Raise TiermemError for a `close` inside of `gathered`."""
-    raise TiermemError(
-        "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
-        "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
-    )
+def refuse_to_close(scheduler: GatherScheduler, *, lent: bool) -> None:
+    """Raise TiermemError for a `close` inside of `gathered` (`lent`) or of `forward_backward`."""
+    if lent:
+        raise TiermemError(
+            "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
+            "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
+        )
+    if scheduler.lockstep is not None:
+        raise TiermemError(
+            "close inside runtime.forward_backward(): expected it behind that call, in which other micro-batches still "
+            "use the model; nothing is closed. An exception ends the call"
+        )

@@ -26,7 +26,7 @@ from tiermem.process import HomeProcess
 from tiermem.runtime.abandoned import abandon
 from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.capture import start_commit, start_snapshot
-from tiermem.runtime.closing import Closing, refuse_lent
+from tiermem.runtime.closing import Closing, refuse_to_close
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.extra import from_record, to_record
 from tiermem.runtime.house import House
@@ -318,8 +318,9 @@ class Runtime(Closing):
                 What is raised before all have their values (an interrupt, too little memory) closes nothing.
             remove: delete the swap files, and what is committed in them. Default: if nothing is; False: never.
 
-        Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered`, and
-        closes nothing. Dropped without this, it is closed by Python, late, with a ResourceWarning.
+        Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered` and
+        `forward_backward`, and closes nothing. Dropped without this, it is closed by Python, late, with a
+        ResourceWarning.
         """
         again = self._closed  # to its end, or an interrupt came before that
         if not self._home.is_here or not self._abandoned.alive:  # in a forked child there is nothing to end
@@ -327,8 +328,7 @@ class Runtime(Closing):
                 refuse_placeholders(self.model)
             return
         house, values = self._house if again else self._open(), []
-        if self._lent:
-            refuse_lent()
+        refuse_to_close(house.scheduler, lent=bool(self._lent))
         if restore_model and not again:
             self.settle()
             house.scheduler.settle()
