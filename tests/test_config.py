@@ -199,6 +199,8 @@ def test_saved_files_are_for_people(tmp_path: Path) -> None:
         ("run.json", "{", "cannot read settings"),
         ("run.json", "[" * 100_000, "cannot read settings"),
         ("run.json", "[1]", "expected a table"),
+        ("run.json", '{"stage": 2, "swap_dirs": ["a"], "stage": 3}', r"cannot read settings .*a key twice"),
+        ("run.toml", "stage = 2\nstage = 3\nswap_dirs = ['a']", "cannot read settings"),
         ("run.toml", "stag = 3", "did you mean 'stage'"),
         ("run.toml", "stage = 7\nswap_dirs = ['a']", r"run.toml: stage: expected"),
     ],

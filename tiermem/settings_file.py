@@ -30,12 +30,20 @@ def read_settings(file: Path) -> dict[str, Any]:
     form = form_of(file)
     try:
         text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark that says UTF-8
-        settings = tomllib.loads(text) if form == "toml" else json.loads(text)
+        settings = tomllib.loads(text) if form == "toml" else json.loads(text, object_pairs_hook=once)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read settings from {file}: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"expected a table of settings in {file}, found {type(settings).__name__}")
     return settings
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, from its pairs. Raises ValueError if a key is there twice: the first would be dropped."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key twice among {[key for key, _ in pairs]}")
+    return found
 
 
 def write_settings(file: Path, settings: Mapping[str, str | int | float | bool | list[str]]) -> None:

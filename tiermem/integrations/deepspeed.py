@@ -26,6 +26,7 @@ from tiermem.integrations.deepspeed_keys import (
     WITHOUT_EFFECT,
     ZERO,
 )
+from tiermem.settings_file import once
 
 AUTO = "auto"  # what transformers' Trainer fills in from its own arguments
 _AUTO = "'auto' is filled in by transformers' Trainer: its arguments hold"
@@ -76,19 +77,11 @@ def _read(configuration: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
             f"expected a DeepSpeed configuration or the name of its file, found {type(configuration).__name__}"
         )
     try:
-        found = json.loads(Path(configuration).read_text("utf-8"), object_pairs_hook=_once)
+        found = json.loads(Path(configuration).read_text("utf-8"), object_pairs_hook=once)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{os.fspath(configuration)!r}: expected a DeepSpeed configuration, found {error}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"{os.fspath(configuration)!r}: expected a JSON object, found {type(found).__name__}")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError if a key is there twice: the first would be dropped."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a key twice among {[key for key, _ in pairs]}")
     return found
 
 
