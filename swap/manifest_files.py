@@ -133,10 +133,7 @@ class ManifestFiles:
     def _write_all(self, fd: int, left: memoryview, path: str) -> None:
         done = 0
         while done < len(left):
-            try:
-                moved = self._system.pwritev(fd, left[done:], done)
-            except InterruptedError:
-                continue
+            moved = self._system.pwritev(fd, left[done:], done)
             if moved == 0:
                 raise SwapIOError("write", path, length=len(left), detail="the device takes no more")
             done += moved

@@ -520,6 +520,20 @@ def test_after_a_full_disk_the_next_commit_succeeds(tmp_path: Path) -> None:
     run.space.close()
 
 
+def test_a_commit_on_a_drive_that_is_interrupted_for_ever_fails(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.system.always("pwritev", errno.EINTR)
+    with pytest.raises(SwapIOError, match=r"write of .*EINTR"):
+        run.commit(2)
+    run.system.always("pwritev", None)
+    latest = run.store.read_latest()
+    assert latest is not None
+    assert latest.generation == 1
+    run.commit(3)
+    run.space.close()
+
+
 def test_a_commit_does_not_wait_for_writes_of_the_next_step(tmp_path: Path) -> None:
     from doubles import StepBackend
 
