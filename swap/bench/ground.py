@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +20,7 @@ from swap.buffers import AlignedBuffer
 from swap.errors import SwapFullError, SwapIOError
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
+from swap.locks import close_descriptor
 from swap.requests import BlockFile
 from swap.syscalls import SystemCalls
 
@@ -36,21 +37,23 @@ class BufferedView:
         self.path = file.path
         self.device = file.device
         self._system = system
-        self._fd = system.open(file.path, os.O_RDWR | os.O_NOFOLLOW)
+        with _reporting("open", self.path):
+            self._fd = system.open(file.path, os.O_RDWR | os.O_NOFOLLOW)
 
     def fileno(self) -> int:
         """The open descriptor."""
         return self._fd
 
     def settle(self) -> None:
-        """Wait until what was written is on the drive, and let the page cache forget the file."""
-        self._system.fdatasync(self._fd)
+        """Wait until what was written is on the drive, and let the page cache forget the file. Raises SwapIOError."""
+        with _reporting("sync", self.path):
+            self._system.fdatasync(self._fd)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the descriptor."""
-        self._system.close(self._fd)
+        """Close the descriptor. Raises SwapIOError."""
+        close_descriptor(self._fd, self.path, self._system)
 
 
 class Ground:
@@ -133,17 +136,23 @@ def check_room(directories: Sequence[Path], nbytes: int, system: SystemCalls | N
     wanted: dict[int, int] = {}
     for directory in directories:
         path = os.fspath(directory)
-        try:
+        with _reporting("open", path):
             device = file_system_of(os.path.join(path, ""))  # with the slash a file in its place is an error
             free = system.free_bytes(path)
-        except OSError as error:
-            raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
         wanted[device] = wanted.get(device, 0) + nbytes + DATA_OFFSET
         if wanted[device] > free - free // _LEFT_FREE:
             raise SwapFullError(
                 f"measuring in {path!r} needs {wanted[device]} bytes, {free} are free there and a twentieth of "
                 "that is left alone; choose a smaller size or another directory"
             )
+
+
+@contextlib.contextmanager
+def _reporting(operation: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SwapIOError(operation, path, errno=error.errno or errno.EIO) from error
 
 
 def _fill_with_noise(view: memoryview) -> None:

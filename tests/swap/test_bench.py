@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import math
@@ -218,6 +219,25 @@ def test_the_load_visits_the_whole_file_in_blocks_and_mixes_evenly(tmp_path: Pat
             assert {nbytes for _, _, nbytes in system.calls} == {MIB}
             assert sample.nbytes == 8 * MIB
             assert len(sample.latencies) == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "passes", "code", "operation"),
+    [("open", 4, errno.EMFILE, "open"), ("fdatasync", 0, errno.EIO, "sync")],
+)
+def test_a_fault_in_the_page_cache_s_view_of_a_file_names_the_file(
+    tmp_path: Path, call: str, passes: int, code: int, operation: str
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    system = FaultySystemCalls()
+    system.inject(call, *[None] * passes, code)
+    with pytest.raises(SwapIOError) as caught:
+        with Ground.open([tmp_path], nbytes=MIB, buffer_nbytes=MIB, system=system) as ground:
+            ground.settle()
+    assert (caught.value.operation, caught.value.errno) == (operation, code)
+    assert str(tmp_path) in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not tell")
