@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,22 @@ def test_the_end_of_the_file_is_an_error_and_others_go_on(tmp_path: Path) -> Non
         file.close()
         with pytest.raises(swap.SwapClosedError, match="is closed"):
             engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+
+
+def test_what_the_system_refuses_is_the_error_of_that_write_and_others_go_on(tmp_path: Path) -> None:
+    file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Engine(EngineSettings(backend="aio", block_size=BLOCK)) as engine, AlignedBuffer(2 * BLOCK) as buffer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 + BLOCK, limit[1]))
+        try:
+            refused = engine.start_write(file, 4096, buffer.view)
+            with pytest.raises(swap.SwapIOError, match="EFBIG") as caught:
+                refused.wait(30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert (caught.value.offset, caught.value.length) == (4096 + BLOCK, BLOCK)
+        engine.start_write(file, 4096, buffer.view).wait(30)
+    file.close()
 
 
 def test_files_of_one_name_that_have_lost_it_are_told_apart(tmp_path: Path) -> None:

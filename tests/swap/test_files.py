@@ -229,6 +229,24 @@ def test_a_foreign_lock_file_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "r0.lock").read_text() == "poetry"
 
 
+def test_a_lock_file_that_its_holder_removes_meanwhile_is_made_anew(tmp_path: Path) -> None:
+    class Late(SystemCalls):
+        def lock(self, fd: int) -> None:
+            while other:
+                other.pop().close(remove=True)
+            super().lock(fd)
+
+    other = [open_file(tmp_path)]
+    before = len(os.listdir("/proc/self/fd"))
+    file = open_file(tmp_path, system=Late())
+    assert not other
+    with pytest.raises(swap.SwapInUseError, match=f"in use by process {os.getpid()}"):
+        open_file(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    file.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_file_that_a_power_cut_has_emptied_is_ours_still(tmp_path: Path) -> None:
     open_file(tmp_path).close()
     lock = tmp_path / "r0.lock"
@@ -336,19 +354,26 @@ def test_where_space_cannot_be_reserved_the_free_space_is_looked_at(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("call", "fault", "match"),
+    ("call", "passes", "fault", "match"),
     [
-        ("pwritev", errno.EIO, "write.*EIO"),
-        ("pwritev", errno.ENOSPC, "cannot reserve"),
-        ("pwritev", Short(512), "only 512 bytes"),
-        ("preadv", errno.EIO, "read.*EIO"),
-        ("fallocate", errno.EIO, "reserve.*EIO"),
-        ("lock", errno.ENOLCK, "lock.*ENOLCK"),
+        ("pwritev", 0, errno.EIO, "write.*EIO"),
+        ("pwritev", 0, errno.ENOSPC, "cannot reserve"),
+        ("pwritev", 0, Short(512), "only 512 bytes"),
+        ("preadv", 0, errno.EIO, "read.*EIO"),
+        ("fallocate", 0, errno.EIO, "reserve.*EIO"),
+        ("lock", 0, errno.ENOLCK, "lock.*r0.lock.*ENOLCK"),
+        ("lock", 1, errno.ENOLCK, "lock.*r0.swapfile.*ENOLCK"),
+        ("lock", 2, errno.ENOLCK, "lock.*r0.swapfile.*ENOLCK"),
+        ("open", 3, errno.EMFILE, "open.*r0.swapfile.*EMFILE"),
     ],
 )
-def test_a_fault_while_opening_leaves_nothing(tmp_path: Path, call: str, fault: int | Short, match: str) -> None:
+def test_a_fault_while_opening_leaves_nothing(
+    tmp_path: Path, call: str, passes: int, fault: int | Short, match: str
+) -> None:
+    """`passes`: how many calls succeed before. The swap file is locked, and opened, a second time for O_DIRECT."""
     before = len(os.listdir("/proc/self/fd"))
     system = FaultySystemCalls()
+    system.inject(call, *[None] * passes)
     system.always(call, fault)
     with pytest.raises(swap.SwapError, match=match):
         open_file(tmp_path, system=system)
@@ -420,6 +445,20 @@ def test_refused_direct_io_falls_back_with_one_warning(tmp_path: Path) -> None:
     system.inject("preadv", Short(1001), errno.EINTR)  # odd places are fine in a buffered file
     use(space)
     space.close(remove=True)
+
+
+def test_direct_io_that_only_reads_refuse_is_not_used(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    system = FaultySystemCalls()
+    system.inject("preadv", errno.EINVAL)
+    file = open_file(tmp_path, system=system)
+    assert not file.direct
+    write_stamp(file, b"k")
+    with pytest.raises(swap.SwapInUseError):
+        open_file(tmp_path)
+    file.close()
+    assert Path(file.path).read_bytes()[swap.DATA_OFFSET :][:4096] == b"k" * 4096
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.filterwarnings("error::swap.DirectIOWarning")
