@@ -63,10 +63,8 @@ class ScratchSpace:
                 raise SwapClosedError("the scratch space is closed")
             found = self._find(nbytes)
             if found is None:
-                self._grow(align_up(nbytes))
-                found = self._find(nbytes)
-            if found is None:
-                raise SwapFullError(f"the scratch space has no room for an extent of {nbytes} bytes after it has grown")
+                grown = self._grow(align_up(nbytes))
+                found = grown, grown.allocate(nbytes)
             self._high_water = max(self._high_water, self.allocated)
             return found
 
@@ -90,7 +88,7 @@ class ScratchSpace:
                 continue
         return None
 
-    def _grow(self, nbytes: int) -> None:
+    def _grow(self, nbytes: int) -> SwapSpace:
         """Open as much again as there is, or, where the disk has no room for that, less: at least what is asked for."""
         least = nbytes * len(self._space.weights)  # a set has to hold the extent in one stretch wherever weights put it
         wanted = max(self._first, self.nbytes, least)
@@ -102,7 +100,7 @@ class ScratchSpace:
                     raise
                 wanted = max(least, align_up(wanted // _LESS))
 
-    def _open(self, nbytes: int) -> None:
+    def _open(self, nbytes: int) -> SwapSpace:
         files, weights = open_files(
             [Path(directory.path) for directory in self._space.statistics().directories],
             name=NAME,
@@ -119,3 +117,4 @@ class ScratchSpace:
             give_back(files)
             raise
         self._sets.append(SwapSpace(files, self._space.engine, weights))
+        return self._sets[-1]

@@ -126,8 +126,7 @@ class Ahead:
                 for use, page in candidates:
                     if census.dirty(tier) <= keep or use <= self._horizon[tier]:
                         break  # what is used before the last page fetched ahead would only have to be read again
-                    if not self._room.send_off(page, tier):
-                        break
+                    self._room.send_off(page, tier)
 
     def _write_unkept(self, tier: Tier) -> None:
         """What the plan does not keep has to be written at some time: at once. What it keeps may be changed again."""
@@ -138,8 +137,7 @@ class Ahead:
             for use, page in candidates:
                 if use < LATER:
                     break
-                if not self._room.send_off(page, tier):
-                    break
+                self._room.send_off(page, tier)
 
     def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
         if Tier.HOST in claimed or self._residency.census.farthest_writable(tier) <= SETTLED:
