@@ -72,7 +72,9 @@ def test_directories_in_another_order_do_not_replace_a_committed_run(tmp_path: P
     with pytest.raises(tiermem.ResumeError, match=r"a holds a committed run, expected it to be the first .*found .*b:"):
         Training(make_config(tmp_path, swap_dirs=[second, first]), resume=resume)
     if resume:
-        with pytest.raises(tiermem.ResumeError, match="b is 2 of 2 of its run, expected 1 of 1: give all"):
+        with pytest.raises(
+            tiermem.ResumeError, match=r"b is 2 of 2 of its run, expected 1 of 1: give all.*overwrite=True"
+        ):
             Training(make_config(tmp_path, swap_dirs=[second]), resume=resume)
     else:
         other = tmp_path / "c"

@@ -119,10 +119,7 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
     if not leftovers.resumable:
         missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
         found = f"there is no swap file in {', '.join(missing)}" if missing else "its swap files are of another run"
-        raise ResumeError(
-            f"the commit in {config.swap_paths[0]} cannot be continued: {found}; give all the directories of that run, "
-            "in its order, or start anew with resume=False and Config(overwrite=True) (tiermem train --overwrite)"
-        )
+        raise ResumeError(f"the commit in {config.swap_paths[0]} cannot be continued: {found}; {_IN_ORDER}")
     if manifest.user.get("format") != FORMAT:
         raise ResumeError(
             f"the commit in {config.swap_paths[0]} is of format {manifest.user.get('format')!r}, this version of "
@@ -219,7 +216,10 @@ def _is_first(beginning: Beginning, config: Config, company: Company) -> bool:
     return -1 not in told[0] and all(each == told[0] for each in told)
 
 
-_IN_ORDER = "give all the directories of that run, in its order, or start anew with resume=False"
+_IN_ORDER = (
+    "give all the directories of that run, in its order, or start anew with resume=False and Config(overwrite=True) "
+    "(tiermem train --overwrite)"
+)
 
 
 def _refuse_other_order(config: Config) -> None:
@@ -229,7 +229,7 @@ def _refuse_other_order(config: Config) -> None:
         if found.resumable:  # else it has been replaced already
             raise ResumeError(
                 f"{path} holds a committed run, expected it to be the first directory, found {config.swap_paths[0]}: "
-                f"{_IN_ORDER} and Config(overwrite=True) (tiermem train --overwrite), or choose other directories"
+                f"{_IN_ORDER}, or choose other directories"
             )
 
 
