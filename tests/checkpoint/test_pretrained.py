@@ -312,10 +312,17 @@ def test_nothing_to_read(tmp_path: Path, make: Any, message: str) -> None:
         find_tensors(make(tmp_path / "folder"))
 
 
+def test_the_only_file_of_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "any.safetensors")
+    (file, info) = find_tensors(tmp_path)["weight"]
+    assert (file.path.name, info.shape) == ("any.safetensors", (3,))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda index: index.pop("weight_map"), "to be an index"),
+        (lambda index: index.update(weight_map=list(index["weight_map"])), "an object weight_map"),
         (lambda index: index["weight_map"].update(a="../x"), "name of a file in this folder"),
         (lambda index: index["weight_map"].update(a=3), "name of a file in this folder"),
         (lambda index: index["weight_map"].update(a="gone.safetensors"), "found none"),

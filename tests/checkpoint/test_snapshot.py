@@ -280,6 +280,8 @@ def whole(directory: Path, **settings: Any) -> Path:
         (lambda: nn.Linear(4, 4), "inner.weight was where weight is"),
         (lambda: frozen(Net()), "inner.weight was trained .* is frozen"),
         (lambda: with_buffer(Net()), "buffer late was not there"),
+        (lambda: with_part(Net()), "it had 10 parameters, has 12"),
+        (lambda: without_mean(Net()), "buffer norm.running_mean is not there any more"),
     ],
 )
 def test_another_model_is_named(tmp_path: Path, model: Any, message: str) -> None:
@@ -296,6 +298,16 @@ def frozen(model: nn.Module) -> nn.Module:
 
 def with_buffer(model: nn.Module) -> nn.Module:
     model.register_buffer("late", torch.zeros(2))
+    return model
+
+
+def with_part(model: nn.Module) -> nn.Module:
+    model.behind = nn.Linear(4, 4)
+    return model
+
+
+def without_mean(model: nn.Module) -> nn.Module:
+    model.norm = nn.BatchNorm1d(96, affine=False, track_running_stats=False)
     return model
 
 
