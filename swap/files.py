@@ -100,7 +100,7 @@ class SwapFile:
         require_linux()
         system = system or SystemCalls()
         path = os.path.join(os.fspath(directory), f"{name}.swapfile")
-        check_directory(os.fspath(directory))
+        check_directory(os.fspath(directory), system)
         lock = DirectoryLock(os.path.join(os.fspath(directory), f"{name}.lock"), system)
         try:
             there, found = look(path, system)
@@ -165,7 +165,7 @@ class SwapFile:
 
     def forget_name(self) -> None:
         """Remove the file's name and its lock: it lasts as long as it is open. Raises SwapIOError if removing fails."""
-        unlink_if_same(self.path, os.fstat(self.fileno()))
+        unlink_if_same(self.path, self.fileno(), self._system)
         self._lock.release(remove=True)
 
     def close(self, *, remove: bool = False, after: Sequence[threading.Thread] = ()) -> None:
@@ -178,12 +178,13 @@ class SwapFile:
         fd, self._fd = self._fd, -1
         remove = remove and self._lock.is_mine  # never by a forked child: the parent is still using it
         with contextlib.ExitStack() as stack:  # each of these whatever the ones before raise
-            stack.callback(self._lock.release, remove=remove, after=[*self._system.late(), *after])
+            # What is given up in here counts, too: a late removal would be that of the next run's file.
+            stack.callback(lambda: self._lock.release(remove=remove, after=[*self._system.late(), *after]))
             stack.callback(close_descriptor, fd, self.path, self._system)
             if self._lock.is_mine:
                 stack.callback(self._unlock, fd)
             if remove:
-                unlink_if_same(self.path, os.fstat(fd))
+                unlink_if_same(self.path, fd, self._system)
 
     def _unlock(self, fd: int) -> None:
         with contextlib.suppress(OSError):  # it ends with the last descriptor
@@ -316,7 +317,7 @@ def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise FormatError(f"expected {path!r} to be a swap file of this program, found something else{LEFT_ALONE}")
-        first = os.pread(fd, SUPERBLOCK_BYTES, 0)
+        first = system.ask(lambda: os.pread(fd, SUPERBLOCK_BYTES, 0))
     except OSError as error:
         raise SwapIOError("read", path, length=SUPERBLOCK_BYTES, errno=error.errno or errno.EIO) from error
     finally:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from swap.errors import FormatError, SwapInUseError, SwapIOError
-from swap.paths import is_same
+from swap.paths import is_same, unlink_if_same
 from swap.syscalls import SystemCalls
 
 _MARK = b"tiermem swap lock, held by process "
@@ -58,23 +58,23 @@ class DirectoryLock:
             return
         if self._fd < 0:
             return
+        if remove:  # while still holding it, so that nobody's new lock file is removed
+            try:
+                unlink_if_same(self.path, self._fd, self._system)
+            except BaseException:
+                self.release(after=self._system.late())  # it may be removed yet
+                raise
         fd, self._fd = self._fd, -1
-        try:
-            # While still holding it, so that nobody's new lock file is removed.
-            if remove and is_same(self.path, os.fstat(fd)):
-                os.unlink(self.path)
-        except OSError as error:
-            raise SwapIOError("unlink", self.path, errno=error.errno or errno.EIO) from error
-        finally:
-            if self.is_mine:  # a child that gave it back would do so for its parent
-                with contextlib.suppress(OSError):
-                    self._system.unlock(fd)
-            close_descriptor(fd, self.path, self._system)
+        if self.is_mine:  # a child that gave it back would do so for its parent
+            with contextlib.suppress(OSError):
+                self._system.unlock(fd)
+        close_descriptor(fd, self.path, self._system)
 
     def _release_after(self, stuck: Sequence[threading.Thread], remove: bool) -> None:
         for thread in stuck:
             thread.join()
-        self.release(remove=remove)
+        with contextlib.suppress(SwapIOError):  # whoever gave it back has been told of the drive
+            self.release(remove=remove)
 
     def _acquire(self) -> int:
         while True:
@@ -95,7 +95,9 @@ class DirectoryLock:
 
     def _claim(self, fd: int) -> bool:
         """Lock the open file; False if it was removed by its last holder meanwhile and must be opened anew."""
-        holder = os.pread(fd, _LONGEST, 0).strip(b"\0")  # zeros: what a power cut leaves of bytes that were not synced
+        holder = self._system.ask(lambda: os.pread(fd, _LONGEST, 0)).strip(
+            b"\0"
+        )  # zeros: what a power cut leaves of bytes that were not synced
         if holder and not holder.startswith(_MARK):
             raise FormatError(
                 f"expected {self.path!r} to be a lock file of this program, found something else; "
@@ -106,11 +108,13 @@ class DirectoryLock:
         except BlockingIOError:
             who = holder.removeprefix(_MARK).decode(errors="replace").strip() or "unknown"
             raise in_use(self.path, who) from None
-        if not is_same(self.path, os.fstat(fd)):
+        if not self._system.ask(lambda: is_same(self.path, os.fstat(fd))):
             return False
         mark = _MARK + f"{os.getpid()}\n".encode()
-        os.pwrite(fd, mark, 0)  # over what is there, and cut then: a full disk has no room for it otherwise
-        os.ftruncate(fd, len(mark))
+        # One call each: between two that were given up the descriptor may become another file's. Over what is there,
+        # and cut then: a full disk has no room for it otherwise.
+        self._system.ask(lambda: os.pwrite(fd, mark, 0))
+        self._system.ask(lambda: os.ftruncate(fd, len(mark)))
         return True
 
 
@@ -123,16 +127,21 @@ def in_use(path: str, who: str) -> SwapInUseError:
 
 
 def lock_holder(path: str, system: SystemCalls) -> int | None:
-    """The process that holds the lock at `path`; -1 if it does not say which it is, None if nobody does."""
+    """The process that holds the lock at `path`; -1 if it does not say which it is, None if nobody does.
+
+    Raises SwapIOError where the drive does not answer.
+    """
     try:
         fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except TimeoutError as error:
+        raise SwapIOError("open", path, errno=error.errno or errno.ETIMEDOUT) from error
     except OSError:
         return None
     try:
         # Shared and at once given back: a run that starts in this instant would be refused, one that lives is seen.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        number = os.pread(fd, _LONGEST, 0).removeprefix(_MARK).strip()
+        number = system.ask(lambda: os.pread(fd, _LONGEST, 0)).removeprefix(_MARK).strip()
         return int(number) if number.isdigit() else -1
     except OSError:  # a file system without locks: whoever opens it is told
         return None

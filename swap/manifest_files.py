@@ -40,7 +40,8 @@ class ManifestFiles:
         """The generations there are files for."""
         pattern = re.compile(re.escape(self._name) + r"\.(\d{20})\.manifest")
         with self._reporting("list", self.directory):
-            matches = [pattern.fullmatch(name) for name in os.listdir(self.directory)]
+            names = self._system.ask(lambda: os.listdir(self.directory))
+            matches = [pattern.fullmatch(name) for name in names]
         return sorted(int(match[1]) for match in matches if match)
 
     def read(self, generation: int) -> Manifest:
@@ -168,9 +169,16 @@ def _contents(path: str, system: SystemCalls, *, limit: int = _LARGEST) -> bytes
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FormatError(f"expected {path!r} to be a file, found something else; it was left alone")
-            with os.fdopen(fd, "rb", closefd=False) as file:
-                return file.read(min(limit, os.fstat(fd).st_size))  # a buffer of that size is made first
+            return system.ask(lambda: _read(fd, min(limit, os.fstat(fd).st_size)))
         finally:
             system.close(fd)
     except OSError as error:
         raise SwapIOError("read", path, errno=error.errno or errno.EIO) from error
+
+
+def _read(fd: int, nbytes: int) -> bytes:
+    """The first bytes of a file, fewer where it ends before."""
+    read = bytearray()
+    while piece := os.pread(fd, nbytes - len(read), len(read)):
+        read += piece
+    return bytes(read)

@@ -26,10 +26,10 @@ def sync_directory(directory: str, system: SystemCalls) -> None:
         raise SwapIOError("sync", directory, errno=error.errno or errno.EIO) from error
 
 
-def check_directory(directory: str) -> None:
+def check_directory(directory: str, system: SystemCalls) -> None:
     """Raise SwapIOError unless it is one."""
     try:
-        mode = os.stat(directory).st_mode
+        mode = system.ask(lambda: os.stat(directory).st_mode)
     except OSError as error:
         raise SwapIOError("open", directory, errno=error.errno or errno.EIO) from error
     if not stat.S_ISDIR(mode):
@@ -45,11 +45,16 @@ def is_same(path: str, mine: os.stat_result) -> bool:
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def unlink_if_same(path: str, mine: os.stat_result) -> None:
-    """Remove our file, but not one that someone has put in its place."""
-    try:
+def unlink_if_same(path: str, fd: int, system: SystemCalls) -> None:
+    """Remove our file, open as `fd`, but not one that someone has put in its place. Raises SwapIOError."""
+
+    def remove(mine: os.stat_result) -> None:
         if is_same(path, mine):
             os.unlink(path)
+
+    try:
+        mine = os.fstat(fd)  # not within the call: one that was given up may outlive the descriptor
+        system.ask(lambda: remove(mine))
     except FileNotFoundError:
         return
     except OSError as error:

@@ -36,7 +36,14 @@ class PatientSystemCalls(SystemCalls):
         self._seconds = seconds
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()  # of that list: two drives may be silent at once
-        at_once = ("close", "fallocate", "truncate", "overwrite_in_place", "free_bytes", "lock", "unlock", "sleep")
+        at_once = (
+            "close",
+            "fallocate",
+            "overwrite_in_place",
+            "lock",
+            "unlock",
+            "sleep",
+        )  # or, of the second, at length
         for name in at_once:
             setattr(self, name, getattr(self._system, name))
 
@@ -45,6 +52,10 @@ class PatientSystemCalls(SystemCalls):
         with self._lock:
             self._given_up = [thread for thread in self._given_up if thread.is_alive()]
             return tuple(self._given_up)
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Make some other call that may wait for a drive."""
+        return self._answer(lambda: self._system.ask(call))
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """Open a file and return its descriptor. One that is opened too late stays open: nobody can close it."""
@@ -66,6 +77,14 @@ class PatientSystemCalls(SystemCalls):
     def fsync(self, fd: int) -> None:
         """Make a file's, or a directory's, completed changes durable."""
         self._answer(lambda: self._system.fsync(fd))
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Set a file's size."""
+        self._answer(lambda: self._system.truncate(fd, nbytes))
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes an ordinary user may still write on the file system of `path`."""
+        return self._answer(lambda: self._system.free_bytes(path))
 
     def rename(self, source: str, target: str) -> None:
         """Give a file another name."""

@@ -18,6 +18,7 @@ from swap.blocks import ALIGNMENT, align_down
 from swap.buffers import AlignedBuffer
 from swap.engine import Engine, make_backend
 from swap.files import DATA_OFFSET, SwapFile
+from swap.patience import PatientSystemCalls
 from swap.requests import Operation, Priority
 from swap.settings import EngineSettings
 from swap.syscalls import SystemCalls
@@ -48,7 +49,8 @@ def measure(
     nbytes: int = PROBE_BYTES,
 ) -> Bandwidth:
     """Write and read `nbytes` in an existing directory. Waits. Raises as `SwapFile.open`, and SwapIOError."""
-    file = SwapFile.open(directory, name=f"{name}.probe", nbytes=nbytes, system=system)
+    patient = PatientSystemCalls(system, settings.stall_seconds)
+    file = SwapFile.open(directory, name=f"{name}.probe", nbytes=nbytes, system=patient)
     try:
         with (
             AlignedBuffer(nbytes) as buffer,

@@ -23,7 +23,9 @@ from swap.generations import Generations, Mark
 from swap.locks import lock_holder
 from swap.manifest import Entry, Manifest
 from swap.manifest_files import ManifestFiles
+from swap.patience import PatientSystemCalls
 from swap.requests import Request
+from swap.settings import STALL_SECONDS
 from swap.space import SwapSpace
 from swap.superblock import Superblock
 from swap.syscalls import SystemCalls
@@ -65,12 +67,15 @@ class Recovered:
     mark: Mark
 
 
-def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCalls | None = None) -> Leftovers:
+def find_leftovers(
+    directories: Sequence[Path], *, name: str, system: SystemCalls | None = None, stall_seconds: float = STALL_SECONDS
+) -> Leftovers:
     """What earlier runs left in existing directories. Changes nothing.
 
-    Raises FormatError for foreign or damaged files, SwapIOError for a directory that cannot be read.
+    Raises FormatError for foreign or damaged files, SwapIOError for a directory that cannot be read, or whose drive
+    does not answer within `stall_seconds`.
     """
-    system = system or SystemCalls()
+    system = PatientSystemCalls(system, stall_seconds)
     paths = [os.path.join(os.fspath(directory), name) for directory in directories]
     locked = (f"{path}.{kind}" for path in paths for kind in ("lock", "swapfile"))
     holder = next(filter(None, (lock_holder(path, system) for path in locked)), None)
@@ -78,7 +83,7 @@ def find_leftovers(directories: Sequence[Path], *, name: str, system: SystemCall
         in_use=holder is not None,
         holder=max(0, holder or 0),
         files=tuple(look(f"{path}.swapfile", system)[1] for path in paths),
-        manifest=CommitStore(directories, name=name, system=system).read_latest(),
+        manifest=CommitStore(directories, name=name, system=system, stall_seconds=stall_seconds).read_latest(),
     )
 
 

@@ -11,13 +11,15 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
 from swap.errors import SwapError
 from swap.requests import Block, Operation
 from swap.syscalls import SystemCalls
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class FaultySystemCalls(SystemCalls):
     def always(self, call: str, fault: Fault) -> None:
         """Let every call of this name suffer this fault, after the injected ones."""
         self._always[call] = fault
+
+    def ask(self, call: Callable[[], T]) -> T:
+        return cast("T", self._suffer("ask", lambda _: call()))
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         if self.refuse_direct and flags & os.O_DIRECT:

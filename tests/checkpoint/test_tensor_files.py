@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +506,18 @@ def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
         patch.setattr(tensor_file, "STALL_SECONDS", 0.05)
         with open_tensors(file).reading(Silent()) as reader, pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
             reader.read(memoryview(bytearray(12)), 80)
+    go.set()
+
+
+def test_a_drive_that_does_not_answer_when_a_folder_is_begun(tmp_path: Path) -> None:
+    class Silent(SystemCalls):
+        def ask(self, call: Callable[[], Any]) -> Any:
+            go.wait(60)
+            return call()
+
+    go = threading.Event()
+    with pytest.raises(swap.SwapIOError, match=r"out.*ETIMEDOUT"):
+        write_with(Silent(), tmp_path / "out", stall_seconds=0.05)
     go.set()
 
 

@@ -16,6 +16,7 @@ from doubles import FaultySystemCalls, Short, Stall
 
 import swap
 from swap.patience import PatientSystemCalls
+from swap.probe import measure
 
 
 def test_the_answer_or_the_error_of_the_real_call(tmp_path: Path) -> None:
@@ -114,6 +115,56 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
             if time.monotonic() > until:
                 raise
             time.sleep(0.01)
+
+
+def lived(directory: Path, system: swap.SystemCalls | None = None) -> None:
+    """All that a run does to a directory outside the engine, short of a commit."""
+    seconds = 0.1 if system else 30.0
+    settings = swap.EngineSettings(stall_seconds=seconds)
+    swap.find_leftovers([directory], name="name", system=system, stall_seconds=seconds)
+    swap.CommitStore([directory], name="name", system=system, stall_seconds=seconds).discard_leftovers()
+    space = swap.SwapSpace.open([directory], name="name", nbytes=1 << 16, settings=settings, system=system)
+    space.close(remove=True)
+
+
+@pytest.mark.parametrize("call", ["ask", "truncate"])
+def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_error(tmp_path: Path, call: str) -> None:
+    """And whatever that call does in the end, it does before anybody else is let in."""
+
+    def prepare(directory: Path) -> Path:
+        """What a run that was killed has left: a lock file, and a file longer than the next one's."""
+        directory.mkdir()
+        swap.SwapSpace.open([directory], name="name", nbytes=1 << 17).close()
+        return directory
+
+    counting = FaultySystemCalls()
+    lived(prepare(tmp_path / "undisturbed"), counting)
+    assert counting.calls[call] > 0
+    for number in range(counting.calls[call]):
+        directory = prepare(tmp_path / f"{number}")
+        system, stall = FaultySystemCalls(), Stall()
+        system.inject(call, *[None] * number, stall)
+        with pytest.raises(swap.SwapIOError, match=rf"{number}.*ETIMEDOUT.*no progress"):
+            lived(directory, system)
+        assert stall.entered.is_set()
+        stall.release()
+        until = time.monotonic() + 10.0
+        while True:
+            try:
+                lived(directory)
+                break
+            except swap.SwapInUseError:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        assert list(directory.iterdir()) == []
+
+
+def test_measuring_a_silent_drive_ends(tmp_path: Path) -> None:
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("open", stall)
+    with pytest.raises(swap.SwapIOError, match=r"name\.probe\.lock.*ETIMEDOUT"):
+        measure(tmp_path, name="name", settings=swap.EngineSettings(stall_seconds=0.1), system=system)
+    stall.release()
 
 
 def test_a_short_answer_is_passed_on(tmp_path: Path) -> None:

@@ -49,9 +49,7 @@ class Draft:
         self._finished = folder is not None  # nothing for this process to remove
         if folder is None:
             with reporting("open", self.path, system=self._system):
-                _check_free(self.path)
-                prefix = f".{self.path.name[:_SHOWN]}."
-                folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=self.path.parent))
+                folder = self._system.ask(lambda: _begin(self.path))
         self.folder = folder
         self._open: list[TensorWriter] = []
 
@@ -78,7 +76,7 @@ class Draft:
         """Give the folder its name; durable when this returns. Raises ConfigError if the name was taken meanwhile."""
         sync_directory(os.fspath(self.folder), self._system)
         with reporting("rename", self.path, system=self._system):
-            _check_free(self.path)
+            self._system.ask(lambda: _check_free(self.path))
             self._system.rename(os.fspath(self.folder), os.fspath(self.path))
         self._finished = True
         sync_directory(os.fspath(self.path.parent), self._system)
@@ -88,19 +86,30 @@ class Draft:
         for writer in self._open:
             with contextlib.suppress(OSError):  # over a network it says once more why writing failed
                 writer.close()
-        if self._finished or not self.folder.exists():
+        if self._finished:
             return
-        for file in self.folder.iterdir():
-            with contextlib.suppress(OSError):
-                file.unlink()
         with contextlib.suppress(OSError):  # what cannot be removed is hidden, and nothing takes it for whole
-            self.folder.rmdir()
+            self._system.ask(lambda: _remove(self.folder))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.abandon()
+
+
+def _begin(path: Path) -> Path:
+    """Make the folder that is to become `path`."""
+    _check_free(path)
+    return Path(tempfile.mkdtemp(prefix=f".{path.name[:_SHOWN]}.", suffix=".partial", dir=path.parent))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder and its files, as far as that can be done. Raises OSError where something stays."""
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            file.unlink()
+    folder.rmdir()
 
 
 def _check_free(path: Path) -> None:

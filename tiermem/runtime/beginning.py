@@ -87,7 +87,7 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         kind = MissingSnapshotError if isinstance(resume, (str, os.PathLike)) else ConfigError
         raise kind(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
     names = ", ".join(str(path) for path in config.swap_paths)
-    leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME)
+    leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     if leftovers.in_use:
         if leftovers.holder == os.getpid():
             raise SwapInUseError(f"a runtime of this process is using {names}: close() it, or choose other directories")
@@ -225,7 +225,7 @@ _IN_ORDER = (
 def _refuse_other_order(config: Config) -> None:
     """Raise ResumeError if a run has committed here whose first directory is not given first: it would be lost."""
     for path in config.swap_paths[1:]:
-        found = find_leftovers([path], name=SPACE_NAME)
+        found = find_leftovers([path], name=SPACE_NAME, stall_seconds=config.stall_timeout)
         if found.resumable:  # else it has been replaced already
             raise ResumeError(
                 f"{path} holds a committed run, expected it to be the first directory, found {config.swap_paths[0]}: "
