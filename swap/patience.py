@@ -54,8 +54,11 @@ class PatientSystemCalls(SystemCalls):
             return tuple(self._given_up)
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Make some other call that may wait for a drive."""
-        return self._answer(lambda: self._system.ask(call))
+        """Make some other call that may wait for a drive: here, where no thread can be started to wait for.
+
+        So what a process has made is removed also where it has come to a limit on threads.
+        """
+        return self._answer(lambda: self._system.ask(call), here=True)
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """Open a file and return its descriptor. One that is opened too late stays open: nobody can close it."""
@@ -94,18 +97,18 @@ class PatientSystemCalls(SystemCalls):
         """Remove a name."""
         self._answer(lambda: self._system.unlink(path))
 
-    def _answer(self, call: Callable[[], T]) -> T:
+    def _answer(self, call: Callable[[], T], *, here: bool = False) -> T:
         attempt = 1
         while True:
             try:
-                return self._wait(call)
+                return self._wait(call, here=here)
             except (InterruptedError, BlockingIOError):
                 if attempt == _ATTEMPTS:
                     raise
                 attempt += 1
                 self._system.sleep(_PAUSE)
 
-    def _wait(self, call: Callable[[], T]) -> T:
+    def _wait(self, call: Callable[[], T], *, here: bool) -> T:
         answer: list[T] = []
         raised: list[BaseException] = []
         thread = WatchedThread(functools.partial(_run, call, answer, raised), name="swap-call")
@@ -113,8 +116,8 @@ class PatientSystemCalls(SystemCalls):
             try:
                 thread.start()
             except RuntimeError as error:
-                if not threading.main_thread().is_alive():
-                    return call()  # the program ends, and Python 3.12.0 and 3.12.1 start none then
+                if here or not threading.main_thread().is_alive():
+                    return call()  # the program ends, for one, and Python 3.12.0 and 3.12.1 start none then
                 # A limit on processes, which others may keep below in a moment: the drive has not been asked yet.
                 raise BlockingIOError(errno.EAGAIN, f"no thread can be started ({error}); see `ulimit -u`") from error
             join([thread], self._seconds)

@@ -75,14 +75,14 @@ def find_leftovers(
     Raises FormatError for foreign or damaged files, SwapIOError for a directory that cannot be read, or whose drive
     does not answer within `stall_seconds`.
     """
-    system = PatientSystemCalls(system, stall_seconds)
+    patient = PatientSystemCalls(system, stall_seconds)
     paths = [os.path.join(os.fspath(directory), name) for directory in directories]
     locked = (f"{path}.{kind}" for path in paths for kind in ("lock", "swapfile"))
-    holder = next(filter(None, (lock_holder(path, system) for path in locked)), None)
+    holder = next(filter(None, (lock_holder(path, patient) for path in locked)), None)
     return Leftovers(
         in_use=holder is not None,
         holder=max(0, holder or 0),
-        files=tuple(look(f"{path}.swapfile", system)[1] for path in paths),
+        files=tuple(look(f"{path}.swapfile", patient)[1] for path in paths),
         manifest=CommitStore(directories, name=name, system=system, stall_seconds=stall_seconds).read_latest(),
     )
 

@@ -159,6 +159,16 @@ def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_er
         assert list(directory.iterdir()) == []
 
 
+def test_where_no_thread_can_be_started_what_was_made_is_removed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads(monkeypatch)
+    space = swap.SwapSpace.open([tmp_path], name="name", nbytes=4096)
+    threads.refused = float("inf")
+    space.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_measuring_a_silent_drive_ends(tmp_path: Path) -> None:
     system, stall = FaultySystemCalls(), Stall()
     system.inject("open", stall)
