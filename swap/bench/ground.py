@@ -21,7 +21,9 @@ from swap.errors import SwapFullError, SwapIOError
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.locks import close_descriptor
+from swap.patience import PatientSystemCalls
 from swap.requests import BlockFile
+from swap.settings import STALL_SECONDS
 from swap.syscalls import SystemCalls
 
 _LEFT_FREE = 20  # a twentieth of what is free stays free: others are writing there too
@@ -75,19 +77,22 @@ class Ground:
         buffer_nbytes: int,
         huge_pages: bool = True,
         system: SystemCalls | None = None,
+        stall_seconds: float = STALL_SECONDS,
     ) -> Self:
         """Make the files and reserve their space.
 
-        Raises SwapIOError for a directory that cannot be used, SwapFullError for one without room; nothing is left.
+        Raises SwapIOError for a directory that cannot be used, or whose drive does not answer within `stall_seconds`;
+        SwapFullError for one without room; nothing is left.
         """
         system = system or SystemCalls()
-        check_room(directories, nbytes, system)
+        patient = PatientSystemCalls(system, stall_seconds)
+        check_room(directories, nbytes, patient)
         ground = cls(nbytes, AlignedBuffer(buffer_nbytes, huge_pages=huge_pages), system)
         try:
             _fill_with_noise(ground.buffer.view)
             for directory in directories:
                 name = f"tiermem-bench-{os.getpid()}-{secrets.token_hex(4)}"
-                ground.files.append(SwapFile.open(directory, name=name, nbytes=nbytes, system=system))
+                ground.files.append(SwapFile.open(directory, name=name, nbytes=nbytes, system=patient))
                 ground.buffered.append(BufferedView(ground.files[-1], system))
                 ground.files[-1].forget_name()  # nothing is left then, not even by SIGKILL
         except BaseException:

@@ -18,20 +18,24 @@ from pathlib import Path
 from swap.blocks import ALIGNMENT
 from swap.errors import SwapError
 from swap.files import SwapFile
+from swap.patience import PatientSystemCalls
+from swap.settings import STALL_SECONDS
 from swap.syscalls import SystemCalls
 
 _MADE = re.compile(r"(tiermem-bench-\d+-[0-9a-f]{8})\.(swapfile|lock)")
 
 
-def remove_leftovers(directories: Sequence[Path], system: SystemCalls | None = None) -> list[str]:
+def remove_leftovers(
+    directories: Sequence[Path], system: SystemCalls | None = None, *, stall_seconds: float = STALL_SECONDS
+) -> list[str]:
     """Remove them; return their paths without the suffix. What cannot be removed stays, and is not named."""
-    system, removed = system or SystemCalls(), []
+    patient, removed = PatientSystemCalls(system, stall_seconds), []
     for directory in directories:
         names: list[str] = []
         with contextlib.suppress(OSError):  # whoever measures there is told
-            names = os.listdir(directory)
+            names = patient.ask(lambda directory=directory: os.listdir(directory))
         for name in sorted({found[1] for found in map(_MADE.fullmatch, names) if found}):
             with contextlib.suppress(SwapError):  # held by a measurement under way, or not ours
-                SwapFile.open(directory, name=name, nbytes=ALIGNMENT, system=system).close(remove=True)
+                SwapFile.open(directory, name=name, nbytes=ALIGNMENT, system=patient).close(remove=True)
                 removed.append(os.path.join(directory, name))
     return removed

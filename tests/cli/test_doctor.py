@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,25 @@ def test_a_directory_that_takes_no_file_is_a_problem_and_the_rest_is_said(
     assert found["swap_dirs"][0]["refusal"] == "Read-only file system"
     (finding,) = (each for each in found["findings"] if each["name"] == f"swap {tmp_path}")
     assert "nothing can be swapped there" in finding["means"]
+
+
+def test_a_drive_that_does_not_answer_is_a_problem_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answered = threading.Event()
+
+    def silent(**_: object) -> None:
+        answered.wait(60)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(drives.tempfile, "mkstemp", silent)
+    monkeypatch.setattr(drives, "_PATIENCE", 0.1)
+    report = examine_drive(tmp_path)
+    answered.set()
+    assert (report.direct_io, report.refusal) == (
+        None,
+        "its drive has not answered for 0.1 seconds; see the kernel log",
+    )
 
 
 def test_a_full_disk_is_not_said_to_refuse_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

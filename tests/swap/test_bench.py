@@ -313,6 +313,22 @@ def test_a_failing_drive_ends_the_measurement_with_its_error_and_no_file(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_drive_that_does_not_answer_when_the_files_are_made(tmp_path: Path) -> None:
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("open", stall)
+    with pytest.raises(SwapIOError, match="ETIMEDOUT"):
+        Ground.open([tmp_path], nbytes=MIB, buffer_nbytes=MIB, system=system, stall_seconds=0.1)
+    stall.release()
+
+
+def test_leftovers_on_a_drive_that_does_not_answer_stay(tmp_path: Path) -> None:
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("ask", stall)
+    assert remove_leftovers([tmp_path], system, stall_seconds=0.1) == []
+    assert stall.entered.is_set()
+    stall.release()
+
+
 @pytest.mark.parametrize("passed", [0, 20])
 def test_a_drive_that_stops_answering_ends_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: int

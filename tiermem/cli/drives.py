@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from swap.errors import NO_SPACE
+from swap.patience import PatientSystemCalls
 from swap.syscalls import UNCOUNTED
 from tiermem.cli.disk import free_bytes
 from tiermem.memory.numa import block_node
@@ -25,6 +26,7 @@ from tiermem.memory.sizes import format_bytes
 BLOCK = 4096
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 LITTLE_FREE = 1 << 30
+_PATIENCE = 10.0  # seconds
 _ROOT = Path("/")
 
 
@@ -103,7 +105,9 @@ def _counted(directory: Path) -> int | None:
 def _probed(directory: Path) -> tuple[bool | None, str | None]:
     """Whether direct I/O works, and why no file can be made: no inodes left, or a file system that only looks so."""
     try:
-        return direct_io_works(directory), None
+        return PatientSystemCalls(None, _PATIENCE).ask(lambda: direct_io_works(directory)), None
+    except TimeoutError:
+        return None, f"its drive has not answered for {_PATIENCE:g} seconds; see the kernel log"
     except OSError as error:
         full = error.errno in NO_SPACE and os.statvfs(directory).f_favail == 0
         return None, "no inodes are free there (`df -i`)" if full else os.strerror(error.errno or errno.EIO)
