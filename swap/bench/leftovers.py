@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from swap.blocks import ALIGNMENT
@@ -33,7 +34,7 @@ def remove_leftovers(
     for directory in directories:
         names: list[str] = []
         with contextlib.suppress(OSError):  # whoever measures there is told
-            names = patient.ask(lambda directory=directory: os.listdir(directory))
+            names = patient.ask(partial(os.listdir, directory))
         for name in sorted({found[1] for found in map(_MADE.fullmatch, names) if found}):
             with contextlib.suppress(SwapError):  # held by a measurement under way, or not ours
                 SwapFile.open(directory, name=name, nbytes=ALIGNMENT, system=patient).close(remove=True)
