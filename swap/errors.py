@@ -17,11 +17,16 @@ NO_SPACE = (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG)
 
 _BOOKKEEPING = 1 << 20  # what a file system may want for itself before it takes a file
 
+_GONE = "the drive, or the server of this file system, is gone: see the kernel log, and mount it again"
 _ADVICE = {
     errno_names.ENOSPC: "free space on this file system (or inodes: `df -i`) or choose another directory",
     errno_names.EDQUOT: "the disk quota is used up: raise it or choose another directory",
     errno_names.EFBIG: "the file would exceed a size limit: see `ulimit -f` and the file system's maximum",
     errno_names.EIO: "the drive or its connection reported a fault: see the kernel log",
+    errno_names.ESTALE: _GONE,
+    errno_names.ENOTCONN: _GONE,
+    errno_names.ENODEV: _GONE,
+    errno_names.ENXIO: _GONE,
     errno_names.EROFS: "the file system is mounted read-only: remount it or choose another directory",
     errno_names.EACCES: "this user may not write there: change the permissions or choose another directory",
     errno_names.EPERM: "this user may not write there: change the permissions or choose another directory",
@@ -32,6 +37,8 @@ _ADVICE = {
     errno_names.ETIMEDOUT: "the device shows no progress: see the kernel log",
     errno_names.EMFILE: "too many open files: raise `ulimit -n`",
     errno_names.EAGAIN: "the system is short of threads or memory: see `ulimit -u`, or the container's limit",
+    errno_names.ENOLCK: "this file system gives no locks: choose a directory on a local one",
+    errno_names.ENOSYS: "this file system, or the sandbox, cannot do that: choose a directory on another one",
     errno_names.EINVAL: "this file system cannot do that: choose a directory on another one",
 }
 _UNALIGNED = "buffer, offset and length must be multiples of the device's block size"  # EINVAL of a transfer

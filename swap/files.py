@@ -33,7 +33,8 @@ from swap.system import require_linux
 DATA_OFFSET = ALIGNMENT
 """Bytes before the first data byte."""
 
-_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
+# The last two by what guards a sandbox: the header has just been written, so writing is permitted.
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EPERM, errno.EACCES)
 
 
 class SwapFile:

@@ -103,6 +103,12 @@ def test_an_io_error_survives_pickling_and_is_an_oserror() -> None:
         assert "EIO" in str(found)
 
 
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO])
+def test_what_a_network_or_a_drive_that_is_gone_answers_comes_with_advice(code: int) -> None:
+    advice = "choose a directory" if code in (errno.ENOLCK, errno.ENOSYS) else "mount it again"
+    assert advice in str(swap.SwapIOError("lock", "x", errno=code))
+
+
 def test_advice_for_a_call_that_moves_no_bytes_does_not_speak_of_a_buffer() -> None:
     assert "choose a directory on another" in str(swap.SwapIOError("sync", "/proc", errno=errno.EINVAL))
     unaligned = swap.SwapIOError("read", "/a/b", offset=1, length=8192, errno=errno.EINVAL)

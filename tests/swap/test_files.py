@@ -338,9 +338,11 @@ def test_a_full_disk_does_not_cost_an_earlier_file(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "r0.swapfile").st_size == MIB + swap.DATA_OFFSET
 
 
-def test_where_space_cannot_be_reserved_the_free_space_is_looked_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EPERM])
+def test_where_space_cannot_be_reserved_the_free_space_is_looked_at(tmp_path: Path, code: int) -> None:
+    """The file system cannot, or a sandbox does not let it."""
     system = FaultySystemCalls()
-    system.always("fallocate", errno.EOPNOTSUPP)
+    system.always("fallocate", code)
     file = open_file(tmp_path, system=system)
     assert not file.reserved
     assert os.stat(file.path).st_size == MIB + swap.DATA_OFFSET
