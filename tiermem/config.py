@@ -292,9 +292,18 @@ def _directories(name: str, value: object) -> object:
             advice = "rename it, or set PYTHONUTF8=1 if it is and the locale has another encoding"
             _refuse(name, "paths of directories that are UTF-8", item, advice)
         directories.append(directory)
-    if len({os.path.realpath(os.path.expanduser(directory)) for directory in directories}) < len(directories):
+    if len({_place(os.path.expanduser(directory)) for directory in directories}) < len(directories):
         _refuse(name, "different directories", value, "name each directory once")
     return tuple(directories)
+
+
+def _place(directory: str) -> tuple[int, int] | str:
+    """The same for two names of one directory: by a link, or mounted twice."""
+    try:
+        found = os.stat(directory)
+    except OSError:  # of another machine's settings, for one
+        return os.path.realpath(directory)
+    return found.st_dev, found.st_ino
 
 
 def _is_text(path: str) -> bool:

@@ -201,6 +201,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file syste
 
 
 @needs_root
+def test_a_directory_that_is_mounted_a_second_time_is_the_same(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    tiermem.Config(swap_dirs=[first, second])
+    with (
+        mounted(second, "--bind", str(first)),
+        pytest.raises(tiermem.ConfigError, match="expected different directories"),
+    ):
+        tiermem.Config(swap_dirs=[first, second])
+
+
+@needs_root
 def test_a_full_disk(warm_python, tmp_path):
     (tmp_path / "small").mkdir()
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as directory:

@@ -1,7 +1,8 @@
 """What one directory is worth as a place for swap files.
 
 Owns the questions put to the file system: type, free bytes, direct I/O, spinning or not. Does not measure speed; that
-is a benchmark's work. Guarantees that its probe file is gone afterwards, and that an unanswerable question is None.
+is a benchmark's work. Guarantees that its probe file is gone afterwards (unless the drive answers after
+the program's end), that it waits ten seconds for the drive at most, and that an unanswerable question is None.
 """
 
 from __future__ import annotations
