@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import tiermem
 from tiermem import ConfigError, ResumeError
 from tiermem.integrations.adapters import AdapterTrainer
 from tiermem.integrations.trainer import Trainer
+from tiermem.registry import registry
 
 # transformers calls a name of its own that it has deprecated, from inside peft's.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")
@@ -69,6 +72,79 @@ def test_the_best_adapters_at_the_end(tmp_path: Path) -> None:
     check(found, plain(tmp_path / "plain", **settings))
     losses = [line["eval_loss"] for line in found.history if "eval_loss" in line]
     assert min(losses) < losses[-1]
+
+
+def second_of_two(base: nn.Module) -> nn.Module:
+    model = lora(base)
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["k_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    return model
+
+
+def of_transformers(base: nn.Module) -> nn.Module:
+    base.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    return base
+
+
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "magnitudes": lambda base: lora(base, use_dora=True),
+    "tables": lambda base: lora(base, target_modules=["embed_tokens", "v_proj"]),
+    "whole modules": lambda base: lora(base, modules_to_save=["norm"]),
+    "tokens": lambda base: lora(base, trainable_token_indices=[1, 2]),
+    "scales": lambda base: peft.get_peft_model(base, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])),
+    "buffers": lambda base: peft.get_peft_model(base, peft.VeraConfig(r=2, target_modules=["q_proj"])),
+    "prompts": lambda base: peft.get_peft_model(base, peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)),
+    "second of two": second_of_two,
+    "of transformers": of_transformers,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True` as embedding layers found:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters_are_saved_and_resumed_as_by_transformers(kind: str, tmp_path: Path) -> None:
+    """Its folders are read, too, but for those that hold the table itself beside its adapter, as it saves tables."""
+    # It cannot read the best of the second of two, nor of what itself has put on.
+    settings = {"learning_rate": 0.3, "load_best_model_at_end": kind not in ("second of two", "of transformers")}
+
+    def run(trainer: Any, out: Path, resume: Path | None, runtime: Any = None) -> Trained:
+        base = llama() if runtime is None else runtime.model
+        torch.manual_seed(7)
+        with contextlib.nullcontext() if runtime is None else runtime.gathered(base, write=True):
+            model = KINDS[kind](base)
+        given = {} if runtime is None else {"runtime": runtime}
+        args = arguments(out, **RUN | settings)
+        made = trainer(model, args, train_dataset=data(), eval_dataset=data(6), **given)
+        made.train(resume_from_checkpoint=resume and str(resume / "checkpoint-2"))
+        return trained(made, {n: p.detach().clone() for n, p in model.named_parameters() if registry.find(p) is None})
+
+    def saved(out: Path) -> dict[Path, bytes]:
+        return {path.relative_to(out): path.read_bytes() for path in out.rglob("*.safetensors")}
+
+    expected = run(transformers.Trainer, tmp_path / "plain", None)
+    for resume in (None, tmp_path / "paged", tmp_path / "plain")[: 2 if kind == "tables" else 3]:
+        with runtime_for(tmp_path / f"runtime for {resume and resume.name}") as runtime:
+            found = run(AdapterTrainer, tmp_path / "paged", resume, runtime)
+        check(Trained([], found.weights), Trained([], {name: expected.weights[name] for name in found.weights}))
+        assert found.history[:-1] == expected.history[:-1]
+        if kind != "tables":
+            assert saved(tmp_path / "paged") == saved(tmp_path / "plain")
+
+
+def test_adapters_of_which_peft_saves_only_what_they_compute(tmp_path: Path) -> None:
+    """Nothing goes on from that. transformers' own takes what was computed for what computes it."""
+    args = arguments(tmp_path / "out", **RUN | {"max_steps": 2})
+    with runtime_for(tmp_path) as runtime:
+        how = peft.PromptEncoderConfig("CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=4)
+        model = peft.get_peft_model(runtime.model, how)
+        trainer = AdapterTrainer(model, args, train_dataset=data(), eval_dataset=data(6), runtime=runtime)
+        trainer.train()
+        before = [parameter.detach().clone() for parameter in model.prompt_encoder.parameters()]
+        with pytest.raises(ResumeError, match=r"peft saves nothing of prompt_encoder\.default\.embedding\.weight"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+        assert all(map(torch.equal, before, model.prompt_encoder.parameters()))
+        best = arguments(tmp_path / "out", **RUN | {"load_best_model_at_end": True})
+        with pytest.raises(ConfigError, match=r"load_best_model_at_end=True, and peft saves nothing of prompt_encoder"):
+            AdapterTrainer(model, best, train_dataset=data(), eval_dataset=data(6), runtime=runtime)
 
 
 def test_adapters_that_were_offloaded_with_their_base_are_saved_as_peft_reads_them(tmp_path: Path) -> None:

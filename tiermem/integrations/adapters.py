@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.checkpoint.tensor_file import open_tensors
-from tiermem.errors import ResumeError
+from tiermem.errors import ConfigError
 from tiermem.integrations.checkpoints import load_optimizer
 from tiermem.integrations.ranks import average_gradients, share_values
 from tiermem.integrations.refusals import refuse_arguments, refuse_senseless_adapters, refuse_trained_pages
@@ -22,13 +21,11 @@ from tiermem.runtime import Runtime
 
 try:
     import transformers
-    from safetensors.torch import load_file
 
+    from tiermem.integrations.adapter_files import adapter_state, load_adapters, not_saved, trained_adapters
     from tiermem.integrations.unwrapped import UnwrappedTrainer
 except ImportError as error:
     raise ImportError("tiermem.integrations.adapters needs transformers 5.4 or newer, accelerate and peft") from error
-
-_FILE = "adapter_model.safetensors"
 
 
 class AdapterTrainer(UnwrappedTrainer):
@@ -43,6 +40,9 @@ class AdapterTrainer(UnwrappedTrainer):
         refuse_senseless_adapters(model)
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers does
         refuse_arguments(args, runtime)
+        lost = not_saved(model) if args.load_best_model_at_end else None
+        if lost is not None:
+            raise ConfigError(f"TrainingArguments: found load_best_model_at_end=True, and {lost}; leave it out")
         if others:
             super().__init__(model, args, *others, **named)
         else:  # by name, as `Trainer` does
@@ -51,55 +51,26 @@ class AdapterTrainer(UnwrappedTrainer):
     def create_optimizer(self, *others: Any, **named: Any) -> Any:
         """As transformers'. As training begins all processes have the adapters of the first, as DDP sees to."""
         if self.is_in_train:
-            share_values(list(self._adapters().values()))
+            share_values(list(adapter_state(self.model).values()))
         return super().create_optimizer(*others, **named)
 
     def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
         """As transformers'. Behind the last micro-batch of a step gradients become the mean over processes."""
         loss: torch.Tensor = super().training_step(*others, **named)
         if self.accelerator.sync_gradients:
-            average_gradients(list(self._adapters().values()))
+            average_gradients(list(trained_adapters(self.model).values()))
         return loss
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As transformers', of the adapters: the state of the whole model would be full of NaN."""
-        super()._save(output_dir, state_dict=self._adapters() if state_dict is None else state_dict)
+        super()._save(output_dir, state_dict=adapter_state(self.model) if state_dict is None else state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
-        self._load_adapters(Path(resume_from_checkpoint))
+        load_adapters(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler, mapped=False)
 
     def _load_best_model(self) -> None:
-        self._load_adapters(Path(str(self.state.best_model_checkpoint)))
-
-    def _adapters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
-        model: Any = self.model
-        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-    def _load_adapters(self, folder: Path) -> None:
-        """Raises ResumeError if the folder does not hold exactly what is trained, before anything is changed.
-
-        And swap.FormatError if its file is damaged.
-        """
-        if not (folder / _FILE).is_file():
-            raise ResumeError(f"expected {_FILE} in {str(folder)!r}, found none; pass a checkpoint of this Trainer")
-        open_tensors(folder / _FILE)  # which says what is damaged
-        saved = load_file(folder / _FILE)
-        # peft leaves the adapter's own name out of the file's.
-        model: Any = self.model
-        own = {name.replace(f".{model.active_adapter}.", "."): p for name, p in self._adapters().items()}
-        shapes = {name: tuple(values.shape) for name, values in saved.items()}
-        wanted = {name: tuple(parameter.shape) for name, parameter in own.items()}
-        if shapes != wanted:
-            odd = min(shapes.items() ^ wanted.items())
-            raise ResumeError(
-                f"{str(folder)!r} holds other adapters than this model: {odd[0]} of shape {odd[1]} is in one of them "
-                "only; make the model with the adapters of that run"
-            )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
+        load_adapters(self.model, Path(str(self.state.best_model_checkpoint)))

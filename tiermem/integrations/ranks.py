@@ -60,9 +60,12 @@ def by_first(what: str, action: Callable[[], T]) -> T:
 
 
 def share_values(tensors: Sequence[torch.Tensor]) -> None:
-    """Give all processes the values that the first one has."""
+    """Give all processes the values that the first one has; as bytes, for not every backend has all dtypes."""
     for tensor in tensors if joined() > 1 else ():
-        torch.distributed.broadcast(tensor.detach(), 0)
+        values = tensor.detach().contiguous()
+        torch.distributed.broadcast(values.reshape(-1).view(torch.uint8), 0)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(values)
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
