@@ -327,6 +327,22 @@ def trainer_adapters(directory: Path, rank: int, size: int) -> Any:
     return {"found": found, "expected": expected, "killed": killed}
 
 
+def trainer_prompts(directory: Path, rank: int, size: int) -> Any:
+    """Prompts that were offloaded with their model: peft saves what they compute."""
+    import peft
+
+    folder = sharing(rank, size, directory, "prompts")
+
+    def make() -> nn.Module:
+        base = llama()
+        return peft.get_peft_model(base, peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
+
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    found = paged(folder, make=make, how={}, **settings)
+    saved = peft.PeftModel.from_pretrained(llama(), folder / "out" / "checkpoint-2")
+    return {"found": found, "saved": Trained([], {name: values.detach() for name, values in saved.named_parameters()})}
+
+
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     function.__name__: function
     for function in (
@@ -336,5 +352,6 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         trainer_alone,
         trainer_generates,
         trainer_adapters,
+        trainer_prompts,
     )
 }

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 # Stage 2 adds up as stage 3 does; it is run where all are asked for.
 STAGES = [f"trainer_stage_{stage}" for stage in some_of([1, 3], [2])]
-OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates", "trainer_adapters"]
+OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates", "trainer_adapters", "trainer_prompts"]
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +102,8 @@ def test_adapters_are_those_of_the_first_and_averaged(reports: Reports) -> None:
     for each in values(reports[2, "trainer_adapters"]):
         assert each["killed"].startswith("KilledError")
         same_end(each["found"], each["expected"])
+
+
+def test_prompts_are_saved_by_the_first(reports: Reports) -> None:
+    for each in values(reports[2, "trainer_prompts"]):
+        check(each["saved"], Trained([], each["found"].weights))

@@ -181,7 +181,10 @@ def export_adapters(runtime: Runtime, folder: Path) -> None:
     for layer in _layers(trained):
         with runtime.gathered([parameter for parameter, _ in layer]):
             values |= {name: parameter.detach().clone() for parameter, name in layer if is_first()}
-    by_first("save the adapters", save)
+    # Of prompts peft saves what their encoders compute: in the first process alone, where calls need all others.
+    encoders = getattr(model, "prompt_encoder", None) or nn.ModuleDict()
+    with runtime.gathered(encoders):
+        by_first("save the adapters", save)
 
 
 @contextmanager
