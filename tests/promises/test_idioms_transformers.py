@@ -92,3 +92,40 @@ def test_only_adapters_have_state_and_frozen_units_are_not_written_again(tmp_pat
         house.storage.pager.flush()
         assert {key: house.storage.extents.generations.current(key) for key in frozen} == generations
         assert not any(key.kind is not Kind.PARAM for key in frozen)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it meets in torch itself
+def test_layers_compiled_ahead_of_time_have_the_bits_of_plain_ones_that_break_at_the_same_places(
+    tmp_path: Path,
+) -> None:
+    """The gradients of what is used three times are added up in the order that a graph has, and here there are more."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = small_llama(words=40, width=16, mlp_width=24, layers=1)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+    def broken() -> nn.Module:
+        model = make()
+        nothing = torch.compiler.disable(lambda *_: None)
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(nothing)
+                module.register_forward_hook(nothing)
+        return model
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        rows = torch.randint(0, 40, (2, 6))
+        trainee.model(rows, labels=rows).loss.backward()
+        trainee.note_gradients()
+        optimizer.step()
+
+    try:
+        found = offloaded(make, script, tmp_path, update="forward", budget="tight")
+        torch._dynamo.reset()
+        check(found, plain(broken, script))
+    finally:
+        torch._dynamo.reset()
