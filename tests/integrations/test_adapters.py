@@ -18,6 +18,7 @@ from torch import nn
 import swap
 import tiermem
 from tiermem import ConfigError, ResumeError
+from tiermem.integrations.adapter_files import load_adapters
 from tiermem.integrations.adapters import AdapterTrainer
 from tiermem.integrations.trainer import Trainer
 from tiermem.registry import registry
@@ -128,6 +129,20 @@ def test_kinds_of_adapters_are_saved_and_resumed_as_by_transformers(kind: str, t
         assert found.history[:-1] == expected.history[:-1]
         if kind != "tables":
             assert saved(tmp_path / "paged") == saved(tmp_path / "plain")
+
+
+def test_saved_adapters_come_around_a_model_that_never_fits(tmp_path: Path) -> None:
+    """peft's own ways look at the state of all of it."""
+    plain_model = lora(llama())
+    plain_model.save_pretrained(tmp_path)
+    rows = data(1)[0]["input_ids"][None]
+    with runtime_for(tmp_path) as runtime:
+        with pytest.raises(tiermem.TiermemError, match="state_dict"):
+            peft.PeftModel.from_pretrained(runtime.model, tmp_path)
+    with runtime_for(tmp_path / "again") as runtime:
+        model = peft.get_peft_model(runtime.model, peft.PeftConfig.from_pretrained(tmp_path))
+        load_adapters(model, tmp_path)
+        assert torch.equal(model.eval()(rows).logits, plain_model.eval()(rows).logits)
 
 
 def test_adapters_of_which_peft_saves_only_what_they_compute(tmp_path: Path) -> None:
