@@ -95,9 +95,8 @@ class DirectoryLock:
 
     def _claim(self, fd: int) -> bool:
         """Lock the open file; False if it was removed by its last holder meanwhile and must be opened anew."""
-        holder = self._system.ask(lambda: os.pread(fd, _LONGEST, 0)).strip(
-            b"\0"
-        )  # zeros: what a power cut leaves of bytes that were not synced
+        holder = self._system.ask(lambda: os.pread(fd, _LONGEST, 0))
+        holder = holder.strip(b"\0")  # zeros: what a power cut leaves of bytes that were not synced
         if holder and not holder.startswith(_MARK):
             raise FormatError(
                 f"expected {self.path!r} to be a lock file of this program, found something else; "

@@ -36,14 +36,8 @@ class PatientSystemCalls(SystemCalls):
         self._seconds = seconds
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()  # of that list: two drives may be silent at once
-        at_once = (
-            "close",
-            "fallocate",
-            "overwrite_in_place",
-            "lock",
-            "unlock",
-            "sleep",
-        )  # or, of the second, at length
+        # Answered at once; but `fallocate`, which may rightly take a file system longer than any patience.
+        at_once = ("close", "fallocate", "overwrite_in_place", "lock", "unlock", "sleep")
         for name in at_once:
             setattr(self, name, getattr(self._system, name))
 
