@@ -48,6 +48,19 @@ class Errands:
             del errand  # nothing of it is kept until the next one comes
 
 
+def elsewhere(name: str, function: Callable[[], T]) -> T:
+    """Wait for `function()` on a thread that is gone afterwards; raises what it raises.
+
+    A signal handler comes amid the wait then, and never amid the function, which might take what that raises for
+    something of its own. TiermemError where the system allows no thread.
+    """
+    errands = Errands(name)
+    try:
+        return errands.start(function).result()
+    finally:
+        errands.close()
+
+
 def _carry_out(function: Callable[[], T], future: Future[T]) -> None:
     try:
         result = function()

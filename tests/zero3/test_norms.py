@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import signal
 import subprocess
+import threading
 
 import pytest
 import torch
@@ -239,6 +241,31 @@ def test_loops_that_do_not_pass_are_not_there(monkeypatch, check, find):
     assert (getattr(norms, find).__wrapped__() is None) is (getattr(norms, find)() is None)
     monkeypatch.setattr(norms, check, lambda *_: False)
     assert getattr(norms, find).__wrapped__() is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs a signal that comes to the first thread")
+@pytest.mark.parametrize(("check", "find"), [("_add_up", "compiled_loops"), ("_add_together", "team_loops")])
+def test_an_alarm_amid_the_trial_is_raised_and_the_loops_are_used_afterwards(monkeypatch, check, find):
+    found, real = getattr(norms, find)(), getattr(norms, check)
+    if found is None:
+        pytest.skip("there are no such loops here")
+
+    def ring(*_):
+        raise TimeoutError("an alarm, on purpose")
+
+    def amid(*given):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        return real(*given)
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        monkeypatch.setattr(norms, check, amid)
+        with pytest.raises(TimeoutError):
+            getattr(norms, find).__wrapped__()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    monkeypatch.setattr(norms, check, real)
+    assert getattr(norms, find).__wrapped__() is found
 
 
 def test_loops_that_add_up_wrongly_are_not_used(monkeypatch):

@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from tiermem.errors import InvariantError
+from tiermem.errands import elsewhere
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.memory.heap import release_library
 from tiermem.optim.blocks import BLOCK_NUMEL, Blocks
 from tiermem.optim.planes import BlockPlanes, StatePlanes
@@ -120,10 +120,9 @@ def _find() -> CompiledLoops | str:
     every operation instead of being ready for the next. Measured with two cores: 4,000 sleeps in a step, 3 % of it.
     """
     try:
-        with ThreadPoolExecutor(1, "tiermem-trial") as passing:
-            found = passing.submit(_try).result()
-    except RuntimeError as error:  # a process that is ending, or that may have no more threads
-        return f"no thread could be started to try the compiled loops ({error})"
+        found = elsewhere("tiermem-trial", _try)
+    except TiermemError as error:  # a process that is ending, or that may have no more threads
+        return f"the compiled loops could not be tried: {error}"
     release_library("libllvmlite")  # the compiler is through
     return found
 

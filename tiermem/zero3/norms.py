@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiermem.errors import InvariantError
+from tiermem.errands import elsewhere
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.memory.heap import release_library
 
 _PIECE = 3 << 16  # elements whose squares torch adds at once: their bytes and their float32 stay in the cache
@@ -119,13 +121,8 @@ def may_pair(flat: torch.Tensor) -> bool:
 @functools.cache
 def team_loops() -> ModuleType | None:
     """`team.py`, or None where it has no use. Compiles at the first call: two seconds, once."""
-    try:
-        loops, team = compiled_loops(), importlib.import_module("tiermem.zero3.team")
-        usable = loops is not None and _add_together(team, loops)
-    except Exception:  # noqa: BLE001  no such OpenMP, or a compiler that fails: torch can do without it
-        return None
-    release_library("libllvmlite")
-    return team if usable else None
+    loops = compiled_loops()
+    return None if loops is None else _tried("tiermem.zero3.team", lambda team: _add_together(team, loops))
 
 
 def _team() -> ModuleType:
@@ -151,13 +148,25 @@ def _add_together(team: ModuleType, loops: ModuleType) -> bool:
 @functools.cache
 def compiled_loops() -> ModuleType | None:
     """`squares.py`, or None where it has no use. Compiles at the first call: a second, once."""
+    return _tried("tiermem.zero3.squares", _add_up)
+
+
+def _tried(name: str, is_right: Callable[[ModuleType], bool]) -> ModuleType | None:
+    """A module of loops, if they can be compiled and are right; as torch can do without, it is no matter why not."""
+
+    def find() -> ModuleType | None:
+        try:
+            loops = importlib.import_module(name)
+            found = loops if is_right(loops) else None
+        except Exception:  # noqa: BLE001  no such OpenMP, or a compiler, which has many ways to fail
+            return None
+        release_library("libllvmlite")  # the compiler is through
+        return found
+
     try:
-        loops = importlib.import_module("tiermem.zero3.squares")
-        usable = _add_up(loops)
-    except Exception:  # noqa: BLE001  a compiler has many ways to fail, and torch can do without it
+        return elsewhere("tiermem-trial", find)
+    except TiermemError:  # there is no thread to be had for it
         return None
-    release_library("libllvmlite")  # the compiler is through
-    return loops if usable else None
 
 
 def _add_up(loops: ModuleType) -> bool:
