@@ -149,3 +149,32 @@ def test_processors_without_these_vectors_look_codes_up_one_by_one() -> None:
         check=True,
     )
     assert run.stdout.split(maxsplit=1) == ["False", f"{compiled.why_not()}\n"], run.stdout
+
+
+_WITHOUT_HALVES = """
+import numba, numpy as np, torch
+from tiermem.optim.intrinsics import half_bits_of
+convert = numba.vectorize(["uint16(float32)"], nopython=True)(lambda number: half_bits_of(number))
+bits = np.arange(0, 1 << 32, 4093, dtype=np.uint64).astype(np.uint32)
+halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+with np.errstate(over="ignore", invalid="ignore"):
+    between = (halves[1:] + halves[:-1]) / 2  # ties
+numbers = np.concatenate([bits.view(np.float32), halves, between, np.nextafter(between, 9), np.nextafter(between, -9)])
+numbers = numbers[~np.isnan(numbers)].astype(np.float32)
+expected = torch.from_numpy(numbers).half().view(torch.int16).numpy().view(np.uint16)
+print((convert(numbers) == expected).all(), convert(np.float32(np.nan)) & 0x7FFF > 0x7C00)
+"""
+
+
+def test_processors_without_halves_round_in_integers() -> None:
+    """Left to LLVM, which calls a function for it there that is not found, this ended the process."""
+    pytest.importorskip("numba", reason="numba is not installed")
+    run = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_HALVES],
+        env={**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "True True\n"
