@@ -10,9 +10,9 @@ from tiermem.runtime.queues import GatedQueue, LazyQueue
 
 
 class Update:
-    def __init__(self, unit: int) -> None:
+    def __init__(self, unit: int, protection: object = None) -> None:
         self.unit = unit
-        self.protection = None
+        self.protection = protection
 
 
 class Queue:
@@ -60,3 +60,20 @@ def test_an_update_that_could_not_begin_is_done_the_next_time_somebody_waits(err
     lazy.wait_all()
     assert carried.done == updates, "each once, in their order"
     assert not lazy.pending(3)
+
+
+def test_kept_updates_under_a_protection_are_forgotten_with_it() -> None:
+    """As when what they waited for had failed, and the step is given up."""
+    carried, withdrawn = Queue(), []
+    carried.withdraw = withdrawn.append  # type: ignore[method-assign]
+    lazy = LazyQueue(carried, lambda: None)  # type: ignore[arg-type]
+    protection = object()
+    counting = Update(3)
+    for update in (counting, Update(3, protection), Update(5, protection)):
+        lazy.start(update)  # type: ignore[arg-type]
+    lazy.withdraw(protection)  # type: ignore[arg-type]
+    assert withdrawn == [protection]
+    assert lazy.pending(3)
+    assert not lazy.pending(5)
+    lazy.wait_all()
+    assert carried.done == [counting]
