@@ -417,6 +417,28 @@ def test_gradients_that_grow_behind_their_clipping_are_an_error_until_they_are_d
     check(offloaded(Stack, script, tmp_path, update=update, budget="beside"), plain(Stack, script))
 
 
+@pytest.mark.parametrize("update", ["step", "forward", "auto"])
+def test_a_gradient_that_a_parameter_holds_itself_is_refused_until_it_is_dropped(update, tmp_path):
+    """A step would leave it out. Dropped with the step's others, it leaves nothing behind."""
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for number in range(4):
+            tokens_batch(trainee.model).backward()
+            if number == 2:
+                trainee.model.shift.grad = torch.ones_like(trainee.model.shift)
+                if trainee.adamw is not PlainAdamW:
+                    for _ in range(2):
+                        with pytest.raises(tiermem.ConfigError, match=r"has a \.grad, which would be ignored"):
+                            optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert trainee.model.shift.grad is None
+
+    check(offloaded(Stack, script, tmp_path, update=update, budget="beside"), plain(Stack, script))
+
+
 @pytest.mark.parametrize("setting", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"max_grad_norm": 0.0}, {"amsgrad": True}])
 def test_impossible_hyperparameters(setting, tmp_path):
     model = Stack()
