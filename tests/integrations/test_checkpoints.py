@@ -339,6 +339,24 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
         assert torch.equal(runtime.parameter(model["first"].weight), torch.ones(2, 2))
 
 
+def test_buffers_are_loaded_with_the_weights_or_neither_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plain_values = {
+        name: torch.rand_like(values.float()).to(values.dtype) for name, values in model.state_dict().items()
+    }
+    config = tiermem.Config(host_memory="64MiB", swap_dirs=[tmp_path], param_dtype="float32", device="cpu")
+    with tiermem.offload(model, config) as runtime:
+        before = runtime.parameter(model[0].weight)
+        save_file(plain_values | {"1.running_var": torch.ones(3)}, tmp_path / "model.safetensors")
+        with pytest.raises(ResumeError, match=r"expected 1.running_var of shape \(2,\) in .*, found \(3,\)"):
+            load_weights(runtime, tmp_path)
+        assert torch.equal(runtime.parameter(model[0].weight), before)
+        save_file(plain_values, tmp_path / "model.safetensors")
+        load_weights(runtime, tmp_path)
+        assert torch.equal(runtime.parameter(model[0].weight), plain_values["0.weight"])
+        assert torch.equal(model[1].running_mean, plain_values["1.running_mean"])
+
+
 def test_an_optimizer_s_state_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
     assert not has_moments(tmp_path)
     torch.save({"state": {}}, tmp_path / OPTIMIZER)

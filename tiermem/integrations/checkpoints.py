@@ -237,11 +237,15 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any, *, mapped: bool
 def load_weights(runtime: Runtime, folder: Path) -> None:
     """Give the offloaded model the values in a Trainer's folder; moments stay as they are.
 
-    A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one of another shape,
-    swap.FormatError if a file of it is damaged, before anything is changed.
+    A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one, or a buffer, of
+    another shape, swap.FormatError if a file of it is damaged, before anything is changed.
     """
     files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in open_tensors(path).tensors}
-    for layer in _layers(_match(runtime.model, files, folder)):
+    found = _match(runtime.model, files, folder)
+    buffers = [(buffer, name) for name, buffer in runtime.model.named_buffers() if name in files]
+    for values, name in (*found, *buffers):
+        _require_shape(values, name, files[name])
+    for layer in _layers(found):
         # What is frozen is written once, and SWAP has no room for it beside what a commit holds: it is the same.
         frozen = [pair for pair in layer if not pair[0].requires_grad]
         with runtime.gathered([parameter for parameter, _ in frozen]):
@@ -250,9 +254,8 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
         with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
             for parameter, name in group:
                 parameter.copy_(_read(files[name], name))
-    for name, buffer in runtime.model.named_buffers():
-        if name in files:
-            buffer.copy_(_read(files[name], name))
+    for buffer, name in buffers:
+        buffer.copy_(_read(files[name], name))
 
 
 def _match(model: nn.Module, files: Mapping[str, Path], folder: Path) -> list[tuple[nn.Parameter, str]]:
@@ -267,15 +270,18 @@ def _match(model: nn.Module, files: Mapping[str, Path], folder: Path) -> list[tu
         if saved is None and never.isdisjoint(own):
             raise ResumeError(f"expected the weights of {own[0]} in {str(folder)!r}, found none; choose another folder")
         if saved is not None:
-            with safe_open(files[saved], framework="pt") as file:
-                shape = tuple(file.get_slice(saved).get_shape())
-            if shape != tuple(parameter.shape):
-                raise ResumeError(
-                    f"expected {saved} of shape {tuple(parameter.shape)} in {str(folder)!r}, found {shape}; these are "
-                    "the weights of another model"
-                )
             found.append((parameter, saved))
     return found
+
+
+def _require_shape(values: torch.Tensor, name: str, path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        shape = tuple(file.get_slice(name).get_shape())
+    if shape != tuple(values.shape):
+        raise ResumeError(
+            f"expected {name} of shape {tuple(values.shape)} in {str(path.parent)!r}, found {shape}; these are the "
+            "weights of another model"
+        )
 
 
 def _layers(found: list[tuple[nn.Parameter, str]]) -> Iterator[list[tuple[nn.Parameter, str]]]:
