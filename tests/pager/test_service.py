@@ -387,6 +387,24 @@ def test_a_page_discarded_while_it_moves_is_forgotten_afterwards() -> None:
     assert bench.pages[0].valid == {HOST}
 
 
+@pytest.mark.parametrize("drive", [False, True])
+def test_contents_that_were_spoilt_are_forgotten_and_a_fault_of_the_drive_is_not(drive: bool) -> None:
+    bench = Bench(20)
+    page = bench.pages[0]
+    if drive:
+        bench.ask(0)
+        bench.end(0, LOST)
+    else:
+        bench.bring(0, intent=WRITE)
+        bench.residency.fail(page, LOST)
+    assert bench.ask(0).error is LOST
+    bench.residency.discard(page)
+    fresh = bench.ask(0, intent=FRESH)
+    assert fresh.error is (LOST if drive else None)
+    assert fresh.granted is not drive
+    assert page.valid == (set() if drive else {HOST})
+
+
 def test_a_read_of_a_page_discarded_under_way_is_told_so() -> None:
     bench = Bench(20)
     reader = bench.ask(0)
