@@ -15,6 +15,7 @@ import os
 import stat
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -181,11 +182,19 @@ class SwapFile:
         with contextlib.ExitStack() as stack:  # each of these whatever the ones before raise
             # What is given up in here counts, too: a late removal would be that of the next run's file.
             stack.callback(lambda: self._lock.release(remove=remove, after=[*self._system.late(), *after]))
-            stack.callback(close_descriptor, fd, self.path, self._system)
+            stack.callback(self._close_descriptor, fd, waiting=bool(after))
             if self._lock.is_mine:
                 stack.callback(self._unlock, fd)
             if remove:
                 unlink_if_same(self.path, fd, self._system)
+
+    def _close_descriptor(self, fd: int, *, waiting: bool) -> None:
+        """Close it; `waiting`: transfers are out, for which that may wait."""
+        close = partial(close_descriptor, fd, self.path, self._system)
+        try:
+            self._system.ask(close) if waiting else close()
+        except TimeoutError as error:
+            raise SwapIOError("close", self.path, errno=error.errno or errno.EIO) from error
 
     def _unlock(self, fd: int) -> None:
         with contextlib.suppress(OSError):  # it ends with the last descriptor

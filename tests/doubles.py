@@ -75,6 +75,9 @@ class FaultySystemCalls(SystemCalls):
             raise OSError(22, os.strerror(22))
         return int(self._suffer("open", lambda _: super(FaultySystemCalls, self).open(path, flags, mode)))
 
+    def close(self, fd: int) -> None:
+        self._suffer("close", lambda _: super(FaultySystemCalls, self).close(fd))
+
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         return int(self._suffer("preadv", lambda n: super(FaultySystemCalls, self).preadv(fd, view[:n], offset)))
 

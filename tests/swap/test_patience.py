@@ -159,6 +159,29 @@ def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_er
         assert list(directory.iterdir()) == []
 
 
+@pytest.mark.parametrize("out", ["removal", "transfer"])
+def test_closing_what_a_call_is_out_on_ends(tmp_path: Path, out: str) -> None:
+    """A file system in user space, or over a network, closes a file when that call has ended."""
+    system, call, closing = FaultySystemCalls(), Stall(), Stall()
+    settings = swap.EngineSettings(stall_seconds=0.2)
+    space = swap.SwapSpace.open([tmp_path], name="name", nbytes=4096, settings=settings, system=system)
+    system.inject("close", closing)
+    if out == "transfer":
+        system.inject("pwritev", call)
+        space.start_write(space.allocate(4096), swap.AlignedBuffer(4096).view)
+        assert call.entered.wait(10)
+    else:
+        system.inject("ask", call)
+    with pytest.raises(swap.SwapError, match="did not answer" if out == "transfer" else "ETIMEDOUT"):
+        space.close(remove=True)
+    assert call.entered.is_set()
+    assert closing.entered.is_set()
+    with pytest.raises(swap.SwapInUseError):
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=4096)
+    call.release()
+    closing.release()
+
+
 def test_where_no_thread_can_be_started_what_was_made_is_removed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
