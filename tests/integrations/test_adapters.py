@@ -13,6 +13,7 @@ import torch
 import transformers
 from doubles_trainer import Trained, arguments, check, data, llama, runtime_for, trained
 from doubles_training import budget_for, config_for
+from safetensors.torch import load_file
 from torch import nn
 
 import swap
@@ -178,6 +179,30 @@ def test_adapters_that_were_offloaded_with_their_base_are_saved_as_peft_reads_th
     for folder in (tmp_path / "out" / "checkpoint-2", tmp_path / "saved"):
         loaded = peft.PeftModel.from_pretrained(llama(layers=6), folder)
         check(Trained([], dict(loaded.named_parameters())), Trained([], expected))
+
+
+PROMPTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"]),  # buffers that are in no state
+        peft.VeraConfig(r=2, target_modules=["q_proj"]),  # buffers that layers share
+        peft.PromptEncoderConfig(**PROMPTS, encoder_hidden_size=4),
+        peft.MultitaskPromptTuningConfig(**PROMPTS, num_tasks=2),
+    ],
+    ids=lambda how: str(how.peft_type.value),
+)
+def test_what_is_saved_of_adapters_that_were_offloaded_with_their_base(how: peft.PeftConfig, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = peft.get_peft_model(llama(), how)
+    model.save_pretrained(tmp_path / "plain")
+    least = config_for(tmp_path, budget_for(model, tmp_path, "least"), "forward")
+    with tiermem.offload(model, least, coalesce=0) as runtime:
+        Trainer(args=arguments(tmp_path / "out"), runtime=runtime).save_model(str(tmp_path / "paged"))
+    found, expected = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("paged", "plain"))
+    check(Trained([], found), Trained([], expected))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

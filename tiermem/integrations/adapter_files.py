@@ -16,7 +16,7 @@ from torch import nn
 
 from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
-from tiermem.integrations.checkpoints import is_of_peft
+from tiermem.integrations.checkpoints import is_of_peft, state_buffers
 from tiermem.registry import registry
 
 try:
@@ -40,11 +40,7 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if registry.find(parameter) is None
     }
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no verb for it
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+    return found | state_buffers(model)
 
 
 def load_adapters(model: nn.Module, folder: Path) -> None:

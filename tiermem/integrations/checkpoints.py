@@ -173,23 +173,34 @@ def export_adapters(runtime: Runtime, folder: Path) -> None:
     model: Any = runtime.model
 
     def save() -> None:
-        with _told_from(values, model):
+        with _told_from(values, prompts, model):
             model.save_pretrained(str(folder), state_dict=values, selected_adapters=model.active_adapters)
 
     trained = [(parameter, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    values = dict(model.named_buffers(remove_duplicate=False))
+    values = state_buffers(model)
     for layer in _layers(trained):
         with runtime.gathered([parameter for parameter, _ in layer]):
             values |= {name: parameter.detach().clone() for parameter, name in layer if is_first()}
-    # Of prompts peft saves what their encoders compute: in the first process alone, where calls need all others.
-    encoders = getattr(model, "prompt_encoder", None) or nn.ModuleDict()
-    with runtime.gathered(encoders):
+    encoders = {name: model.prompt_encoder[name] for name in model.active_adapters if _is_prompt(model, name)}
+    with torch.no_grad():  # called by all: of several processes none can alone
+        prompts = {name: model.get_prompt_embedding_to_save(name) for name in encoders}
+    parts = [part for each in encoders.values() for part in (each, each.embedding)]  # whose parameters some kinds read
+    with runtime.gathered([parameter for part in parts for parameter in part.parameters(recurse=False)]):
         by_first("save the adapters", save)
 
 
+def _is_prompt(model: Any, adapter: str) -> bool:
+    return bool(model.peft_config[adapter].is_prompt_learning)
+
+
 @contextmanager
-def _told_from(values: Mapping[str, torch.Tensor], model: nn.Module) -> Iterator[None]:
-    """Modules that peft saves whole, whose names it asks for by `state_dict()`, answer with copies meanwhile."""
+def _told_from(
+    values: Mapping[str, torch.Tensor], prompts: Mapping[str, torch.Tensor], model: nn.Module
+) -> Iterator[None]:
+    """What peft asks of modules besides, while it saves, they answer with copies.
+
+    Modules that it saves whole, the names of their state; the model, what the encoders of prompts compute.
+    """
     whole: list[tuple[str, Any]] = [each for each in model.named_modules() if _WHOLE.search(each[0])]
     try:
         for path, module in whole:
@@ -197,10 +208,22 @@ def _told_from(values: Mapping[str, torch.Tensor], model: nn.Module) -> Iterator
                 name.removeprefix(f"{path}."): value for name, value in values.items() if name.startswith(f"{path}.")
             }
             module.state_dict = state.copy
+        vars(model)["get_prompt_embedding_to_save"] = prompts.__getitem__
         yield
     finally:
         for _, module in whole:
             vars(module).pop("state_dict", None)
+        vars(model).pop("get_prompt_embedding_to_save", None)
+
+
+def state_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `model.state_dict()` would hold of buffers, under each of the names that a shared one has."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
+    }
 
 
 def is_of_peft(model: nn.Module) -> bool:
