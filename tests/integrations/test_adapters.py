@@ -84,7 +84,12 @@ def second_of_two(base: nn.Module) -> nn.Module:
 
 
 def of_transformers(base: nn.Module) -> nn.Module:
-    base.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    try:
+        base.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    except ValueError as error:  # 5.24 asks for 0.22, which there is not yet
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(f"this transformers takes no adapters of this peft: {error}")
     return base
 
 
