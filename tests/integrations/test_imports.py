@@ -32,6 +32,7 @@ def test_what_is_optional_is_imported_by_those_who_use_it_only() -> None:
     }
     assert found == {
         "integrations/trainer.py": {"transformers", "accelerate"},
+        "integrations/adapter_files.py": {"peft"},
         "integrations/adapters.py": {"transformers"},
         "integrations/unwrapped.py": {"transformers"},
     }
