@@ -34,6 +34,7 @@ import tiermem.runtime.face
 from swap.syscalls import SystemCalls
 from tiermem.errors import CopyError, InvariantError
 from tiermem.memory.arena import LiveFrames
+from tiermem.runtime.house import House
 from tiermem.runtime.storage import close_all
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.placeholder import is_placeholder
@@ -771,8 +772,16 @@ def test_a_dropped_runtime_may_be_closed_while_an_executor_is_given_work(tmp_pat
 
 
 @pytest.mark.timeout(200, method="thread")
-def test_a_dropped_runtime_may_be_collected_in_a_step_of_its_own_model(tmp_path):
+def test_a_dropped_runtime_may_be_collected_in_a_step_of_its_own_model(tmp_path, monkeypatch):
     """With locks of its own held: whoever goes on training gets an error, and does not wait for ever."""
+    closed, called = threading.Event(), threading.Event()
+
+    def close(house, close=House.close, **how):
+        close(house, **how)
+        closed.set()
+        called.wait(60)
+
+    monkeypatch.setattr(House, "close", close)
     model = nn.Linear(4, 4)
     dropped = [tiermem.offload(model, config_for(tmp_path, "1MiB", "step"))]
     dropped.append(dropped)
@@ -791,11 +800,12 @@ def test_a_dropped_runtime_may_be_collected_in_a_step_of_its_own_model(tmp_path)
         del dropped
         with pytest.warns(ResourceWarning, match="never closed"), contextlib.suppress(tiermem.TiermemError):
             optimizer.step()
-        wait_until_empty(tmp_path, threading.Event())
+        assert closed.wait(60)
     assert collected.is_set()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(tiermem.TiermemError):
+    with pytest.raises(tiermem.TiermemError, match="called after its runtime was closed"):
         model(torch.randn(2, 4))
+    called.set()
 
 
 def test_a_dropped_runtime_may_be_collected_on_a_thread_that_moves_its_bytes(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 
 from tiermem.process import HomeProcess, start_thread
@@ -30,7 +31,9 @@ def abandon(house: House, guards: ModelGuards, home: HomeProcess) -> None:
         try:
             # Where the interpreter ends by an error, this is it: the other ranks are told.
             failure = getattr(sys, "last_value", None)
-            close_all([lambda: house.conductor.close(failure), lambda: house.close(remove=None), guards.close])
+            leave, close_house = partial(house.conductor.close, failure), partial(house.close, remove=None)
+            # Guarded before, too: whoever goes on training the model meanwhile would compute NaN.
+            close_all([leave, guards.close, close_house, guards.close])
         except Exception as error:  # noqa: BLE001 - there is nobody to raise it to
             warnings.warn(f"closing the runtime over {directories}: {error}", ResourceWarning, stacklevel=2)
 

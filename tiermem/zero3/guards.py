@@ -41,19 +41,29 @@ class ModelGuards:
             self._handles.append(module.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """The runtime ends: allow what was refused, but refuse to compute with, or save, placeholders that stay."""
+        """The runtime ends: allow what was refused, but refuse to compute with, or save, placeholders that stay.
+
+        May be called again, for what has become placeholders since.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        guard_placeholders(self._modules)
+        self._modules = guard_placeholders(self._modules)
 
 
-def guard_placeholders(modules: Iterable[nn.Module]) -> None:
-    """Have modules whose parameters are placeholders, for good, refuse to compute with them and to save them."""
+def guard_placeholders(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Have modules whose parameters are placeholders, for good, refuse to compute with them and to save them.
+
+    Returns the others.
+    """
+    others = []
     for module in modules:
         if any(map(is_placeholder, _own(module))):
             module.register_forward_pre_hook(_refuse_closed)
             module.register_state_dict_pre_hook(_refuse_saving_closed)  # type: ignore[no-untyped-call]
+        else:
+            others.append(module)
+    return others
 
 
 def all_gathered(divided: ModelUnits, gatherer: Gatherer) -> Callable[[], bool]:
