@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tiermem
 from tiermem.runtime.company import Company, together
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.grid import one_copy
-from tiermem.zero3.ranks import Ranks
+from tiermem.zero3.ranks import Ranks, _group
 
 
 class Told:
@@ -118,3 +119,34 @@ def test_who_leaves_before_the_first_word_leaves_no_word_of_other_groups(monkeyp
     for name in ("0.1", "0.2"):
         Lonely(None, timeout=1.0, device=torch.device("cpu"), name=name)
     assert names == ["tiermem/0.1", "tiermem/0.2"]
+
+
+@pytest.fixture
+def whole() -> Iterator[Any]:
+    """This process as the only one of torch.distributed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_groups_of_some_are_not_cut_out_of_one_that_is_bound_to_devices(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's would be, by a split in which all processes of the program take part; the members alone are here."""
+    device, seen = torch.device("cuda", 0), []
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def noting(*arguments: Any, device_id: torch.device, **more: Any) -> Any:
+        seen.append((whole.bound_device_id, device_id))
+        if len(seen) > 1:
+            raise RuntimeError("not joined")
+        return make(*arguments, device_id=device_id, **more)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", noting)
+    whole.bound_device_id = device
+    group = _group("gloo", [0], 20.0, common=False)
+    assert group.bound_device_id == device, "the group itself knows its device"
+    with pytest.raises(tiermem.TiermemError, match="not joined"):
+        _group("gloo", [0], 20.0, common=False)
+    assert seen == [(None, device)] * 2
+    assert whole.bound_device_id == device, "as the program has bound it, whatever happens"

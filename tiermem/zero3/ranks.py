@@ -240,16 +240,22 @@ def _group_of_members(backend: str, members: tuple[int, ...], wait: dt.timedelta
     c10d: Any = dist.distributed_c10d  # its new_group takes no name
     whole: Any = dist.group.WORLD
     place = {member: place for place, member in enumerate(members)}
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
-        len(members),
-        place[dist.get_rank()],
-        list(members),
-        dist.Backend(backend),
-        c10d._get_default_store(),  # noqa: SLF001
-        f"tiermem/{backend}/{'-'.join(map(str, members))}/{_MADE[backend, members]}",
-        timeout=wait,
-        device_id=whole.bound_device_id,
-    )
+    # Of a whole group that is bound to devices (`init_process_group(device_id=)`) torch makes NCCL's groups by dividing
+    # its own, which waits for all processes.
+    device, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            len(members),
+            place[dist.get_rank()],
+            list(members),
+            dist.Backend(backend),
+            c10d._get_default_store(),  # noqa: SLF001
+            f"tiermem/{backend}/{'-'.join(map(str, members))}/{_MADE[backend, members]}",
+            timeout=wait,
+            device_id=device,
+        )
+    finally:
+        whole.bound_device_id = device
     c10d._world.pg_group_ranks[group] = place  # noqa: SLF001
     _MADE[backend, members] += 1
     return group
