@@ -170,6 +170,9 @@ def test_parameters_added_steps_after_resuming_go_on_with_their_counts(tmp_path:
         assert len(runtime.committed_optimizer_state()["param_groups"]) == 2
         with pytest.raises(tiermem.ResumeError, match="holds 1 optimizers, asked for number 1"):
             runtime.committed_optimizer_state(1)  # what waits for an optimizer is none
+        for none in ("first", 0.0):
+            with pytest.raises(tiermem.ResumeError, match=f"asked for number {none!r}"):
+                runtime.committed_optimizer_state(none)
 
 
 class Taught(nn.Module):

@@ -91,8 +91,8 @@ def step_counts(record: Mapping[str, Any]) -> dict[int, int]:
 def optimizer_state(record: Mapping[str, Any], index: int) -> dict[str, Any]:
     """What `load_state_dict` of the optimizer takes. Raises ResumeError if the record has fewer optimizers."""
     optimizers = [each for each in record["optimizers"] if each["param_groups"]]  # without: counts that wait for one
-    if not 0 <= index < len(optimizers):
-        raise ResumeError(f"the commit holds {len(optimizers)} optimizers, asked for number {index}")
+    if not (isinstance(index, int) and 0 <= index < len(optimizers)):
+        raise ResumeError(f"the commit holds {len(optimizers)} optimizers, asked for number {index!r}")
     groups = [
         {name: tuple(value) if name == "betas" else value for name, value in group.items()}
         for group in from_record(optimizers[index]["param_groups"])
