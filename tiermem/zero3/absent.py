@@ -116,7 +116,7 @@ class _Absent:
         raise _refusal("copied (copy.deepcopy, AveragedModel)")
 
     def __reduce_ex__(self, _: Any) -> Any:
-        raise _refusal("pickled (torch.save, sending it to another process)")
+        raise _refusal("copied or pickled (copy.copy, torch.save, sending it to another process)")
 
 
 def is_absent(tensor: Any) -> bool:
