@@ -50,6 +50,8 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     trained; swap.FormatError if a file is damaged. Before anything is changed.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # transformers saves a table whole beside its adapter: what is frozen, and stays as it is.
+    frozen = {(n, tuple(p.shape)) for n, p in model.named_parameters(remove_duplicate=False) if registry.find(p)}
     for own, path in _files(model, folder):
         if not path.is_file():
             raise ResumeError(
@@ -57,10 +59,10 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
             )
         open_tensors(path)  # which says what is damaged
         saved = load_file(path)
-        shapes = {name: tuple(values.shape) for name, values in saved.items()}
-        wanted = {name: tuple(values.shape) for name, values in own.items()}
+        shapes = {(name, tuple(values.shape)) for name, values in saved.items()} - frozen
+        wanted = {(name, tuple(values.shape)) for name, values in own.items()}
         if shapes != wanted:
-            odd = min(shapes.items() ^ wanted.items())
+            odd = min(shapes ^ wanted)
             raise ResumeError(
                 f"{str(path.parent)!r} holds other adapters than this model: {odd[0]} of shape {odd[1]} is in one of "
                 "them only; make the model with the adapters of that run"
