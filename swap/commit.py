@@ -39,7 +39,6 @@ from typing import Any
 
 from swap import manifest as format_of
 from swap.errors import FormatError, SwapError, SwapIOError
-from swap.locks import DirectoryLock
 from swap.manifest import Entry, Manifest
 from swap.manifest_files import ManifestFiles
 from swap.patience import PatientSystemCalls
@@ -65,7 +64,6 @@ class CommitStore:
         """
         self.directory = os.fspath(directories[0])
         self._system = PatientSystemCalls(system, stall_seconds)
-        self._lock_path = os.path.join(self.directory, f"{name}.lock")
         self._files = ManifestFiles(self.directory, name, self._system)
         self._latest: Manifest | None = None
         self._settled = False
@@ -121,33 +119,12 @@ class CommitStore:
         self._settled = True
 
     def discard(self) -> None:
-        """Forget the commits of an earlier run: remove its manifests. Waits until that is durable.
+        """Forget all commits, as `SwapSpace.open` forgets those of an earlier run. Waits until that is durable.
 
-        To be called by who holds the space's lock. Raises FormatError, having removed nothing, if something that is not
-        ours or is damaged has the name of a manifest.
+        To be called by who holds the space's lock. Raises what `ManifestFiles.discard` raises.
         """
-        found = self._files.found()
-        for generation in found:
-            self._files.read(generation)
-        for generation in sorted(found):  # the newest last: an older one alone must never look like the last commit
-            self._files.remove(generation)
-            self._files.sync()
+        self._files.discard()
         self._latest = None
-        self._settled = True
-
-    def discard_leftovers(self) -> None:
-        """As `discard`, before the space is opened without `keep`: takes its lock meanwhile. Raises SwapInUseError too.
-
-        Without the lock a run that has begun since somebody looked, and has committed, would lose its commit.
-        """
-        if self._files.found():
-            lock = DirectoryLock(self._lock_path, self._system)
-            try:
-                self.discard()
-            finally:
-                lock.release(after=self._system.late())
-        else:  # whoever discarded them may have been interrupted before that was durable
-            self._files.sync()
         self._settled = True
 
     def write(

@@ -84,6 +84,20 @@ class ManifestFiles:
                 if error.errno != errno.ENOENT:
                     raise
 
+    def discard(self) -> None:
+        """Remove all manifests. Returns when that is durable, also what somebody before was interrupted in.
+
+        Raises FormatError, having removed nothing, if something that is not ours or is damaged has the name of one.
+        """
+        found = self.found()
+        for generation in found:
+            self.read(generation)
+        for generation in found:  # the newest last: an older one alone must never look like the last commit
+            self.remove(generation)
+            self.sync()
+        if not found:
+            self.sync()
+
     def put_aside(self, generation: int) -> None:
         """Give a damaged manifest another name."""
         path = self.path(generation)

@@ -2,7 +2,7 @@
 
 Owns the opening of one swap file per directory. Does not know extents, engines or what is done with the files.
 Guarantees that either all files are open, belong to one run and stand in its order, or none is and what was created
-has been removed again.
+has been removed again; and that what an earlier run has committed is there until all have room.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from swap.blocks import ALIGNMENT, align_down, align_up
 from swap.errors import FormatError, SwapError
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
+from swap.manifest_files import ManifestFiles
 from swap.patience import PatientSystemCalls
 from swap.probe import measure_weights
 from swap.settings import EngineSettings
@@ -55,6 +56,8 @@ def open_files(
             )
         if keep:
             _check_kept(files, nbytes)
+        else:  # before the data they speak of are forgotten, and not before there is room for others
+            ManifestFiles(os.fspath(directories[0]), name, patient).discard()
         for file in files:  # all have room: whoever ends this before leaves them to the run they were of
             file.begin(direct=settings.direct)
     except BaseException:

@@ -95,10 +95,10 @@ class SwapSpace:
         `weights` are the directories' bandwidths, to any scale: the files, and each extent, are divided in proportion
         (see `swap.stripes`). "measure" finds them by writing and reading a little in each directory. None means equal,
         or as in the run whose files are kept. A directory without room for its part leaves the rest to the others.
-        `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise data left there is
-        forgotten. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if O_DIRECT
-        is wanted and refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as `SwapFile.open`;
-        ValueError for no directories, one twice, or weights that are not one positive number each.
+        `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise they are forgotten
+        with its commits. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if
+        O_DIRECT is wanted and refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as
+        `SwapFile.open`; ValueError for no directories, one twice, or weights that are not one positive number each.
         """
         if not directories:
             raise ValueError("expected one or more swap directories, found none")

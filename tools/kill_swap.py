@@ -58,8 +58,6 @@ class Run:
         self.generation = -1
         self.store = CommitStore(directories, name="r0")
         keep = find_leftovers(directories, name="r0").resumable
-        if not keep:
-            self.store.discard_leftovers()
         self.space = swap.SwapSpace.open(directories, name="r0", nbytes=SPACE, keep=keep)
         recovered = recover(self.space, self.store) if keep else None
         self.generations = recovered.generations if recovered else Generations(self.space)

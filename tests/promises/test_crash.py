@@ -501,6 +501,14 @@ def test_what_fails_before_a_run_is_replaced_leaves_its_commit(tmp_path: Path, m
         patch.setattr("tiermem.runtime.storage._weigh", no_room)
         with pytest.raises(swap.SwapFullError, match="no room for a look"):
             Training(make_config(tmp_path, overwrite=True))
+
+    def over_quota(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(swap.SystemCalls, "fallocate", over_quota)
+        with pytest.raises(swap.SwapFullError, match="quota"):
+            Training(make_config(tmp_path, overwrite=True))
     Training(make_config(tmp_path), resume=True).close()
 
 

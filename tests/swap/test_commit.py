@@ -190,8 +190,9 @@ def test_a_damaged_manifest_without_an_earlier_one_is_refused(tmp_path: Path) ->
     with pytest.raises(FormatError, match=r"checksum.*no earlier commit to fall back to"):
         run.store.read_latest()
     with pytest.raises(FormatError, match="damaged"):
-        CommitStore([tmp_path], name="r0").discard_leftovers()
+        Run(tmp_path)
     assert path.read_bytes() == before
+    Run(tmp_path, keep=True).space.close()
 
 
 def test_a_damaged_manifest_that_was_never_acknowledged_falls_back(tmp_path: Path) -> None:
@@ -499,11 +500,32 @@ def test_commits_of_a_run_that_lives_are_not_discarded(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.two_commits()
     with pytest.raises(SwapInUseError):
-        CommitStore([tmp_path], name="r0").discard_leftovers()
+        Run(tmp_path)
     assert manifest_path(tmp_path, 1).exists()
     run.space.close()
-    CommitStore([tmp_path], name="r0").discard_leftovers()
+    Run(tmp_path).space.close()
     assert not manifest_path(tmp_path, 1).exists()
+
+
+@pytest.mark.parametrize("call", ["lock", "fallocate"])
+def test_a_fresh_run_without_room_for_all_of_its_files_leaves_the_commit_before(tmp_path: Path, call: str) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    run = Run(directories[0])
+    run.two_commits()
+    run.space.close()
+    before = {path.name: path.read_bytes() for path in directories[0].iterdir()}
+    system = FaultySystemCalls()
+    system.inject(call, *[None] * {"lock": 3, "fallocate": 1}[call], errno.EDQUOT)  # of the second directory
+    with pytest.raises((SwapFullError, SwapIOError), match=r"/b/.*EDQUOT|/b/.*quota"):
+        SwapSpace.open(directories, name="r0", nbytes=4 * MIB, system=system)
+    assert manifest_path(directories[0], 1).read_bytes() == before[manifest_path(directories[0], 1).name]
+    run = Run(directories[0], keep=True)
+    found = recover(run.space, run.store)  # which verifies every extent
+    assert found is not None
+    assert found.manifest.generation == 1
+    run.space.close()
 
 
 def test_after_a_full_disk_the_next_commit_succeeds(tmp_path: Path) -> None:
@@ -565,7 +587,9 @@ def test_a_fresh_run_invalidates_the_old_commit(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.two_commits()
     run.space.close()
-    Run(tmp_path).space.close()  # without discarding
+    manifest = manifest_path(tmp_path, 1).read_bytes()
+    Run(tmp_path).space.close()
+    manifest_path(tmp_path, 1).write_bytes(manifest)  # as somebody puts it back
     run = Run(tmp_path, keep=True)
     with pytest.raises(FormatError, match=r"of run .* the data it speaks of are gone"):
         recover(run.space, run.store)

@@ -122,7 +122,6 @@ def lived(directory: Path, system: swap.SystemCalls | None = None) -> None:
     seconds = 0.1 if system else 30.0
     settings = swap.EngineSettings(stall_seconds=seconds)
     swap.find_leftovers([directory], name="name", system=system, stall_seconds=seconds)
-    swap.CommitStore([directory], name="name", system=system, stall_seconds=seconds).discard_leftovers()
     space = swap.SwapSpace.open([directory], name="name", nbytes=1 << 16, settings=settings, system=system)
     space.close(remove=True)
 

@@ -45,8 +45,6 @@ class Life:
         self.generation = -1
         self.store = CommitStore(drives, name="r0", system=system)
         keep = find_leftovers(drives, name="r0", system=system).resumable
-        if not keep:
-            self.store.discard_leftovers()
         self.space = SwapSpace.open(drives, name="r0", nbytes=SPACE, keep=keep, settings=SETTINGS, system=system)
         if keep:
             self.resume()
@@ -220,12 +218,16 @@ def test_a_new_run_is_known_as_such_before_it_overwrites_anything(tmp_path: Path
     first.step("write", "a", 4)
     first.commit()
     first.space.close()
+    (manifest,) = drives[0].glob("*.manifest")
+    content = manifest.read_bytes()
     system = PowerCut(*drives)
-    space = SwapSpace.open(drives, name="r0", nbytes=SPACE, settings=SETTINGS, system=system)  # and forgets to discard
+    space = SwapSpace.open(drives, name="r0", nbytes=SPACE, settings=SETTINGS, system=system)
     with AlignedBuffer(4 * UNIT) as buffer:
         space.start_write(space.allocate(4 * UNIT), buffer.view).wait()
     space.close()
     system.reboot(str(drives[0]), str(after[0]), random.Random(seed).randrange)
+    assert not list(after[0].glob("*.manifest"))
+    (after[0] / manifest.name).write_bytes(content)  # as somebody puts it back
     space = SwapSpace.open(after, name="r0", nbytes=SPACE, keep=True, settings=SETTINGS)
     with pytest.raises(FormatError, match="the data it speaks of are gone"):
         recover(space, CommitStore(after, name="r0"), verify_bytes=False)

@@ -181,7 +181,7 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
     rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
-    space = _open_space(config, beginning, store, budgets.swap_nbytes)
+    space = _open_space(config, beginning, budgets.swap_nbytes)
     resumed = beginning.manifest is not None
     try:
         if config.direct is True and not space.direct:
@@ -220,7 +220,7 @@ def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents
     return device_chain(host, top, device, extents, settled=settled, kept=budgets.kept)
 
 
-def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes: int) -> SwapSpace:
+def _open_space(config: Config, beginning: Beginning, nbytes: int) -> SwapSpace:
     settings = EngineSettings(
         backend=_BACKENDS[config.io_backend],
         block_size=config.block_nbytes,
@@ -235,7 +235,6 @@ def _open_space(config: Config, beginning: Beginning, store: CommitStore, nbytes
         return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=size, settings=settings, keep=True)
     check_room(config, nbytes)
     weights = _weigh(config, settings)  # before anything is given up: it wants a little room
-    store.discard_leftovers()
     return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights=weights)
 
 
