@@ -293,12 +293,23 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
     assert contents(directory) == before
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "foreign", "other run"])
-def test_swap_files_that_do_not_fit_the_commit(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("missing", "no swap file, or an empty one, in"),
+        ("empty", "no swap file, or an empty one, in"),
+        ("truncated", "has been truncated"),
+        ("foreign", "found something else"),
+        ("other run", "are of another run"),
+    ],
+)
+def test_swap_files_that_do_not_fit_the_commit(tmp_path: Path, how: str, said: str) -> None:
     directory = committed(tmp_path / "run")
     file = directory / "tiermem.swapfile"
     if how == "missing":
         file.unlink()
+    elif how == "empty":
+        os.truncate(file, 0)
     elif how == "truncated":
         os.truncate(file, file.stat().st_size // 2)
     elif how == "foreign":
@@ -311,7 +322,7 @@ def test_swap_files_that_do_not_fit_the_commit(tmp_path: Path, how: str) -> None
         training.runtime.close(remove=False)
         (directory / name).write_bytes(manifest)
     before = contents(directory)
-    with pytest.raises((tiermem.ResumeError, swap.FormatError)):
+    with pytest.raises((tiermem.ResumeError, swap.FormatError), match=said):
         Training(make_config(directory), resume="auto")
     assert contents(directory) == before
 

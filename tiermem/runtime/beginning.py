@@ -118,7 +118,11 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         )
     if not leftovers.resumable:
         missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
-        found = f"there is no swap file in {', '.join(missing)}" if missing else "its swap files are of another run"
+        found = (
+            f"there is no swap file, or an empty one, in {', '.join(missing)}"
+            if missing
+            else "its swap files are of another run"
+        )
         raise ResumeError(f"the commit in {config.swap_paths[0]} cannot be continued: {found}; {_IN_ORDER}")
     if manifest.user.get("format") != FORMAT:
         raise ResumeError(
