@@ -109,7 +109,7 @@ class SwapFile:
             block = _whole(path, found, nbytes) if keep else Superblock(identity or Identity(), nbytes)
             file = cls(path, _open(path, not there, False, system), block, lock, system)
         except BaseException:
-            lock.release(remove=True)
+            lock.release(remove=lock.is_new)
             raise
         try:
             file.created = not there

@@ -31,6 +31,7 @@ class DirectoryLock:
         self.path = path
         self._system = system
         self._pid = os.getpid()
+        self.is_new = False  # whether no run has had this file before
         self._fd = self._acquire()
 
     @property
@@ -109,6 +110,7 @@ class DirectoryLock:
             raise in_use(self.path, who) from None
         if not self._system.ask(lambda: is_same(self.path, os.fstat(fd))):
             return False
+        self.is_new = not holder
         mark = _MARK + f"{os.getpid()}\n".encode()
         # One call each: between two that were given up the descriptor may become another file's. Over what is there,
         # and cut then: a full disk has no room for it otherwise.

@@ -176,6 +176,20 @@ def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_pat
         assert torch.equal(values, expected[name]), name
 
 
+def test_of_a_run_whose_swap_file_is_gone_nothing_else_is_removed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    training = Training(make_config(tmp_path))
+    training.step()
+    training.commit().wait()
+    training.close()
+    (tmp_path / "tiermem.swapfile").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 2  # manifest and lock
+    assert "found none" in call(capsys, "verify", tmp_path, code=1)
+    assert before.keys() == {path.name for path in tmp_path.iterdir()}
+
+
 def changed_buffers() -> set[str]:
     return {"running_mean", "running_var", "num_batches_tracked"}
 
