@@ -86,11 +86,12 @@ class DirectoryLock:
             try:
                 if self._claim(fd):
                     return fd
-            except OSError as error:
-                self._system.close(fd)
-                raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
-            except BaseException:
-                self._system.close(fd)
+            except BaseException as error:
+                self._fd = fd
+                with contextlib.suppress(SwapIOError):
+                    self.release(remove=self.is_new, after=self._system.late())
+                if isinstance(error, OSError):
+                    raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
                 raise
             self._system.close(fd)
 

@@ -247,6 +247,26 @@ def test_a_lock_file_that_its_holder_removes_meanwhile_is_made_anew(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_lock_that_cannot_be_signed_leaves_no_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for there in ([], ["r0.lock"]):  # which an earlier run has left
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", refuse)
+            with pytest.raises(SwapIOError, match=f"lock.*r0.lock.*{errno.errorcode[code]}"):
+                open_file(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == there
+        file = open_file(tmp_path)  # nobody holds it
+        file.close()
+        (tmp_path / "r0.swapfile").unlink()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 def test_a_lock_file_that_a_power_cut_has_emptied_is_ours_still(tmp_path: Path) -> None:
     open_file(tmp_path).close()
     lock = tmp_path / "r0.lock"
