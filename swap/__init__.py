@@ -34,7 +34,7 @@ from swap.rereading import take_checksums
 from swap.scratch import ScratchSpace
 from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
 from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
-from swap.syscalls import SystemCalls
+from swap.syscalls import ReadingCalls, SystemCalls
 
 __all__ = [
     "ALIGNMENT",
@@ -62,6 +62,7 @@ __all__ = [
     "Operation",
     "Piece",
     "Priority",
+    "ReadingCalls",
     "Recovered",
     "Request",
     "ScratchSpace",

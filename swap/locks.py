@@ -111,6 +111,8 @@ class DirectoryLock:
             raise in_use(self.path, who) from None
         if not self._system.ask(lambda: is_same(self.path, os.fstat(fd))):
             return False
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:  # nobody writes there (`ReadingCalls`)
+            return True
         self.is_new = not holder
         mark = _MARK + f"{os.getpid()}\n".encode()
         # One call each: between two that were given up the descriptor may become another file's. Over what is there,

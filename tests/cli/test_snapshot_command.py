@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from doubles_commit import Net, Training, make_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import swap
 import tiermem
 from tiermem.cli.main import run
 
@@ -174,6 +177,33 @@ def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_pat
     assert set(found) == set(dict(Net().named_parameters())) | {f"norm.{name}" for name in changed_buffers()}
     for name, values in found.items():
         assert torch.equal(values, expected[name]), name
+
+
+def test_a_commit_on_a_drive_that_is_mounted_read_only_is_verified_and_exported(
+    capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux mounts one that has failed: what can be saved is to be."""
+    folder, directories, _ = trained
+    real = os.open
+
+    def fixed(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        if str(path).startswith(str(folder)) and flags & (os.O_ACCMODE | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, mode, **more)
+
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr(os, "open", fixed)
+    with pytest.raises(swap.SwapIOError, match="EROFS"):  # training could not go on there
+        swap.SwapSpace.open(directories, name="tiermem", nbytes=4096, keep=True)
+    report = call(capsys, "verify", *directories)
+    assert (report["verified"], report["damaged"]) == (True, [])
+    call(capsys, "export", *directories, "--to", tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    call(capsys, "export", folder / "copy", "--to", tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(values, expected[name]) for name, values in written.items())
+    assert before == {path: path.read_bytes() for path in before}
 
 
 def test_of_a_run_whose_swap_file_is_gone_nothing_else_is_removed(

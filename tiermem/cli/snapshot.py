@@ -179,7 +179,8 @@ def _is_snapshot(paths: Sequence[Path]) -> bool:
 def _opened(directories: Sequence[Path]) -> Iterator[tuple[Manifest, swap.SwapSpace, swap.Mark]]:
     """The last commit, its swap files, and a mark on what it holds."""
     manifest = _manifest(directories, _leftovers(directories))
-    with swap.SwapSpace.open(directories, name=SPACE_NAME, nbytes=sum(manifest.file_sizes), keep=True) as space:
+    size, reading = sum(manifest.file_sizes), swap.ReadingCalls()
+    with swap.SwapSpace.open(directories, name=SPACE_NAME, nbytes=size, keep=True, system=reading) as space:
         if space.run_id != manifest.run_id:
             raise ResumeError(f"the swap files in {directories[0]} are of another run than its commit")
         yield manifest, space, swap.Generations(space).adopt(manifest.entries, page_key)
