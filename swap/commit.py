@@ -148,7 +148,7 @@ class CommitStore:
         manifest = Manifest(generation, space.run_id, space.file_sizes, tuple(entries), user, time.time())
         packed = format_of.pack(manifest)
         space.make_durable()
-        self._files.write_new(packed)
+        self._files.write_new(packed, generation)
         self._prepared, self._published = manifest, False
 
     def withdraw(self) -> bool:

@@ -127,9 +127,17 @@ class ManifestFiles:
             raise FormatError(f"expected {path!r} to be a manifest of this program, found something else")
         self._system.unlink(path)
 
-    def write_new(self, packed: bytes) -> None:
-        """Write a manifest under a name that does not count yet; returns when its bytes are durable."""
+    def write_new(self, packed: bytes, generation: int) -> None:
+        """Write a manifest under a name that does not count yet; returns when its bytes are durable.
+
+        Raises FormatError if somebody has put a file where it is to be: to publish it would replace that one.
+        """
         path = self.new
+        if os.path.lexists(self.path(generation)):
+            raise FormatError(
+                f"expected nothing at {self.path(generation)!r} before that commit, found a file; it was left alone: "
+                "move it away"
+            )
         with self._reporting("unlink", path), contextlib.suppress(FileNotFoundError):
             os.stat(path, follow_symlinks=False)
             self._remove(path, torn=True)  # what a run that was killed in here has left

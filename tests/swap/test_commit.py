@@ -230,6 +230,25 @@ def test_a_foreign_manifest_is_refused_and_left_alone(tmp_path: Path, content: b
     run.space.close()
 
 
+def test_a_commit_replaces_nothing_that_has_come_to_where_its_manifest_is_to_be(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    path = manifest_path(tmp_path, 2)
+    path.write_bytes(b"poetry")
+    before = names(tmp_path)
+    with pytest.raises(FormatError, match=r"expected nothing at .*left alone"):
+        run.commit(2)
+    assert path.read_bytes() == b"poetry"
+    assert names(tmp_path) == before
+    assert not run.store.in_doubt
+    path.unlink()
+    run.commit(2)
+    run.space.close()
+    found = CommitStore([tmp_path], name="r0").read_latest()
+    assert found is not None
+    assert found.generation == 2
+
+
 def test_a_manifest_under_another_number_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.two_commits()
