@@ -158,6 +158,7 @@ def test_a_plain_model_with_buffers_and_odd_strides(tmp_path: Path) -> None:
             self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
             self.norm = nn.BatchNorm2d(5)
             self.register_buffer("scratch", torch.ones(3), persistent=False)
+            self.register_buffer("mask", torch.randn(3).expand(4, 3))
             self.frozen = nn.Parameter(torch.arange(6), requires_grad=False)
             self.scalar = nn.Parameter(torch.tensor(2.5))
 
@@ -174,6 +175,7 @@ def test_a_plain_model_with_buffers_and_odd_strides(tmp_path: Path) -> None:
         assert torch.equal(runtime.parameter(again.conv.weight), expected["conv.weight"])
         assert torch.equal(runtime.parameter(again.frozen), expected["frozen"])
         assert torch.equal(again.norm.running_mean, expected["norm.running_mean"])
+        assert torch.equal(again.mask, expected["mask"])
 
 
 @pytest.mark.parametrize("taken", ["file", "full", "link", "nowhere"])

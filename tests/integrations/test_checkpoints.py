@@ -341,6 +341,7 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
 
 def test_buffers_are_loaded_with_the_weights_or_neither_is(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.zeros(3).expand(4, 3))
     plain_values = {
         name: torch.rand_like(values.float()).to(values.dtype) for name, values in model.state_dict().items()
     }
@@ -355,6 +356,7 @@ def test_buffers_are_loaded_with_the_weights_or_neither_is(tmp_path: Path) -> No
         load_weights(runtime, tmp_path)
         assert torch.equal(runtime.parameter(model[0].weight), plain_values["0.weight"])
         assert torch.equal(model[1].running_mean, plain_values["1.running_mean"])
+        assert torch.equal(model.mask, plain_values["mask"])
 
 
 def test_an_optimizer_s_state_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tiermem.checkpoint.conversion import find_origins
 from tiermem.checkpoint.generation import generation_beside, take_generation
 from tiermem.checkpoint.naming import Expected, Match, Rules, fits, match
 from tiermem.checkpoint.pieces import Piece
+from tiermem.checkpoint.restoring import fill_buffer
 from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
     TensorFile,
@@ -78,8 +79,7 @@ class PretrainedWeights:
             if name in self._places:
                 values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 self.fill((name,), values)
-                with torch.no_grad():
-                    buffer.copy_(values)
+                fill_buffer(model, name, buffer, values)
 
 
 def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: bool = False) -> PretrainedWeights:

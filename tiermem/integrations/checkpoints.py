@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from tiermem.checkpoint.restoring import fill_buffer
 from tiermem.checkpoint.tensor_file import open_tensors
 from tiermem.errors import ResumeError
 from tiermem.integrations.ranks import by_first, is_first
@@ -278,7 +279,7 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
             for parameter, name in group:
                 parameter.copy_(_read(files[name], name))
     for buffer, name in buffers:
-        buffer.copy_(_read(files[name], name))
+        fill_buffer(runtime.model, name, buffer, _read(files[name], name))
 
 
 def _match(model: nn.Module, files: Mapping[str, Path], folder: Path) -> list[tuple[nn.Parameter, str]]:
