@@ -48,6 +48,15 @@ def test_a_buffer_made_in_training_is_exported_and_a_sparse_one_is_lacking() -> 
     assert found.lacking == ("sparse", "unchanged")
 
 
+def test_a_buffer_of_a_dtype_that_no_file_of_weights_has_is_lacking() -> None:
+    record = copy.deepcopy(RECORD)
+    record["buffers"]["turns"] = ["complex128", [1], "AACAPwAAgD8AAIA/AACAPw=="]
+    record["pretrained"]["buffers"] = ["mean", "turns"]
+    found = source(record)
+    assert [spec.name for spec in found.specs()] == ["x", "mean"]
+    assert found.lacking == ("turns",)
+
+
 def test_a_commit_from_before_models_were_recorded_has_first_names() -> None:
     record = {key: value for key, value in RECORD.items() if key != "pretrained"}
     assert [spec.name for spec in source(record).specs()] == ["a", "b"]

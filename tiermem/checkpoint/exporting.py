@@ -101,7 +101,8 @@ class _Committed:
 class CommitSource:
     """The parameters of a commit, and the persistent buffers that it holds (`pretrained.TensorSource`).
 
-    `lacking`: the names of other persistent buffers, large ones that training had not changed, and of sparse ones.
+    `lacking`: the names of other persistent buffers, large ones that training had not changed, sparse ones, and those
+    of a dtype that no file of weights has.
     """
 
     def __init__(self, record: Mapping[str, Any], pages: MarkedPages) -> None:
@@ -152,8 +153,10 @@ class CommitSource:
             yield name, bytes_of(buffer)
 
 
-def _is_held(_: str, shape: Sequence[int], text: str, also: Container[str] = ()) -> bool:
-    return "saved" not in also and (bool(text) or 0 in shape)
+def _is_held(dtype: str, shape: Sequence[int], text: str, also: Container[str] = ()) -> bool:
+    kind = getattr(torch, dtype)
+    is_other = isinstance(kind, torch.dtype) and kind not in DTYPES.values()  # than files of weights have
+    return not is_other and "saved" not in also and (bool(text) or 0 in shape)
 
 
 def _buffer(dtype: str, shape: Sequence[int], text: str, *_: object) -> torch.Tensor:

@@ -86,8 +86,8 @@ class SnapshotReport:
 class WrittenReport:
     """What has been written: `what`, where, out of what, how many files and bytes.
 
-    `lacking`: buffers of the model that are not among it: of a commit large ones that training had not changed, and
-    sparse ones.
+    `lacking`: buffers of the model that are not among it: of a commit large ones that training had not changed, sparse
+    ones, and those of a dtype that safetensors does not know.
     """
 
     what: str
@@ -108,8 +108,8 @@ class WrittenReport:
             table.add_row(
                 "", "training had not changed them, and a commit has only small ones of these (a snapshot has:"
             )
-            table.add_row("", "runtime.snapshot), or they are sparse: a model is built with them (load_state_dict:")
-            table.add_row("", "strict=False)")
+            table.add_row("", "runtime.snapshot), or they are sparse, or of a dtype that safetensors does not know: a")
+            table.add_row("", "model is built with them (load_state_dict: strict=False)")
         return table
 
 
