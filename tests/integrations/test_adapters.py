@@ -213,6 +213,9 @@ def test_what_is_saved_of_adapters_that_were_offloaded_with_their_base(how: peft
 def test_what_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out")
     with runtime_for(tmp_path) as runtime:
+        none: Any = None
+        with pytest.raises(ConfigError, match=r"runtime: expected what tiermem\.offload has returned, found a None"):
+            AdapterTrainer(lora(llama()), args, runtime=none)
         with pytest.raises(ConfigError, match="expected adapters around the model that was offloaded"):
             AdapterTrainer(lora(llama()), args, runtime=runtime)
         with pytest.raises(ConfigError, match=r"parameter model.embed_tokens.weight is offloaded and to be trained"):

@@ -134,6 +134,15 @@ def test_what_one_of_several_processes_would_do_by_itself(
         Trainer(args=args, train_dataset=data(), runtime=runtime)
 
 
+@pytest.mark.parametrize("found", [None, "model"])
+def test_another_thing_than_a_runtime(found: str | None, runtime: tiermem.Runtime, tmp_path: Path) -> None:
+    given: Any = None if found is None else runtime.model
+    with pytest.raises(
+        ConfigError, match=r"runtime: expected what tiermem\.offload has returned, found a (None|Llama)"
+    ):
+        Trainer(args=arguments(tmp_path / "out"), train_dataset=data(), runtime=given)
+
+
 def test_an_optimizer_that_finds_no_gradients(runtime: tiermem.Runtime, tmp_path: Path) -> None:
     parameters = runtime.model.parameters()
     sgd = torch.optim.SGD(parameters, lr=1e-3)

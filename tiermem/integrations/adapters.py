@@ -16,7 +16,12 @@ from torch import nn
 from tiermem.errors import ConfigError
 from tiermem.integrations.checkpoints import load_optimizer
 from tiermem.integrations.ranks import average_gradients, share_values
-from tiermem.integrations.refusals import refuse_arguments, refuse_senseless_adapters, refuse_trained_pages
+from tiermem.integrations.refusals import (
+    refuse_arguments,
+    refuse_other_than_runtime,
+    refuse_senseless_adapters,
+    refuse_trained_pages,
+)
 from tiermem.runtime import Runtime
 
 try:
@@ -36,6 +41,7 @@ class AdapterTrainer(UnwrappedTrainer):
 
         Raises ConfigError if anything offloaded is to be trained, or NaN, or for arguments that cannot be honoured.
         """
+        refuse_other_than_runtime(runtime)
         refuse_trained_pages(model, runtime)
         refuse_senseless_adapters(model)
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers does

@@ -21,6 +21,12 @@ from tiermem.runtime import Runtime
 _OURS = frozenset({"adamw_torch", "adamw_torch_fused"})  # the `optim` that tiermem.AdamW is, bit for bit or by formula
 
 
+def refuse_other_than_runtime(runtime: Runtime) -> None:
+    """Raise ConfigError unless `runtime` is one: other trainers may be made without, so None comes easily."""
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(f"runtime: expected what tiermem.offload has returned, found a {type(runtime).__name__}")
+
+
 def refuse_model(model: nn.Module, runtime: Runtime) -> None:
     """Raise ConfigError if the Trainer would train anything but the parameters of this runtime."""
     if model is not runtime.model:

@@ -36,6 +36,7 @@ from tiermem.integrations.refusals import (
     refuse_checkpoints,
     refuse_model,
     refuse_optim,
+    refuse_other_than_runtime,
     require_adamw,
 )
 from tiermem.optim.adamw import AdamW
@@ -68,6 +69,7 @@ class Trainer(UnwrappedTrainer):
         `model`: runtime.model, which may be left out. `optimizers`: a tiermem.AdamW and a scheduler, or nothing: both
         are then made from the arguments. Raises ConfigError for what README.md in this folder calls refused.
         """
+        refuse_other_than_runtime(runtime)
         if named.get("model_init") is not None:
             raise ConfigError("model_init would make another model in train(); offload the one that is to be trained")
         model = runtime.model if model is None else model
