@@ -19,7 +19,7 @@ from torch import nn
 import swap
 import tiermem
 from tiermem import ConfigError, ResumeError
-from tiermem.integrations.adapter_files import load_adapters
+from tiermem.integrations.adapter_files import adapter_state, load_adapters
 from tiermem.integrations.adapters import AdapterTrainer
 from tiermem.integrations.trainer import Trainer
 from tiermem.registry import registry
@@ -206,6 +206,16 @@ def test_what_is_saved_of_adapters_that_were_offloaded_with_their_base(how: peft
     least = config_for(tmp_path, budget_for(model, tmp_path, "least"), "forward")
     with tiermem.offload(model, least, coalesce=0) as runtime:
         Trainer(args=arguments(tmp_path / "out"), runtime=runtime).save_model(str(tmp_path / "paged"))
+    found, expected = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("paged", "plain"))
+    check(Trained([], found), Trained([], expected))
+
+
+def test_adapters_are_saved_by_hand_while_their_base_is_paged_out(tmp_path: Path) -> None:
+    """For a base that never fits, without a Trainer: as IDIOMS.md says."""
+    lora(llama()).save_pretrained(tmp_path / "plain")
+    with runtime_for(tmp_path) as runtime:
+        model: Any = lora(runtime.model)
+        model.save_pretrained(tmp_path / "paged", state_dict=adapter_state(model))
     found, expected = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("paged", "plain"))
     check(Trained([], found), Trained([], expected))
 
