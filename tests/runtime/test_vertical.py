@@ -250,7 +250,7 @@ def test_without_a_loss_micro_batches_are_keyword_arguments(tmp_path):
         expected = one_after_the_other(model, batches, lambda trained, batch: trained(**batch).loss / 4)
         assert all(map(same, found, expected))
         assert same(gradient, runtime.gradient(model.lm_head.weight))
-        with pytest.raises(tiermem.TiermemError, match="needs `loss=`"):
+        with pytest.raises(tiermem.ConfigError, match="needs `loss=`"):
             runtime.forward_backward([torch.zeros(2)])
 
 

@@ -213,7 +213,7 @@ def _model_loss(model: nn.Module, count: int) -> Loss:
 
     def loss(micro_batch: Any) -> torch.Tensor:
         if not isinstance(micro_batch, Mapping):
-            raise TiermemError(
+            raise ConfigError(
                 f"a micro-batch of type {type(micro_batch).__name__} needs `loss=`; without it micro-batches are the "
                 "model's keyword arguments, and its output has a .loss"
             )
