@@ -440,6 +440,7 @@ def committing(
     until: int = COMMITS,
     last: int = COMMITS,
     mesh: Any = None,
+    resume: Any = "auto",
     **settings: Any,
 ) -> Any:
     """Train with a commit after every step up to the `last`, going on from what is there.
@@ -448,7 +449,7 @@ def committing(
     """
     torch.manual_seed(1)
     model = Odd()
-    with tiermem.offload(model, config_for(directory, **settings), resume="auto", mesh=mesh) as runtime:
+    with tiermem.offload(model, config_for(directory, **settings), resume=resume, mesh=mesh) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         begun = done = runtime.committed["step"] if runtime.committed else 0
         losses = []
@@ -579,6 +580,11 @@ def other_sizes(directory: Path, rank: int, size: int) -> Any:
     return committing(directory.parent.parent / "undisturbed", rank, size)
 
 
+def other_sizes_insisting(directory: Path, rank: int, size: int) -> Any:
+    """As `other_sizes`; three insist that there is one."""
+    return committing(directory.parent.parent / "undisturbed", rank, size, resume=True)
+
+
 def copied(directory: Path, rank: int, size: int) -> Any:
     """Two ranks train and make a snapshot; three, then one, continue it and make another at once."""
     folder = directory.parent.parent
@@ -633,6 +639,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         undisturbed,
         one_cannot_commit,
         other_sizes,
+        other_sizes_insisting,
         copied,
         *(make(when) for make in (killed, resumed) for when in KILLED),
     )

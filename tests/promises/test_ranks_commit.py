@@ -12,6 +12,7 @@ from doubles_rank_commits import DOUBTS, EIO, LOOKING, STEPS, STRUCK
 from doubles_rank_scenarios import COMMITS, KILLED
 from doubles_ranks import PATIENCE, STALL, Reports, run_jobs, values
 
+OTHER_SIZES = ["other_sizes", "other_sizes_insisting"]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 
@@ -24,7 +25,7 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     looking = [scenario.__name__ for scenario in LOOKING]
     failing = ["one_cannot_commit", "one_has_no_pages_for_a_snapshot", "one_has_no_thread"]
     together = ["undisturbed", *resumed, "five_steps", "exchanged", "unexpected", *looking, *failing, *doubts]
-    jobs = [*killed, (2, together), (3, ["other_sizes"]), (1, ["other_sizes", "unexpected"])]
+    jobs = [*killed, (2, together), (3, OTHER_SIZES), (1, [*OTHER_SIZES, "unexpected"])]
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
 
@@ -88,12 +89,15 @@ def test_units_that_are_completed_beside_a_commit_or_a_snapshot_have_room(report
         assert len(found) == COMMITS
 
 
+@pytest.mark.parametrize("name", OTHER_SIZES)
 @pytest.mark.parametrize("size", [3, 1])
-def test_a_commit_of_another_number_of_ranks_is_not_overlooked(reports, size):
-    for report in reports[size, "other_sizes"]:
+def test_a_commit_of_another_number_of_ranks_is_not_overlooked(reports, size, name):
+    """Nobody is told that there is none, nor to start anew without more; a snapshot is the way."""
+    for report in reports[size, name]:
         assert report.error is not None
         assert report.error[0] == "ResumeError"
         assert "2 ranks" in report.error[1]
+        assert "resume=path" in report.error[1]
 
 
 def test_a_rank_does_not_go_on_with_what_another_has_committed(reports):

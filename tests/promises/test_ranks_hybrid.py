@@ -77,6 +77,7 @@ def test_a_commit_of_both_copies_is_continued_with_the_same_bits(reports):
         for name, weights in whole["weights"].items():
             assert torch.equal(again["weights"][name], weights), name
         assert found["wrong"].startswith("ResumeError: this is not the run that was committed: world_size was 2, is 4")
+        assert "resume=path" in found["wrong"]
 
 
 def test_a_snapshot_is_of_one_copy_and_continued_by_any_arrangement(reports):

@@ -76,6 +76,8 @@ class Beginning:
 def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beginning:
     """Look at the swap directories, or at a snapshot, and decide; changes nothing.
 
+    Where there is no commit True is as "auto": that is an error when all ranks have looked.
+
     Raises:
         ConfigError: an unknown word for `resume`.
         ResumeError: there is a commit and `resume` is False or a snapshot, or there is none that could be continued.
@@ -104,8 +106,6 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
             _refuse_parts_of_others(config, leftovers)
         if continues:
             _refuse_other_sizes(config)
-        if resume is True:
-            raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
         return Beginning(snapshot=open_snapshot(path) if path else None)
     if resume is False or path is not None:
         if config.overwrite:
@@ -173,8 +173,8 @@ def check_room(config: Config, nbytes: int) -> None:
 def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:
     """The newest commit that all ranks have: one of them may have published one that others had not yet.
 
-    Where that was the first one they begin anew: `find_beginning` has raised where none is an error. Raises ResumeError
-    if some have a commit and others none for another reason, or they are of different runs.
+    Where that was the first one they begin anew. Raises ResumeError if some have a commit and others none for another
+    reason, or they are of different runs.
     """
     if company.size == 1:
         return beginning
@@ -187,7 +187,8 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
     if without:
         raise ResumeError(
             f"of {company.size} ranks, rank {', '.join(without)} holds no commit and the others do: the run was "
-            f"committed by {company.size - len(without)} ranks, or directories are missing; continue it with as many"
+            f"committed by {company.size - len(without)} ranks, or directories are missing; continue it with as many, "
+            "or from a snapshot of it (resume=path)"
         )
     manifest = beginning.manifest
     if min(found) != beginning.generation:

@@ -19,7 +19,7 @@ from swap import SwapInUseError
 from tiermem.checkpoint.restoring import SnapshotWeights
 from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config, parse_dtype
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, ResumeError
 from tiermem.registry import registry
 from tiermem.runtime.alike import require_alike
 from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
@@ -143,7 +143,11 @@ def _find_beginning(own: Config, company: Company, resume: bool | str | os.PathL
         return find_beginning(own, resume)
 
     beginning = company.together("look at its swap directories", look)
-    return agree_on_commit(replace(beginning, rank=company.rank), own, company)
+    beginning = agree_on_commit(replace(beginning, rank=company.rank), own, company)
+    if resume is True and beginning.manifest is None:
+        names = ", ".join(str(path) for path in own.swap_paths)
+        raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
+    return beginning
 
 
 def _check_kinds(model: object, weights: object, init: object) -> None:

@@ -51,7 +51,8 @@ def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
     for name in ("world_size", "copies", "stage", "param_dtype", "moments", "kept", "coalesce", "tile_numel"):
         if committed.get(name) != here[name]:
-            raise _differs(name, committed.get(name), here[name])
+            snapshot = ", from a snapshot of it (resume=path)" if name == "world_size" else ""
+            raise _differs(name, committed.get(name), here[name], snapshot)
     there, mine = committed["units"], here["units"]
     for (name, slots), (own_name, own_slots) in zip(there, mine, strict=False):
         if name != own_name:
@@ -100,8 +101,8 @@ def optimizer_state(record: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {"state": {number: {"step": step} for number, step in optimizers[index]["state"]}, "param_groups": groups}
 
 
-def _differs(what: str, committed: object, here: object) -> ResumeError:
+def _differs(what: str, committed: object, here: object, otherwise: str = "") -> ResumeError:
     return ResumeError(
         f"this is not the run that was committed: {what} was {committed}, is {here}; resume with what was "
-        "committed, or start anew with Config(overwrite=True) (tiermem train --overwrite)"
+        f"committed{otherwise}, or start anew with Config(overwrite=True) (tiermem train --overwrite)"
     )
