@@ -41,7 +41,6 @@ Constants = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 _BLOCK = 256
 _SIGN = np.int32(-0x80000000)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
 _STEP = np.int32(0x10000)
 _TIE = np.int32(-0x8000)
 _NAN = np.int32(0x7FC0)
