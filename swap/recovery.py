@@ -87,12 +87,15 @@ def find_leftovers(
     )
 
 
-def find_prepared(directories: Sequence[Path], *, name: str, system: SystemCalls | None = None) -> Manifest | None:
+def find_prepared(
+    directories: Sequence[Path], *, name: str, system: SystemCalls | None = None, stall_seconds: float = STALL_SECONDS
+) -> Manifest | None:
     """What a run has prepared and not published when it died; None: nothing. Changes nothing.
 
-    It is no commit: its bytes may have been written over since.
+    It is no commit: its bytes may have been written over since. Raises SwapIOError if it cannot be read, or the drive
+    does not answer within `stall_seconds`.
     """
-    return ManifestFiles(os.fspath(directories[0]), name, system or SystemCalls()).read_new()
+    return ManifestFiles(os.fspath(directories[0]), name, PatientSystemCalls(system, stall_seconds)).read_new()
 
 
 def recover(

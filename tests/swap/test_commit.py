@@ -164,6 +164,14 @@ def test_what_was_prepared_is_found_until_it_is_published(tmp_path: Path) -> Non
     run.space.close()
 
 
+def test_what_was_prepared_is_not_waited_for_on_a_silent_drive(tmp_path: Path) -> None:
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("open", stall)
+    with pytest.raises(swap.SwapIOError, match=r"r0\.manifest\.new.*ETIMEDOUT"):
+        find_prepared([tmp_path], name="r0", system=system, stall_seconds=0.05)
+    stall.release()
+
+
 def test_no_commit_yet_is_none(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.space.close()

@@ -214,7 +214,9 @@ def _is_first(beginning: Beginning, config: Config, company: Company) -> bool:
     """
     manifest = company.together(
         "look for a commit that was prepared",
-        lambda: beginning.manifest or find_prepared(config.swap_paths, name=SPACE_NAME),
+        lambda: (
+            beginning.manifest or find_prepared(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
+        ),
     )
     own = [-1, -1] if manifest is None else [int(manifest.user.get("run", -1)), manifest.generation]
     told = company.computing.tell(own)
