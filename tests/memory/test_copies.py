@@ -129,8 +129,7 @@ def test_the_time_of_a_simulated_copy() -> None:
 
     def flight(nbytes: int) -> float:
         frame = Frame(0, nbytes, torch.zeros(FRAME_ALIGNMENT, dtype=torch.uint8))
-        line: CopyLine = None  # type: ignore[assignment]
-        return direction.launch(Copy(line, frame, frame, nbytes, urgent=False, done=lambda _: None)).remaining()
+        return direction.launch(Copy(frame, frame, nbytes, urgent=False, done=lambda _: None)).remaining()
 
     assert flight(1000) == pytest.approx(1.5)
     assert flight(2000) == pytest.approx(3.5), "after the one before, whose latency it does not wait for"

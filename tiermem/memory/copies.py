@@ -37,10 +37,9 @@ class Flight(Protocol):
 class Copy:
     """One copy of the first `nbytes` bytes of a frame into another; `promote` lets it overtake."""
 
-    __slots__ = ("_line", "done", "nbytes", "source", "target", "urgent")
+    __slots__ = ("done", "nbytes", "source", "target", "urgent")
 
-    def __init__(self, line: CopyLine, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> None:
-        self._line = line
+    def __init__(self, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> None:
         self.source = source
         self.target = target
         self.nbytes = nbytes
@@ -48,8 +47,8 @@ class Copy:
         self.done = done
 
     def promote(self) -> None:
-        """Somebody waits for it now."""
-        self._line.promote(self)
+        """Somebody waits for it now: it overtakes those that nobody waits for. Any thread, never waits."""
+        self.urgent = True
 
     def stalled(self) -> None:
         """Never: a device that has failed says so in the next call, with an error."""
@@ -69,7 +68,7 @@ def start_lines(*directions: tuple[str, Callable[[Copy], Flight]]) -> list[CopyL
 
 
 class CopyLine:
-    """One direction. `start` and `promote` may be called from any thread and never wait."""
+    """One direction. `start` may be called from any thread and never waits."""
 
     def __init__(self, name: str, launch: Callable[[Copy], Flight]) -> None:
         """`launch(copy)` is called on the line's thread; an error it raises ends that copy."""
@@ -91,16 +90,12 @@ class CopyLine:
 
     def start(self, source: Frame, target: Frame, nbytes: int, *, urgent: bool, done: Done) -> Copy:
         """Copy; `done(error)` is called once, on the line's thread. Raises TiermemError after `close`."""
-        copy = Copy(self, source, target, nbytes, urgent=urgent, done=done)
+        copy = Copy(source, target, nbytes, urgent=urgent, done=done)
         with self._lock:
             if self._closed:
                 raise TiermemError("a copy was asked of a device that is closed")
             self._asked.put(copy)
         return copy
-
-    def promote(self, copy: Copy) -> None:
-        """Let the copy overtake those that nobody waits for."""
-        copy.urgent = True
 
     def close(self) -> None:
         """Take no more copies; wait for the end of those under way. Idempotent."""
