@@ -1038,7 +1038,7 @@ def test_what_is_kept_by_choice_is_not_evicted_clean_or_dirty():
     bench.bring(1, intent=WRITE)
     bench.bring(2, 3, 4, 5, 2, 3)
     assert [bench.pages[number].valid for number in KEPT] == [{HOST, SWAP}, {HOST}]
-    assert bench.residency.census.stuck(HOST) == 20
+    assert bench.residency.census.fixed(HOST) == 20
     assert bench.residency.census.unsaved(HOST) == 10
     assert bench.service.unsaved() == 10
     bench.bring(1)

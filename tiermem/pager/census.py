@@ -75,12 +75,8 @@ class Census:
         """Bytes leased."""
         return self._reckoned(tier).totals[_HELD]
 
-    def stuck(self, tier: Tier) -> int:
-        """Bytes that never leave: of failed pages, so that nothing is lost, and of those kept in HOST by choice."""
-        return self._reckoned(tier).totals[_STUCK]
-
     def fixed(self, tier: Tier) -> int:
-        """Bytes leased, and bytes that never leave."""
+        """Bytes leased, and those that never leave: of failed pages, so that nothing is lost, and of kept ones."""
         totals = self._reckoned(tier).totals
         return totals[_HELD] + totals[_STUCK]
 

@@ -1,6 +1,6 @@
 """The residency of every page: the facts, and the only functions that change them.
 
-Invariants (checked by `check_invariants`, which tests call after every event):
+Invariants (`check_invariants` checks I1 to I5, and tests call it after every event):
 
     I1  A page that was written has a valid copy somewhere until it is discarded, or reverted to before it was written.
     I2  One move at a time, over one edge: its source is valid, its target is not.
@@ -43,7 +43,6 @@ class Residency:
         census: what is derived from the facts of all pages.
         total: bytes that all pages would take on the lowest tier that has frames.
         moves: how many moves are in flight.
-        ended: how many have ended so far.
         uses: how many leases were granted so far.
     """
 
@@ -56,7 +55,6 @@ class Residency:
         self.census = Census(chain.memory_tiers, self._next_use)
         self.total = 0
         self.moves = 0
-        self.ended = 0
         self.uses = 0
         self._report = ended
         self._last_use: dict[PageKey, int] = {}
@@ -165,7 +163,6 @@ class Residency:
         page.move = None
         move.transfer = None  # a circle: it knows whom to tell, and with it frames that are long free would be kept
         self.moves -= 1
-        self.ended += 1
         self.counters.move_finished(move.edge, 0 if error is not None else page.nbytes)
         if error is None:
             page.valid.add(move.target)
