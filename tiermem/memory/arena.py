@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from tiermem.errors import CapacityError, ConfigError, InvariantError
-from tiermem.memory.budget import Budget, Budgeted
+from tiermem.memory.budget import Budget
 from tiermem.memory.mapping import HUGE_PAGE, Mapping, tensor_over
 from tiermem.memory.ranges import Placement, RangeAllocator
 from tiermem.memory.sizes import format_bytes
@@ -96,10 +96,6 @@ class Arena(Protocol):
     """Frames of one tier."""
 
     @property
-    def tier(self) -> Tier:
-        """The tier the frames are on."""
-
-    @property
     def capacity(self) -> int:
         """Bytes all frames together may occupy."""
 
@@ -127,7 +123,7 @@ class Arena(Protocol):
         """Give everything back."""
 
 
-class LiveFrames(Budgeted):
+class LiveFrames:
     """What both kinds of arena do alike: their budget, the frames handed out, and what is refused in the same words."""
 
     def __init__(self, tier: Tier, capacity: int, *, poison: bool) -> None:
@@ -140,6 +136,21 @@ class LiveFrames(Budgeted):
         self._poison = poison
         self._live: dict[int, Frame] = {}
         self._closed = False
+
+    @property
+    def capacity(self) -> int:
+        """Bytes all frames together may occupy."""
+        return self._budget.capacity
+
+    @property
+    def reserved(self) -> int:
+        """Bytes live frames occupy."""
+        return self._budget.reserved
+
+    @property
+    def high_water(self) -> int:
+        """Most bytes that were ever reserved."""
+        return self._budget.high_water
 
     def _reserve(self, nbytes: int) -> int | None:
         """Reserve a frame's bytes; return how many a frame of `nbytes` takes, None if the budget has no room now."""

@@ -28,11 +28,6 @@ class Budget:
         self._high_water = 0
 
     @property
-    def tier(self) -> Tier:
-        """The tier whose bytes these are."""
-        return self._tier
-
-    @property
     def capacity(self) -> int:
         """Bytes that may be reserved at one time."""
         return self._capacity
@@ -69,29 +64,3 @@ class Budget:
         if not 0 <= nbytes <= self._reserved:
             raise InvariantError(f"{self._tier.name}: release of {nbytes} bytes while {self._reserved} are reserved")
         self._reserved -= nbytes
-
-
-class Budgeted:
-    """What every arena says of its budget, which it keeps in `_budget`."""
-
-    _budget: Budget
-
-    @property
-    def tier(self) -> Tier:
-        """The tier the frames are on."""
-        return self._budget.tier
-
-    @property
-    def capacity(self) -> int:
-        """Bytes all frames together may occupy."""
-        return self._budget.capacity
-
-    @property
-    def reserved(self) -> int:
-        """Bytes live frames occupy."""
-        return self._budget.reserved
-
-    @property
-    def high_water(self) -> int:
-        """Most bytes that were ever reserved."""
-        return self._budget.high_water
