@@ -10,6 +10,7 @@ import torch
 
 from tiermem.errors import InvariantError
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.pager import Pager
 
 ROUND = 4096
 POISON = 0xFF  # a NaN in every floating-point dtype
@@ -134,3 +135,8 @@ class MemoryPager:
 
     def is_written(self, key: PageKey) -> bool:
         return key in self.home
+
+
+def save_all(pager: Pager) -> None:
+    """Wait until SWAP holds every page."""
+    pager.wait_for(pager.start_save(list(Kind), lambda: None))

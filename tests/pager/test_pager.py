@@ -9,7 +9,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import FaultySystemCalls, Stall
+from doubles_pager import save_all
 
 from swap.settings import EngineSettings
 from swap.space import SwapSpace
@@ -145,7 +146,7 @@ def test_contents_survive_random_leases_from_threads_and_coroutines(make: Any, b
     for thread in threads:
         thread.join()
     assert not failures, failures
-    pager.flush()
+    save_all(pager)
     pager.check_invariants()
     assert all(Tier.SWAP in valid and not leased for valid, leased in pager.residency().values())
     assert {number: house.value(number) for number in range(20)} == model
@@ -158,7 +159,7 @@ def test_an_error_from_the_drive_surfaces_in_wait_and_closing_works(make: Any, b
     house.add(4)
     for number in range(2):
         house.fill(number, number)
-    house.pager.flush()
+    save_all(house.pager)
     house.fill(0, 7)
     house.system.always(broken, errno.EIO)
     pending = [house.pager.start_lease([key(number)], FRESH) for number in (2, 3)]
@@ -177,38 +178,29 @@ def test_an_error_from_the_drive_surfaces_in_wait_and_closing_works(make: Any, b
         with pytest.raises(OSError, match="Input/output error"):
             pending[1].wait()
         with pytest.raises(OSError, match="Input/output error"):
-            house.pager.flush()
+            save_all(house.pager)
     house.pager.check_invariants()
 
 
-def flush(pager: Any) -> None:
-    pager.flush()
-
-
-def save(pager: Any) -> None:
-    pager.start_save(list(Kind), lambda: None).result()
-
-
-@pytest.mark.parametrize("write_down", [flush, save])
-def test_writing_everything_down_raises_the_error_of_the_page(make: Any, write_down: Callable[[Any], None]) -> None:
+def test_saving_everything_raises_the_error_of_the_page(make: Any) -> None:
     house = make(4)
     house.add(2)
     house.fill(0, 1)
     house.fill(1, 2)
     house.system.always("pwritev", errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
-        write_down(house.pager)
+        save_all(house.pager)
     with pytest.raises(OSError, match="No space left"):
         house.value(0)
 
 
-def test_flush_waits_for_what_is_still_written_to(make: Any) -> None:
+def test_saving_waits_for_what_is_still_written_to(make: Any) -> None:
     house = make(4)
     house.add(2)
     held = house.pager.lease([key(0)], FRESH)
     held.tensor(key(0)).fill_(5)
     done: Future[None] = Future()
-    thread = threading.Thread(target=lambda: done.set_result(house.pager.flush()))
+    thread = threading.Thread(target=lambda: done.set_result(save_all(house.pager)))
     thread.start()
     house.pager.check_invariants()
     assert not done.done()
@@ -217,11 +209,11 @@ def test_flush_waits_for_what_is_still_written_to(make: Any) -> None:
     assert house.pager.residency()[key(0)][0] == {Tier.SWAP, Tier.HOST}
 
 
-def test_what_changes_behind_a_flush_stays_in_memory(make: Any) -> None:
+def test_what_changes_behind_a_save_stays_in_memory(make: Any) -> None:
     house = make(4, backend="inline")
     house.add(2)
     house.fill(0, 1)
-    house.pager.flush()
+    save_all(house.pager)
     house.fill(0, 2)
     house.fill(1, 3)  # what was given back before is looked at first
     house.pager.check_invariants()
@@ -291,7 +283,7 @@ def test_after_closing_everything_says_so_and_nothing_hangs(make: Any) -> None:
         lambda: house.pager.start_lease([key(0)], READ).wait(),
         lambda: house.pager.add_page(key(1), PAGE),
         lambda: house.pager.is_written(key(0)),
-        house.pager.flush,
+        lambda: save_all(house.pager),
         house.pager.check_invariants,
     ):
         with pytest.raises(TiermemError, match="closed"):
@@ -641,18 +633,18 @@ def test_closing_waits_for_moves_in_flight(make: Any) -> None:
     house.fill(0, 1)
     caught: list[TiermemError] = []
 
-    def flush_until_closed() -> None:
+    def save_until_closed() -> None:
         try:
-            house.pager.flush()
+            save_all(house.pager)
         except TiermemError as error:
             caught.append(error)
 
-    flush = threading.Thread(target=flush_until_closed)
-    flush.start()
+    saving = threading.Thread(target=save_until_closed)
+    saving.start()
     assert stall.entered.wait(10)
     closer = threading.Thread(target=house.pager.close)
     closer.start()
-    flush.join(10)
+    saving.join(10)
     assert len(caught) == 1
     closer.join(0.3)
     assert closer.is_alive()
@@ -671,9 +663,7 @@ def test_after_an_error_that_should_not_exist_everybody_gets_it(make: Any) -> No
         with pytest.raises(InvariantError, match="no such page"):
             lease.wait()
     with pytest.raises(InvariantError, match="no such page"):
-        house.pager.flush()
-    with pytest.raises(InvariantError, match="no such page"):  # at once: nothing more happens that would tell it
-        house.pager.start_save([key(0).kind], lambda: None).result()
+        save_all(house.pager)  # at once: nothing more happens that would tell it
     held.release()
 
 
@@ -743,7 +733,7 @@ def test_a_lease_given_back_where_everything_fits_reaches_whoever_waits_for_it(
             house.pager.check_invariants()  # the request has arrived: nothing but the release is to come
         held.release()
         pending.wait().release()
-        house.pager.flush()  # so that no write of another page ends meanwhile
+        save_all(house.pager)  # so that no write of another page ends meanwhile
         held = house.pager.lease([key(1)], WRITE)
         saved = house.pager.start_save([key(0).kind], lambda: "done")
         house.pager.check_invariants()
@@ -851,7 +841,7 @@ def test_a_page_keeps_its_error_and_nobody_who_has_met_it(make: Any) -> None:
     for ask in (
         lambda: house.pager.lease([key(0)], READ),
         lambda: house.pager.start_task(house.pager.acquire([key(0)], READ)).result(),
-        house.pager.flush,
+        lambda: save_all(house.pager),
     ):
         for _ in range(3):
             with pytest.raises(TiermemError, match=r"NeedsTwoError: the drive is gone \(5\)") as caught:

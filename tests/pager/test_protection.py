@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from doubles import FaultySystemCalls
+from doubles_pager import save_all
 
 from swap.buffers import AlignedBuffer
 from swap.errors import SwapIOError
@@ -83,7 +84,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 def test_reverted_pages_have_their_old_bytes(house: House, written_down: bool) -> None:
     """Clean, dirty and never written before; the new bytes on disk already or not."""
     house.write(KEYS[:4], 1, Intent.FRESH)
-    house.pager.flush()
+    save_all(house.pager)
     house.write(KEYS[3:4], 2)  # only memory has it
     for _ in range(3):  # a step that is tried again and again
         protection = house.protection()
@@ -92,7 +93,7 @@ def test_reverted_pages_have_their_old_bytes(house: House, written_down: bool) -
         house.write(KEYS[:4], 9)
         house.write(KEYS[4:5], 9, Intent.FRESH)
         if written_down:
-            house.pager.flush()
+            save_all(house.pager)
         assert house.values(KEYS[:5]) == [9] * 5
         house.revert(protection)
         assert house.values(KEYS[:4]) == [1, 1, 1, 2]
@@ -103,12 +104,12 @@ def test_reverted_pages_have_their_old_bytes(house: House, written_down: bool) -
 
 def test_confirmed_pages_have_their_new_bytes_and_nothing_is_written_for_it(house: House) -> None:
     house.write(KEYS, 1, Intent.FRESH)
-    house.pager.flush()
+    save_all(house.pager)
     for value in range(2, 6):
         protection = house.protection()
         house.protect(protection, KEYS[:2])
         house.write(KEYS[:2], value)
-        house.pager.flush()
+        save_all(house.pager)
         before = house.written_bytes()
         protection.confirm()
         assert house.values() == [value] * 2 + [1] * 4
@@ -120,7 +121,7 @@ def test_confirmed_pages_have_their_new_bytes_and_nothing_is_written_for_it(hous
 
 def test_only_what_memory_alone_has_is_written_to_protect_it(house: House) -> None:
     house.write(KEYS[:3], 1, Intent.FRESH)
-    house.pager.flush()
+    save_all(house.pager)
     before = house.written_bytes()
     protection = house.protection()
     house.protect(protection, KEYS[:2])

@@ -690,22 +690,26 @@ def test_to_wait_for_a_lease_is_no_lack_of_room(first: Intent, then: Intent) -> 
     assert waiting.granted
 
 
-def test_flush_writes_what_is_dirty_leased_for_reading_or_not() -> None:
+def test_what_is_dirty_is_saved_leased_for_reading_or_not() -> None:
     bench = Bench(40)
     bench.bring(0, 1, intent=WRITE)
     reader = bench.ask(1)
     writer = bench.ask(2, intent=FRESH)
-    bench.service.flush(1)
-    bench.pump()
+    save_all(bench)
     assert sorted(bench.moving()) == [(0, SWAP), (1, SWAP)]
     bench.settle()
-    assert bench.service.unsaved() == 10, "the page that is being written to"
+    assert bench.pages[2].valid == {HOST}, "the page that is being written to"
     writer.give_back()
+    save_all(bench)
     bench.settle()
-    assert bench.service.unsaved() == 0
-    bench.service.flush(-1)
+    assert [bench.pages[number].valid for number in range(3)] == [{HOST, SWAP}] * 3
     reader.give_back()
-    assert bench.on(HOST) == {0, 1, 2}, "flushing evicts nothing"
+    assert bench.on(HOST) == {0, 1, 2}, "saving evicts nothing"
+
+
+def save_all(bench: Bench) -> None:
+    for page in bench.pages:
+        bench.service.save(page)
 
 
 def test_a_page_goes_up_both_edges_and_comes_down_dirty() -> None:
@@ -828,13 +832,12 @@ def test_what_is_at_home_on_the_device_is_saved_when_somebody_wants_that() -> No
     other = bench.ask(3, lane=Lane.UPDATE)
     bench.settle()
     assert sorted(len(page.valid) for page in bench.pages[:3]) == [1, 2, 2]
-    assert bench.service.unsaved() == 30
-    bench.service.flush(1)
-    bench.pump()
-    bench.settle()
-    assert bench.service.unsaved() == 0
+    assert not any(SWAP in page.valid for page in bench.pages[:3])
+    for _ in range(4):  # down to HOST, which has room for two of them at a time, and from there
+        save_all(bench)
+        bench.settle()
+    assert all(SWAP in page.valid for page in bench.pages[:3])
     assert [bench.store[page.key] for page in bench.pages[:3]] == [100, 101, 102]
-    bench.service.flush(-1)
     other.give_back()
 
 
@@ -1039,8 +1042,6 @@ def test_what_is_kept_by_choice_is_not_evicted_clean_or_dirty():
     bench.bring(2, 3, 4, 5, 2, 3)
     assert [bench.pages[number].valid for number in KEPT] == [{HOST, SWAP}, {HOST}]
     assert bench.residency.census.fixed(HOST) == 20
-    assert bench.residency.census.unsaved(HOST) == 10
-    assert bench.service.unsaved() == 10
     bench.bring(1)
     assert bench.moving() == []
 
@@ -1058,12 +1059,10 @@ def test_no_room_is_said_to_be_kept_by_choice():
 def test_what_is_kept_is_saved_and_stays():
     bench = Bench(40, kept=KEPT)
     bench.bring(1, intent=WRITE)
-    bench.service.flush(1)
-    bench.pump()
+    save_all(bench)
     assert bench.moving() == [(1, SWAP)]
     assert bench.residency.census.leaving(HOST) == 0, "its room is not about to be free"
     bench.settle()
-    bench.service.flush(-1)
     assert bench.pages[1].valid == {HOST, SWAP}
     bench.bring(2, 3, 4, 5)
     assert bench.pages[1].valid == {HOST, SWAP}

@@ -141,10 +141,10 @@ class ServiceMachine(RuleBasedStateMachine):
         self.service.resolve_standstill()
         self.settle_events()
 
-    @rule(flush=st.booleans())
-    def write_everything(self, flush: bool) -> None:
-        if flush != bool(self.service._flushing):
-            self.service.flush(1 if flush else -1)
+    @rule(indices=st.sets(st.integers(0, 5)))
+    def save(self, indices: set[int]) -> None:
+        for index in sorted(indices):
+            self.service.save(self.pages[index])
         self.settle_events()
 
     @rule(indices=st.sets(st.integers(0, 5)))

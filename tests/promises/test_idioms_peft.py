@@ -11,6 +11,7 @@ import pytest
 import torch
 from doubles_combinations import in_turn
 from doubles_models import small_llama
+from doubles_pager import save_all
 from doubles_training import PlainAdamW, Trainee, check, config_for, least_budget, offloaded, plain
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -104,11 +105,11 @@ def test_only_adapters_have_state_and_nothing_frozen_is_written_after_the_beginn
         pager, generations = house.storage.pager, house.storage.extents.generations
         pages = {layout.key for layout in house.layouts if not layout.trainable}
         assert all(slot.trainable for layout in house.layouts if layout.trainable for slot in layout.slots)
-        pager.flush()
+        save_all(pager)
         before = {key: generations.current(key) for key in pages}
         written, read = runtime.statistics().total.bytes_written, runtime.statistics().total.bytes_read
         train(Trainee(model, tiermem.AdamW, runtime.gradient))
-        pager.flush()
+        save_all(pager)
         total = runtime.statistics().total
         assert {key: generations.current(key) for key in pages} == before
         assert all(key.kind is Kind.PARAM for key in pages)

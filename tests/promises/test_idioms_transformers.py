@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from doubles_models import Stack, small_llama
+from doubles_pager import save_all
 from doubles_training import Trainee, check, config_for, least_budget, offloaded, plain
 from torch import nn
 
@@ -86,10 +87,10 @@ def test_only_adapters_have_state_and_frozen_units_are_not_written_again(tmp_pat
         assert trained <= in_states < 2 * trained
         frozen = {layout.key for layout in house.layouts if not layout.trainable}
         assert frozen
-        house.storage.pager.flush()
+        save_all(house.storage.pager)
         generations = {key: house.storage.extents.generations.current(key) for key in frozen}
         train_adapters(Trainee(model, tiermem.AdamW, runtime.gradient))
-        house.storage.pager.flush()
+        save_all(house.storage.pager)
         assert {key: house.storage.extents.generations.current(key) for key in frozen} == generations
         assert not any(key.kind is not Kind.PARAM for key in frozen)
 

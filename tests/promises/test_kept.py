@@ -6,6 +6,7 @@ import pytest
 import torch
 from doubles_combinations import half_of, in_turn, part_of
 from doubles_models import Stack
+from doubles_pager import save_all
 from doubles_scenarios import Wide, frozen, loop, tokens_batch, wide_batch
 from doubles_training import UPDATES, budget_for, check, config_for, least_budget, offloaded, plain, within_budgets
 from torch import nn
@@ -437,13 +438,13 @@ def test_eight_bit_moments_and_units_of_ones_own(tmp_path):
 
 
 def test_everything_is_written_down_when_that_is_asked(tmp_path):
-    """A flush reaches what is kept, and leaves it where it is."""
+    """Saving reaches what is kept, and leaves it where it is."""
     model, runtime = mixed(tmp_path)
     with runtime:
         train(model, tiermem.AdamW(model.parameters(), lr=1e-2).step, 1)
         runtime._house.coordinator.wait_updates()
         pager = runtime._house.storage.pager
-        pager.flush()
+        save_all(pager)
         for key, (tiers, _) in pager.residency().items():
             if key.kind is Kind.PARAM and key.unit in kept_units(runtime):
                 assert tiers == {Tier.HOST, Tier.SWAP}

@@ -17,6 +17,7 @@ import pytest
 import torch
 from doubles_combinations import half_of, in_turn
 from doubles_commit import Training, check_equal, make_config, undisturbed
+from doubles_pager import save_all
 from doubles_python import WarmPython
 
 import swap
@@ -55,12 +56,12 @@ def child(directory: str, place: str, committed: int, rarely: bool) -> None:
     training.commit().wait()
     for _ in range(2 if rarely else 0):
         training.step()  # not committed: three copies of each page from here on
-    flush = training.runtime._house.storage.pager.flush
+    pager = training.runtime._house.storage.pager
     if place == "updated":
 
         def updated(*_: Any) -> None:
             training.runtime.settle()
-            flush()  # the new bytes are on the disk, as far as this process can tell
+            save_all(pager)  # the new bytes are on the disk, as far as this process can tell
             die()
 
         training.optimizer.register_step_pre_hook(updated)
@@ -71,7 +72,7 @@ def child(directory: str, place: str, committed: int, rarely: bool) -> None:
         def redone(*_: Any) -> None:
             training.runtime.settle()
             if training.runtime.statistics().total.redone > before:
-                flush()
+                save_all(pager)
                 die()
 
         training.optimizer.register_step_post_hook(redone)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from doubles_combinations import each_of, in_turn
 from doubles_models import Stack
+from doubles_pager import save_all
 from doubles_scenarios import LATE_ONLY, SCENARIOS, Wide, loop, tokens_batch, wide_batch
 from doubles_streams import StreamDevice
 from doubles_training import MIB, Trainee, check, config_for, offloaded, plain
@@ -167,7 +168,7 @@ def test_a_unit_that_had_to_leave_comes_back(tmp_path):
                 optimizer.step()
                 with runtime.gathered(list(model.parameters())[:2], write=True), torch.no_grad():
                     next(model.parameters()).mul_(0.5)
-                runtime._house.storage.pager.flush()
+                save_all(runtime._house.storage.pager)
                 runtime._house.storage.pager.check_invariants()
             outcomes.append(masters(runtime, model))
     assert all(map(torch.equal, *outcomes))

@@ -147,18 +147,6 @@ class Ahead:
                 if use <= SETTLED or not self._room.send_off(page, tier):
                     break
 
-    def write_back_all(self) -> None:
-        """Send off everything that has no copy below, whatever its next use, leased for reading or not."""
-        for tier in self._residency.chain.memory_tiers:
-            with closing(self._residency.census.writable(tier)) as candidates:
-                for _, page in candidates:
-                    if not self._room.send_off(page, tier):
-                        return
-            for page in self._residency.census.shared(tier):
-                # Of those at home on the DEVICE a copy in HOST may just have gone.
-                if page.move is None and tier in page.valid and not self._room.send_off(page, tier):
-                    return
-
     def read(self) -> None:
         """Start fetching what is needed next and fits; not while a demand lacks room."""
         forecast, uses = self._residency.forecast, self._residency.uses

@@ -17,8 +17,8 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Page
 from tiermem.pager.policy import FarthestFirst
 
-# What a copy adds to: exactly one of the first five, and the last, too, if it is the lowest of a page that is to last.
-_OTHER, _HELD, _STUCK, _DIRTY, _LEAVING, _UNSAVED = range(6)
+# What a copy adds to.
+_OTHER, _HELD, _STUCK, _DIRTY, _LEAVING = range(5)
 
 
 class _Ledger:
@@ -26,21 +26,19 @@ class _Ledger:
 
     Attributes:
         totals: bytes of all copies by what they add to.
-        noted: of each page which of the totals it adds to and how many bytes, and how many of them are unsaved.
+        noted: of each page which of the totals it adds to and how many bytes.
         droppable, writable: the orders of eviction.
         unordered: pages that belong into one of the orders since they changed; whether into `writable`.
-        shared: pages that could be written down although they are leased, kept by choice, or at home on the DEVICE.
         away: pages that have contents but neither a frame on the tier nor an error.
     """
 
-    __slots__ = ("away", "droppable", "noted", "shared", "totals", "unordered", "writable")
+    __slots__ = ("away", "droppable", "noted", "totals", "unordered", "writable")
 
     def __init__(self) -> None:
-        self.totals = [0] * (_UNSAVED + 1)
-        self.noted: dict[Page, tuple[int, int, int]] = {}
+        self.totals = [0] * (_LEAVING + 1)
+        self.noted: dict[Page, tuple[int, int]] = {}
         self.droppable, self.writable = FarthestFirst(), FarthestFirst()
         self.unordered: dict[Page, bool] = {}
-        self.shared: dict[Page, None] = {}
         self.away: set[Page] = set()
 
 
@@ -80,10 +78,6 @@ class Census:
         totals = self._reckoned(tier).totals
         return totals[_HELD] + totals[_STUCK]
 
-    def unsaved(self, tier: Tier) -> int:
-        """Bytes of pages, held or not, that have no valid copy in SWAP yet, on the tier of their lowest copy."""
-        return self._reckoned(tier).totals[_UNSAVED]
-
     def dirty(self, tier: Tier) -> int:
         """Bytes of copies that are the lowest of their page and that nobody holds or moves."""
         return self._reckoned(tier).totals[_DIRTY]
@@ -122,10 +116,6 @@ class Census:
         """The next use of the first that `writable` would hand out; -1 when there is none."""
         farthest = self._ordered(tier).writable.farthest()
         return -1 if farthest is None else farthest
-
-    def shared(self, tier: Tier) -> list[Page]:
-        """Pages whose lowest copy is on `tier`, held there or at home, and could be written down all the same."""
-        return list(self._reckoned(tier).shared)
 
     def victims(self, tier: Tier) -> Generator[tuple[int, Page], None, None]:
         """(next use, page) that could leave `tier`, at once or after a write, farthest next use first."""
@@ -179,13 +169,10 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
     """Take the facts of a page on a tier over into its sums, and note where it belongs in the orders."""
     if page in ledger.unordered:
         del ledger.unordered[page]
-    if page in ledger.shared:
-        del ledger.shared[page]
     totals, noted, frames = ledger.totals, ledger.noted, page.frames
     if page in noted:
-        before, nbytes, unsaved = noted[page]
+        before, nbytes = noted[page]
         totals[before] -= nbytes
-        totals[_UNSAVED] -= unsaved
     if tier not in frames:  # whatever is valid or moves on a tier has its frame there
         if page in noted:
             del noted[page]
@@ -207,13 +194,7 @@ def _reckon(page: Page, tier: Tier, ledger: _Ledger, lowest_tier: Tier | None) -
     else:
         which = _OTHER
     nbytes = frame.nbytes
-    unsaved = nbytes if lowest and not failed and not page.doomed else 0
     totals[which] += nbytes
-    totals[_UNSAVED] += unsaved
-    noted[page] = which, nbytes, unsaved
+    noted[page] = which, nbytes
     if free and not leased and which is not _STUCK:
         ledger.unordered[page] = lowest and not rests
-        if rests:
-            ledger.shared[page] = None
-    elif free and lowest:
-        ledger.shared[page] = None

@@ -117,13 +117,6 @@ class Pager:
         """The computation is at the beginning of a step again. Does not wait."""
         self._loop.post(self._core.begin_step)
 
-    def flush(self) -> None:
-        """Wait until every page has a valid copy in SWAP. Raises the error of a page that has failed.
-
-        Waits for pages leased for writing until they are released: do not hold one of those meanwhile.
-        """
-        self.wait_for(self.start_task(self._core.saving.flush()))
-
     def start_save(self, kinds: Collection[Kind], then: Callable[[], T]) -> Future[T]:
         """Write back every page of these kinds that SWAP does not hold yet; return what `then()` gives.
 

@@ -1,7 +1,7 @@
 """Having pages written down because somebody wants them in SWAP, not because room is needed.
 
-Owns the orders: everything there is (`flush`), or some kinds of pages and something to be done at the instant when
-SWAP holds them all (`save`), or pages one by one whose bytes may be wanted back (`protection`). Does not know who asks.
+Owns the orders: some kinds of pages and something to be done at the instant when SWAP holds them all (`save`), or pages
+one by one whose bytes may be wanted back (`protection`). Does not know who asks.
 Guarantees that readers go on, and that a failed page is an error. On the pager's loop only.
 """
 
@@ -38,20 +38,6 @@ class Saving:
         self._residency = residency
         self._service = service
         self._next_event = next_event
-
-    async def flush(self) -> None:
-        """Until every page has a copy in SWAP that is valid; see `Pager.flush`."""
-        self._service.flush(1)
-        self._post(lambda: None)
-        try:
-            await self._next_event()
-            while self._service.unsaved():
-                await self._next_event()
-            for page in self._residency.pages.values():
-                if page.error is not None:
-                    raise again(page.error) from page.error
-        finally:
-            self._service.flush(-1)
 
     async def save(self, kinds: frozenset[Kind], then: Callable[[], T]) -> T:
         """Until SWAP holds every page of these kinds; see `Pager.start_save`."""

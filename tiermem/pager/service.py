@@ -77,7 +77,6 @@ class Service:
         self._room = Room(residency)
         self.homes = self._room.homes
         self.ahead = Ahead(residency, self._room, appetite)
-        self._flushing = 0
         self._sole: LeaseRequest | None = None
         self._tried: set[LeaseRequest] = set()
 
@@ -116,8 +115,6 @@ class Service:
         claimed: set[Tier] = set()
         for request in [self._sole] if self._sole is not None else list(self.waiting):
             self._serve(request, claimed)
-        if self._flushing:
-            self.ahead.write_back_all()
         self.ahead.write_back(claimed)
         if not claimed:  # room that a demand lacks, here or on the way there, is not taken for a guess
             self.ahead.read()
@@ -169,20 +166,12 @@ class Service:
             self._finish(failing, self._no_room(failing))
         return failing is not None
 
-    def flush(self, difference: int) -> None:
-        """One flush more (1) or less (-1) is going on: while there is any, everything dirty is written back."""
-        self._flushing += difference
-
     def save(self, page: Page) -> None:
         """Start writing a page down one tier towards SWAP if that can be done now; leased for reading or not."""
         if page.error is None and page.move is None and not page.exclusive and page.valid:
             lowest = min(page.valid)
             if lowest is not Tier.SWAP:
                 self._room.send_off(page, lowest)
-
-    def unsaved(self) -> int:
-        """Bytes of pages that only memory has, leased or not."""
-        return sum(self._residency.census.unsaved(tier) for tier in self._residency.chain.memory_tiers)
 
     def _serve(self, request: LeaseRequest, claimed: set[Tier]) -> None:
         """Bring a request as far as it gets now; if it lacks room, its tier is claimed before later requests."""
