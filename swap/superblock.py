@@ -42,19 +42,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a swap file says of itself: who made it, and `nbytes` bytes of data after `data_offset`."""
+    """What a swap file says of itself: who made it, and how many bytes of data follow."""
 
     identity: Identity
     nbytes: int
-    data_offset: int = ALIGNMENT
 
 
 def pack(block: Superblock) -> bytes:
     """`SUPERBLOCK_BYTES` bytes."""
     identity = block.identity
-    fields = _FIELDS.pack(
-        MAGIC, VERSION, block.data_offset, block.nbytes, identity.run_id, identity.index, identity.count
-    )
+    fields = _FIELDS.pack(MAGIC, VERSION, ALIGNMENT, block.nbytes, identity.run_id, identity.index, identity.count)
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
@@ -71,4 +68,4 @@ def parse(found: bytes, path: str) -> Superblock:
     if data_offset != ALIGNMENT or not is_aligned(nbytes) or not 0 <= index < count:
         found_fields = f"{data_offset=} {nbytes=} {index=} {count=}"
         raise FormatError(f"expected {path!r} to have a sensible superblock, found {found_fields}{LEFT_ALONE}")
-    return Superblock(Identity(run_id, index, count), nbytes, data_offset)
+    return Superblock(Identity(run_id, index, count), nbytes)
