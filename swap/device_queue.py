@@ -21,6 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 
+from swap.blocks import block_count
 from swap.requests import Block, Operation, Part, Priority
 from swap.settings import DeviceStatistics
 
@@ -143,8 +144,7 @@ class DeviceQueue:
         """Take what is queued of a part out again; return the number of blocks that will never be issued."""
         if self._lane(part).pop(part.sequence, None) is None:
             return 0
-        unissued = part.nbytes - part.issued
-        return -(-unissued // self._block_size)
+        return block_count(part.nbytes - part.issued, self._block_size)
 
     def move(self, part: Part, priority: Priority) -> None:
         """Put what is queued of a part into the lane of another priority, behind what is there."""
