@@ -112,11 +112,11 @@ class Workspace:
         if self._compiled and any(map(_has_loops, units)):
             compiled_loops()
 
-    def slices(self, begin: int, length: int, *, coded: bool = False) -> Iterator[slice]:
-        """Cut [begin, begin + length) into slices that fit the scratch; `coded`: for 8-bit moments."""
-        end, numel = begin + length, self.coded_slice_numel if coded else self.slice_numel
-        for start in range(begin, end, numel):
-            yield slice(start, min(start + numel, end))
+    def slices(self, length: int, *, coded: bool = False) -> Iterator[slice]:
+        """Cut so many elements into slices that fit the scratch; `coded`: for 8-bit moments."""
+        numel = self.coded_slice_numel if coded else self.slice_numel
+        for start in range(0, length, numel):
+            yield slice(start, min(start + numel, length))
 
     def moments(self, numel: int) -> _Coded:
         """Room for both moments of a slice in float32, whole blocks. Only who has 8-bit moments pays for it."""
@@ -216,11 +216,11 @@ def _update_rest(
             # One pass over memory however long the run is: nothing to gain from slices.
             _fused(parameter, grad, (planes.exp_avg, planes.exp_avg_sq), settings, workspace.step)
             return
-        for piece in workspace.slices(0, parameter.numel()):
+        for piece in workspace.slices(parameter.numel()):
             part = planes.part(piece.start, piece.stop - piece.start)
             _update_slice(parameter[piece], grad[piece], part, (part.exp_avg, part.exp_avg_sq), settings, scaling)
         return
-    for piece in workspace.slices(0, parameter.numel(), coded=True):
+    for piece in workspace.slices(parameter.numel(), coded=True):
         coded = planes.part(piece.start, piece.stop - piece.start)
         first, second, scratch, signed, unsigned = workspace.moments(coded.numel)
         coded.exp_avg.load(signed, first, scratch)
@@ -253,7 +253,7 @@ def _update_compiled(
     elif planes.remainder is not None:
         loop = loops.coded_split(parameter[:end], grad[:end], planes.part(0, end), settings, grad_scale)
     else:
-        for piece in workspace.slices(0, end, coded=True):  # one at a time: they need scratch
+        for piece in workspace.slices(end, coded=True):  # one at a time: they need scratch
             part = planes.part(piece.start, piece.stop - piece.start)
             _update_coded(loops, parameter[piece], grad[piece], part, settings, scaling)
         return end, []
