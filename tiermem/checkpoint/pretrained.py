@@ -21,6 +21,7 @@ from torch import nn
 
 from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.draft import Draft
+from tiermem.checkpoint.generation import GENERATION
 from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
 from tiermem.checkpoint.weights import INDEX, SINGLE, persistent_buffers
@@ -252,7 +253,7 @@ def model_files(model: nn.Module, dtype: torch.dtype) -> dict[str, str]:
         files["config.json"] = str(config.to_json_string())
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
-        files["generation_config.json"] = str(generation.to_json_string())
+        files[GENERATION] = str(generation.to_json_string())
     return files
 
 
