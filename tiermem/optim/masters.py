@@ -127,7 +127,7 @@ class StateStore:
     ) -> None:
         """Overwrite both moments of a part of a parameter; else as `store_moments`. Parts as for `read_cut`."""
         state, _ = self._find(unit, parameter)
-        self._write(state, cut, partial(_set_moments, exp_avg, exp_avg_sq))
+        self._write(state, cut, lambda planes: planes.store_moments(exp_avg, exp_avg_sq))
 
     def store_moments(self, unit: int, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Overwrite both moments (any shape, the parameter's numel); the master stays.
@@ -139,7 +139,7 @@ class StateStore:
         first, second = _flat(exp_avg, segment), _flat(exp_avg_sq, segment)
         for cut in state.cuts(segment):
             part = slice(cut.begin, cut.begin + cut.length)
-            self._write(state, cut, partial(_set_moments, first[part], second[part]))
+            self.store_cut(unit, parameter, cut, first[part], second[part])
 
     def _find(self, unit: int, parameter: int) -> tuple[UnitState, Segment]:
         state = self._units.get(unit)
@@ -222,10 +222,6 @@ def _floats(numel: int) -> torch.Tensor:
 
 def _scratch_for(numel: int) -> BlockScratch:
     return BlockScratch(min(numel, SLICE_NUMEL))
-
-
-def _set_moments(first: torch.Tensor, second: torch.Tensor, planes: Planes) -> None:
-    planes.store_moments(first, second)
 
 
 def _forget(buffer: torch.Tensor, state: UnitState, cut: TileRange) -> None:
