@@ -126,23 +126,23 @@ def constructor_parameters(node: ast.ClassDef, fields: dict[str, ast.AnnAssign])
             arguments = child.args
             named = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) - 1
             return named + (arguments.vararg is not None) + (arguments.kwarg is not None)
-    if decoration(node, "dataclass") is None:
+    if dataclass_decorator(node) is None:
         return 0
     return sum(1 for field in fields.values() if not (field.value and "init=False" in ast.unparse(field.value)))
 
 
-def decoration(node: ast.ClassDef, name: str) -> ast.expr | None:
-    """Return the decorator called `name`, with or without a module before it, or None."""
+def dataclass_decorator(node: ast.ClassDef) -> ast.expr | None:
+    """Return the decorator `dataclass`, with or without a module before it, or None."""
     for decorator in node.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if ast.unparse(called).rpartition(".")[2] == name:
+        if ast.unparse(called).rpartition(".")[2] == "dataclass":
             return decorator
     return None
 
 
 def is_immutable_record(node: ast.ClassDef) -> bool:
     """Return whether a class is a frozen dataclass or a NamedTuple: a value, which has no state to tangle."""
-    decorator = decoration(node, "dataclass")
+    decorator = dataclass_decorator(node)
     if isinstance(decorator, ast.Call) and "frozen=True" in ast.unparse(decorator):
         return True
     return any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)

@@ -114,3 +114,9 @@ def test_the_script_prints_violations_and_fails(tree: Path, capsys: pytest.Captu
     plant(tree, "swap/bad.py", "import os\nimport torch\n")
     assert check_layers.main([str(tree)]) == 1
     assert capsys.readouterr().out.startswith("swap/bad.py:2: swap may not import torch")
+
+
+def test_the_hall_is_told_as_it_is() -> None:
+    told = (ROOT / "tools" / "README.md").read_text(encoding="utf-8").partition("< hall (`")[2].partition("`")[0]
+    hall = [name.removeprefix("tiermem.") for name, floor in check_layers.FLOORS.items() if floor == 1]
+    assert sorted(told.split()) == sorted(name for name in hall if not name.startswith("memory."))
