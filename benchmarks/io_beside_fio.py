@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small file, one round, no result file: does it run")
     parser.add_argument("--directory", type=Path, default=Path(), help="where the file goes (default: here)")
     parser.add_argument("--mebibytes", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run, after a second of ramp")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each run, after half a second of ramp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--depth", type=int, default=8, help="requests in flight")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, help="only these (default: all)")

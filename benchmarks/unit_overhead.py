@@ -39,7 +39,7 @@ PLAIN, CACHED, PAGED = "plain", "cached", "paged"
 
 
 class Layers(nn.Module):
-    """A chain of small layers, each a unit."""
+    """A chain of small layers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
