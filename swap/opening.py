@@ -44,8 +44,8 @@ def open_files(
     if weights == "measure":
         weights = measure_weights(directories, name=name, settings=settings, system=system)
     ratio = check_weights([1.0] * len(directories) if weights is None else weights, len(directories))
-    shares = [ALIGNMENT] * len(directories) if keep else _shares(directories, name, align_up(nbytes), ratio, system)
     patient = PatientSystemCalls(system, settings.stall_seconds)
+    shares = [ALIGNMENT] * len(directories) if keep else _shares(directories, name, align_up(nbytes), ratio, patient)
     run_id = new_run_id()
     files: list[SwapFile] = []
     try:
@@ -78,12 +78,13 @@ def give_back(files: Sequence[SwapFile]) -> None:
 def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:
     """The device of a directory and the bytes a swap file may have there, that of an earlier run included."""
     try:
-        device = file_system_of(directory)
+        device = system.ask(lambda: file_system_of(directory))
         free = system.free_bytes(os.fspath(directory))
     except OSError:  # opening will say what is wrong
         return -1, 0
+    path = os.path.join(directory, f"{name}.swapfile")
     with contextlib.suppress(OSError):
-        free += os.stat(os.path.join(directory, f"{name}.swapfile"), follow_symlinks=False).st_blocks * 512
+        free += system.ask(lambda: os.stat(path, follow_symlinks=False)).st_blocks * 512
     return device, max(0, free - DATA_OFFSET - free // 256)  # file systems want some for themselves
 
 
@@ -97,11 +98,11 @@ def _check_distinct(directories: Sequence[Path]) -> None:
 
 
 def _shares(
-    directories: Sequence[Path], name: str, nbytes: int, weights: Sequence[float], system: SystemCalls | None
+    directories: Sequence[Path], name: str, nbytes: int, weights: Sequence[float], system: SystemCalls
 ) -> list[int]:
     """Bytes of each directory's file: in proportion, less where there is no room for that."""
     wanted = [max(ALIGNMENT, share) for share in proportional(nbytes, weights)]
-    room = [_room(directory, name, system or SystemCalls()) for directory in directories]
+    room = [_room(directory, name, system) for directory in directories]
     for index, (device, _) in enumerate(room):  # those on one file system fill it together
         sharing = [other for other, (number, _) in enumerate(room) if number == device]
         free = room[index][1]

@@ -73,9 +73,9 @@ def measure_weights(
     directories: Sequence[Path], *, name: str, settings: EngineSettings, system: SystemCalls | None = None
 ) -> tuple[float, ...]:
     """A weight for each directory, bytes per second. Directories on one device share what it gives."""
-    system = system or SystemCalls()
+    patient = PatientSystemCalls(system, settings.stall_seconds)
     found = [
-        measure(directory, name=name, settings=settings, system=system, nbytes=_probe_bytes(directory, system))
+        measure(directory, name=name, settings=settings, system=system, nbytes=_probe_bytes(directory, patient))
         for directory in directories
     ]
     sharing = Counter(bandwidth.device for bandwidth in found)

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import FaultySystemCalls, Short, Stall
@@ -156,6 +157,28 @@ def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_er
                 assert time.monotonic() < until
                 time.sleep(0.01)
         assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("weights", [None, "measure"])
+def test_what_is_free_is_not_waited_for_on_a_silent_drive(
+    tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is as where nobody says; what comes next asks the drive again."""
+    gate, answered = threading.Event(), list[str]()
+
+    class Silent(swap.SystemCalls):
+        def free_bytes(self, path: str) -> int:
+            gate.wait(30)
+            answered.append(path)
+            raise OSError(errno.EIO, "too late")
+
+    monkeypatch.setattr(swap.probe, "PROBE_BYTES", 1 << 16)
+    settings = swap.EngineSettings(stall_seconds=0.5)
+    with swap.SwapSpace.open(
+        [tmp_path], name="name", nbytes=1 << 16, weights=weights, settings=settings, system=Silent()
+    ):
+        assert answered == []
+        gate.set()
 
 
 @pytest.mark.parametrize("out", ["removal", "transfer"])
