@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from tiermem.errors import TiermemError
+from tiermem.pager.loop import Message
 from tiermem.process import begin
 
 T = TypeVar("T")
-Message = Callable[[], object]
 
 
 class _Job(Generic[T]):
