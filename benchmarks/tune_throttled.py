@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration import MODELS, TINY, Case, calibrate, host_bytes, train_steps, work_of
-from common import RESULTS, describe_surroundings, end_on_sigterm, write_result
+from common import RESULTS, end_on_sigterm, report
 
 from tiermem.cli.measure import measure_drive
 from tiermem.planner.design import PlanSettings
@@ -52,12 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="tiermem-throttled-", dir=options.directory) as name:
         body, raw = compare(Path(name), options.quick)
-    print(body)
-    results = options.results or (None if options.quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw["surroundings"] = surroundings.to_markdown()
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
+    report(THEME, PACKAGES, body, raw, options.results or (None if options.quick else RESULTS))
     return 0
 
 

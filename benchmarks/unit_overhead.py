@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common import RESULTS, describe_surroundings, write_result
+from common import RESULTS, report
 from torch import nn
 
 import tiermem
@@ -83,13 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases = (PLAIN, CACHED, PAGED)
             runs += [measure(case, units, turn, options) for case in (cases if turn % 2 == 0 else cases[::-1])]
     different = [run for run in runs if run.losses != _plain_losses(runs, run.units)]
-    body = table(runs, options.units)
-    print(body)
-    results = options.results or (None if options.quick else RESULTS)
-    if results is not None:
-        surroundings = describe_surroundings(PACKAGES)
-        raw = {"surroundings": surroundings.to_markdown(), "runs": [asdict(run) for run in runs]}
-        print(f"\nwritten: {write_result(THEME, surroundings, body, raw, results)}")
+    raw = {"runs": [asdict(run) for run in runs]}
+    report(THEME, PACKAGES, table(runs, options.units), raw, options.results or (None if options.quick else RESULTS))
     for run in different:
         print(f"{run.case}, {run.units} units: other losses than plain PyTorch", file=sys.stderr)
     return 1 if different else 0
