@@ -63,9 +63,6 @@ MAY_IMPORT_SWAP = frozenset(
         "tiermem.checkpoint",
         "tiermem.runtime",
         "tiermem.cli",
-        # The face and the command line's entry re-export; they hold no logic of their own.
-        "tiermem",
-        "tiermem.__main__",
     }
 )
 # State of the process, or of models that have no runtime yet: there is no object that could own it.

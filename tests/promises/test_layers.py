@@ -90,6 +90,7 @@ def test_a_tree_in_order_has_no_violation(tree: Path) -> None:
         ("tiermem/errors.py", "import torch\nx = torch.distributed", "no ranks and no modules below zero3"),
         ("tiermem/zero3/bad.py", "from swap.space import Extent", "above the pager nobody speaks bytes"),
         ("tiermem/optim/bad.py", "import swap", "above the pager nobody speaks bytes"),
+        ("tiermem/__init__.py", "from swap import SwapError", "above the pager nobody speaks bytes"),
         ("tiermem/pager/utils.py", "", "utils.py is no name"),
         ("tests/utils.py", "", "utils.py is no name"),
         ("tiermem/attic.py", "", "has no floor"),
