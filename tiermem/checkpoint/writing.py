@@ -51,19 +51,11 @@ class Part:
     def from_text(cls, text: str) -> Self:
         """What `to_text` made."""
         found = json.loads(text)
-        kept = [
-            (
-                number,
-                {**row, "planes": {name: tuple(Piece(**each) for each in own) for name, own in row["planes"].items()}},
-            )
-            for number, row in found["kept"]
-        ]
-        forms = [
-            (number, {**row, **{key: tuple(row[key]) for key in ("names", "shape", "stride")}}) for number, row in kept
-        ]
-        return cls(
-            tuple(DataFile(**row) for row in found["files"]), tuple((number, Kept(**row)) for number, row in forms)
-        )
+        for _, row in found["kept"]:
+            row.update({key: tuple(row[key]) for key in ("names", "shape", "stride")})
+            row["planes"] = {name: tuple(Piece(**each) for each in own) for name, own in row["planes"].items()}
+        files = tuple(DataFile(**row) for row in found["files"])
+        return cls(files, tuple((number, Kept(**row)) for number, row in found["kept"]))
 
 
 def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = FILE_NBYTES) -> Part:
