@@ -106,13 +106,9 @@ class Mapping:
             return False
         self._huge.remove(offset, offset + nbytes)
         self._advise("MADV_NOHUGEPAGE", offset, nbytes)
-        target.take_over(to, nbytes)
+        target._huge.remove(to, to + nbytes)
+        target._huge.add(to, to + nbytes)  # they are there now
         return True
-
-    def take_over(self, offset: int, nbytes: int) -> None:
-        """Huge pages of another range are here now."""
-        self._huge.remove(offset, offset + nbytes)
-        self._huge.add(offset, offset + nbytes)
 
     def _down(self, offset: int) -> int:
         """Return the offset, at or below this one, at which a huge page can begin."""
