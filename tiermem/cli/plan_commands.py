@@ -47,7 +47,7 @@ def plan(
     from tiermem.cli import beginning, main, plan_plot
     from tiermem.cli import plan as planning
     from tiermem.cli.disk import check_plot
-    from tiermem.cli.train import load_config, make_config, named_directories
+    from tiermem.cli.train import make_config, named_directories
 
     if model is not None and model_option is not None:
         raise typer.BadParameter("expected MODEL or --model, one of the two")
@@ -68,7 +68,7 @@ def plan(
     directories = named_directories(config, swap_dir or ()) or [Path.cwd()]
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
-    settings = make_config(load_config(config, directories), directories, overrides)
+    settings = make_config(config, directories, overrides)
     found = planning.plan(what, settings, with_actions=actions)
     _show_plan(found, with_zero_table=zero_table, json=json)
     if plot is not None:
@@ -117,7 +117,7 @@ def tune(
     from tiermem.cli import main, tune_steps
     from tiermem.cli.disk import check_settings_output, swap_directories
     from tiermem.cli.subject import TrainOptions
-    from tiermem.cli.train import load_config, make_config, named_directories
+    from tiermem.cli.train import make_config, named_directories
 
     what = TrainOptions(
         model=model,
@@ -138,7 +138,7 @@ def tune(
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:
-        settings = make_config(load_config(config, directories), directories, overrides)
+        settings = make_config(config, directories, overrides)
         choice = tune_steps.Choice(machine=machine, again=measure, steps=steps, best=best, output=output)
         report = tune_steps.tune_training(what, settings, choice, terminal(stderr=True))
     if json:

@@ -195,7 +195,7 @@ def train_in(
     with launched() as launch:
         once = launch.once if launch.size > 1 else None
         with swap_directories(asked, keep=options.commits, once=once) as chosen:
-            settings = make_config(load_config(file, chosen), chosen, overrides)
+            settings = make_config(file, chosen, overrides)
             report = train(options, settings, launch.progress(), launch)
     return report if launch.rank == 0 else None
 
@@ -314,18 +314,14 @@ def named_directories(file: Path | None, directories: Sequence[Path]) -> Sequenc
     return tiermem.Config.load(file).swap_paths
 
 
-def load_config(path: Path | None, directories: Sequence[Path] = ()) -> tiermem.Config | None:
-    """Return the configuration in the file `path`, on `directories` if there are any; None without a file.
+def make_config(
+    file: Path | None, directories: Sequence[Path], overrides: Mapping[str, str | bool | None]
+) -> tiermem.Config:
+    """Return the configuration in `file`, or else the default, on `directories`, with what is not None of `overrides`.
 
     Raises `ConfigError` if it cannot be used.
     """
-    return None if path is None else tiermem.Config.load(path, swap_dirs=directories)
-
-
-def make_config(
-    base: tiermem.Config | None, directories: Sequence[Path], overrides: Mapping[str, str | bool | None]
-) -> tiermem.Config:
-    """Return `base`, or else the default configuration, with `directories` and what is not None of `overrides`."""
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-    given["swap_dirs"] = [str(directory) for directory in directories]
-    return tiermem.Config(**given) if base is None else dataclasses.replace(base, **given)
+    if file is None:
+        return tiermem.Config(swap_dirs=directories, **given)
+    return dataclasses.replace(tiermem.Config.load(file, swap_dirs=directories), **given)
