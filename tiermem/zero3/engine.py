@@ -1,7 +1,7 @@
 """The few things asked of torch's autograd engine that have no public name.
 
-Owns every call into torch's private interface made by this package. Does not know units or pages. Guarantees that a
-torch which moved one of them is reported by name, as a TiermemError, at the first use and not as wrong numbers later.
+Owns these calls, and the error of a torch that has moved what is called. Does not know units or pages. Guarantees that
+such a torch is reported by name, as a TiermemError, at the first use and not as wrong numbers later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def top_hooks() -> tuple[Pack, Unpack] | None:
     try:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public way to ask
     except (AttributeError, TypeError) as error:
-        raise _moved("torch._C._autograd._top_saved_tensors_default_hooks(bool)") from error
+        raise moved("torch._C._autograd._top_saved_tensors_default_hooks(bool)") from error
     return top  # type: ignore[no-any-return,unused-ignore]
 
 
@@ -73,7 +73,7 @@ def backward_number() -> int:
     try:
         return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
     except AttributeError as error:
-        raise _moved("torch._C._current_graph_task_id") from error
+        raise moved("torch._C._current_graph_task_id") from error
 
 
 def call_at_backward_end(function: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ def call_at_backward_end(function: Callable[[], None]) -> None:
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         queue = engine.queue_callback
     except AttributeError as error:
-        raise _moved("torch.autograd.Variable._execution_engine.queue_callback") from error
+        raise moved("torch.autograd.Variable._execution_engine.queue_callback") from error
 
     def end() -> None:
         unseen(function)()
@@ -95,7 +95,7 @@ def sequence_number() -> int:
     try:
         return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
     except AttributeError as error:
-        raise _moved("torch._C._autograd._get_sequence_nr") from error
+        raise moved("torch._C._autograd._get_sequence_nr") from error
 
 
 def node_number(node: torch.autograd.graph.Node) -> int:
@@ -103,7 +103,7 @@ def node_number(node: torch.autograd.graph.Node) -> int:
     try:
         return int(node._sequence_nr())  # noqa: SLF001 - torch documents it, under this name
     except AttributeError as error:
-        raise _moved("torch.autograd.graph.Node._sequence_nr") from error
+        raise moved("torch.autograd.graph.Node._sequence_nr") from error
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
@@ -111,7 +111,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     try:
         before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
     except AttributeError as error:
-        raise _moved("torch.Tensor._backward_hooks or _post_accumulate_grad_hooks") from error
+        raise moved("torch.Tensor._backward_hooks or _post_accumulate_grad_hooks") from error
     return bool(before) or len(behind or ()) > 1
 
 
@@ -126,7 +126,7 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         watching = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
     except AttributeError as error:
-        raise _moved("torch._C._dynamo.eval_frame.get_eval_frame_callback") from error
+        raise moved("torch._C._dynamo.eval_frame.get_eval_frame_callback") from error
     return torch.compiler.disable(function) if watching else function  # type: ignore[no-untyped-call]
 
 
@@ -152,7 +152,7 @@ def unwatched(function: Callable[P, T]) -> Callable[P, T]:
         try:
             guard = torch._C._DisableTorchDispatch()  # noqa: SLF001 - no public way
         except AttributeError as error:
-            raise _moved("torch._C._DisableTorchDispatch") from error
+            raise moved("torch._C._DisableTorchDispatch") from error
         with guard:
             return function(*args, **kwargs)
 
@@ -180,7 +180,7 @@ def viewers(tensor: torch.Tensor) -> int:
         count = torch._C._storage_Use_Count  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
         return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001
     except AttributeError as error:
-        raise _moved("torch._C._storage_Use_Count") from error
+        raise moved("torch._C._storage_Use_Count") from error
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -194,7 +194,7 @@ def share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         preserved = torch.autograd._unsafe_preserve_version_counter(one)  # type: ignore[attr-defined]  # noqa: SLF001
     except AttributeError as error:
-        raise _moved("torch.autograd._unsafe_preserve_version_counter") from error
+        raise moved("torch.autograd._unsafe_preserve_version_counter") from error
     with preserved:
         torch.autograd.graph.increment_version(one)
         return version(other) != before
@@ -207,14 +207,15 @@ def is_transformed() -> bool:
         top = functorch.peek_interpreter_stack()
         return top is not None and top.key() != functorch.TransformType.Vmap
     except AttributeError as error:
-        raise _moved("torch._C._functorch.peek_interpreter_stack") from error
+        raise moved("torch._C._functorch.peek_interpreter_stack") from error
 
 
 def _unused(_: Any) -> Any:
     raise TiermemError("these hooks are never active")
 
 
-def _moved(name: str) -> TiermemError:
+def moved(name: str) -> TiermemError:
+    """The error of a torch that has no such name any more."""
     return TiermemError(
         f"torch {torch.__version__} has no {name}, which tiermem needs; use a torch version that tiermem supports"
     )

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from tiermem.errors import TiermemError
-from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
+from tiermem.zero3.engine import moved, pop_hooks, push_hooks, top_hooks
 
 _KINDS = ("cpu", "cuda")
 
@@ -85,10 +84,7 @@ def _stacks() -> list[tuple[Callable[[], object], Callable[[], Any], Callable[[A
 def _core(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(torch._C, name, None)  # noqa: SLF001 - no public way
     if function is None:
-        raise TiermemError(
-            f"torch {torch.__version__} has no torch._C.{name}, which tiermem needs; use a torch version that tiermem "
-            "supports"
-        )
+        raise moved(f"torch._C.{name}")
     return function
 
 
