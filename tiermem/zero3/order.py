@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -77,27 +77,22 @@ class OrderRecorder:
 
     def upcoming(self) -> int | None:
         """The unit that comes next if this step goes on as expected; None if nobody knows, or none comes."""
-        if self._expected is None or not self._on_course:
-            return None
-        ahead = self._expected.accesses
-        for position in range(self.position, len(ahead)):
-            if ahead[position].phase is not Phase.GRADIENT:
-                return ahead[position].unit
-        return None
+        return next((access.unit for access in self._coming() if access.phase is not Phase.GRADIENT), None)
 
     def upcoming_gradients(self) -> int | None:
         """The unit whose gradients are the next access if this step goes on as expected; None if they are not.
 
         Accesses of units whose gradients are taken apart may come between.
         """
-        if self._expected is None or not self._on_course:
-            return None
-        ahead = self._expected.accesses
-        for position in range(self.position, len(ahead)):
-            coming = ahead[position]
-            if coming.unit not in self._apart:
-                return coming.unit if coming.phase is Phase.GRADIENT else None
-        return None
+        coming = next((access for access in self._coming() if access.unit not in self._apart), None)
+        return coming.unit if coming is not None and coming.phase is Phase.GRADIENT else None
+
+    def _coming(self) -> Iterator[Access]:
+        """The accesses that are left if this step goes on as expected; none if nobody knows."""
+        if self._expected is not None and self._on_course:
+            ahead = self._expected.accesses
+            for position in range(self.position, len(ahead)):
+                yield ahead[position]
 
     def access(self, unit: int, phase: Phase, *, gradless: bool = False) -> None:
         """Note the next access; `gradless`: for a call from outside that computes no gradients.
