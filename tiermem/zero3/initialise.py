@@ -126,18 +126,14 @@ def mark(values: torch.Tensor) -> torch.Tensor:
     """Fill `values` with what `is_marked` finds again: NaN, or the smallest integer. Returns it."""
     if values.dtype.is_floating_point or values.dtype.is_complex:
         return values.fill_(float("nan"))
-    return values.zero_() if _has_no_mark(values.dtype) else values.fill_(torch.iinfo(values.dtype).min)
+    return values.fill_(torch.iinfo(values.dtype).min) if values.dtype.is_signed else values.zero_()
 
 
 def is_marked(values: torch.Tensor) -> bool:
     """Whether any element still is what `mark` wrote; never for bool and unsigned integers, which have no odd value."""
     if values.dtype.is_floating_point or values.dtype.is_complex:
         return bool(torch.isnan(values).any())
-    return not _has_no_mark(values.dtype) and bool((values == torch.iinfo(values.dtype).min).any())
-
-
-def _has_no_mark(dtype: torch.dtype) -> bool:
-    return dtype == torch.bool or not dtype.is_signed
+    return values.dtype.is_signed and bool((values == torch.iinfo(values.dtype).min).any())
 
 
 def _has_marks(module: nn.Module) -> bool:
