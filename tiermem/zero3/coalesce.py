@@ -12,7 +12,7 @@ milliseconds are its step. Whether a unit is read 4 KiB or 1 MiB at a time is al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -71,7 +71,7 @@ def coalesced(
     open_nbytes, open_trained = 0, None  # of the last group, if it takes more
     for part in parts:
         nbytes = sum(_nbytes(member.parameter, dtype) for member in part.members)
-        trained = set(_trained(part))
+        trained = {member.parameter.requires_grad for member in part.members}
         free = not part.kept and len(trained) == 1 and id(part.root) not in asked and shared[id(part.root)] == 1
         if free and groups and open_trained == trained and open_nbytes + nbytes <= most:
             groups[-1].append(part)
@@ -85,8 +85,3 @@ def coalesced(
 def _nbytes(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
     own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     return parameter.numel() * own.itemsize
-
-
-def _trained(part: Part[M]) -> Iterator[bool]:
-    for member in part.members:
-        yield member.parameter.requires_grad
