@@ -145,7 +145,7 @@ class Ranks:
         for part in self._parts:
             part.close(reason)
         groups = {id(each): each for each in (self._messages, self._tensors)}
-        if self._device.type == "cuda" and reason is not None and self._tensors is not None:
+        if self._device.type == "cuda" and reason is not None:
             with contextlib.suppress(RuntimeError):
                 self._tensors.abort()  # an exchange that waits for the dead would keep the device's streams for ever
         self._messages = self._tensors = None  # the connections end with the last reference, and others see that
