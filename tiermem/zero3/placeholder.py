@@ -51,10 +51,7 @@ class Placeholders:
 
         The scalars are mended first, so that one such write is reported once.
         """
-        for unwritten in self._watches:
-            if not unwritten():
-                break
-        else:
+        if all(unwritten() for unwritten in self._watches):
             return
         written = [key for key, scalar in self._scalars.items() if not _is_marker(scalar)]
         for dtype, device in written:

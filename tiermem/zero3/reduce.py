@@ -135,9 +135,7 @@ class GradientStore(StepGradients):
         """
         self._take_waiting()
         self._let_go(unit)
-        if unit is not None:
-            return
-        if self._asked is not None:
+        if unit is None and self._asked is not None:
             self._asked[1].give_up()
             self._asked = None
 
