@@ -72,7 +72,7 @@ class Gradients(Norms, Protocol):
         """A backward is through. `together`: the next micro-batch may go through the same unit at once."""
 
     def batch_complete(self, unit: int) -> None:
-        """The unit has the gradients of this batch; more will come. By default nothing is done about it."""
+        """The unit has the gradients of this batch; more will come."""
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
         """Let go of a unit that has all its gradients here; `then(unit)` follows when all ranks' are added up.

@@ -143,7 +143,7 @@ class GatherScheduler:
             self._touched[unit] = False
 
     def close(self) -> None:
-        """Remove all hooks and leases. The parameters stay placeholders (see `lend.restore`)."""
+        """Remove all hooks and leases. The parameters stay placeholders (see `lend.copies`)."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
