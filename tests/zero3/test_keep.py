@@ -84,6 +84,11 @@ def test_a_wish_that_cannot_be_meant_is_refused(keep, says):
         names_of(Stack(), keep)
 
 
+def test_a_model_without_parameters_is_refused_as_without_the_wish():
+    with pytest.raises(ConfigError, match="ReLU has no parameters"):
+        divided(nn.ReLU(), "100KiB")
+
+
 def test_a_dtype_for_nothing_is_refused():
     with pytest.raises(ConfigError, match="say with keep= which"):
         Keeping(None, torch.float32).find(Stack(), torch.float32)

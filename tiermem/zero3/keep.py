@@ -42,7 +42,7 @@ class Keeping:
                 raise ConfigError("keep_dtype says which dtype kept parameters have: say with keep= which those are")
             return frozenset()
         # Every name of a parameter that is registered at several places.
-        named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+        named = list(model.named_parameters(remove_duplicate=False))
         if callable(keep) and not isinstance(keep, (nn.Module, type)):
             found = frozenset(id(parameter) for name, parameter in named if keep(name, parameter))
             if not found:
@@ -64,7 +64,7 @@ def _small(named: list[tuple[str, nn.Parameter]], size: int | str, dtype: torch.
         return parameter.numel() * kept.itemsize
 
     found = frozenset(id(parameter) for _, parameter in named if nbytes(parameter) <= most)
-    if not found:
+    if named and not found:
         name, least = min(named, key=lambda pair: nbytes(pair[1]))
         raise ConfigError(
             f"keep={size!r} keeps parameters of at most {exact_bytes(most)}, and the smallest, {name}, takes "
