@@ -147,7 +147,7 @@ def test_saved_adapters_come_around_a_model_that_never_fits(tmp_path: Path) -> N
             peft.PeftModel.from_pretrained(runtime.model, tmp_path)
     with runtime_for(tmp_path / "again") as runtime:
         model = peft.get_peft_model(runtime.model, peft.PeftConfig.from_pretrained(tmp_path))
-        load_adapters(model, tmp_path)
+        load_adapters(model, str(tmp_path))  # as peft is given one
         assert torch.equal(model.eval()(rows).logits, plain_model.eval()(rows).logits)
 
 

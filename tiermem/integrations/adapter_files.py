@@ -7,11 +7,13 @@ that a folder is read only if it holds all that is trained, and nothing else, an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tiermem.checkpoint.tensor_file import open_tensors
@@ -21,9 +23,8 @@ from tiermem.registry import registry
 
 try:
     from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
 except ImportError as error:
-    raise ImportError("tiermem.integrations.adapters needs transformers 5.4 or newer, accelerate and peft") from error
+    raise ImportError("tiermem.integrations.adapter_files needs peft: pip install peft") from error
 
 _FILE = "adapter_model.safetensors"
 
@@ -43,7 +44,7 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return found | state_buffers(model)
 
 
-def load_adapters(model: nn.Module, folder: Path) -> None:
+def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Give all adapters the values in a folder that a Trainer has saved them in.
 
     Raises ResumeError if the folder does not hold exactly what would be saved there now, or if that is not what is
@@ -52,7 +53,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     # transformers saves a table whole beside its adapter: what is frozen, and stays as it is.
     frozen = {(n, tuple(p.shape)) for n, p in model.named_parameters(remove_duplicate=False) if registry.find(p)}
-    for own, path in _files(model, folder):
+    for own, path in _files(model, Path(folder)):
         if not path.is_file():
             raise ResumeError(
                 f"expected {_FILE} in {str(path.parent)!r}, found none; pass a checkpoint of this Trainer"
@@ -70,7 +71,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
         pairs += [(own[name], saved[name]) for name in own]
     lost = not_saved(model)
     if lost is not None:
-        raise ResumeError(f"{str(folder)!r}: {lost}; no run of these adapters can go on from a folder")
+        raise ResumeError(f"{os.fspath(folder)!r}: {lost}; no run of these adapters can go on from a folder")
     with torch.no_grad():
         for tensor, values in pairs:
             tensor.copy_(values)

@@ -30,7 +30,10 @@ try:
     from tiermem.integrations.adapter_files import adapter_state, load_adapters, not_saved, trained_adapters
     from tiermem.integrations.unwrapped import UnwrappedTrainer
 except ImportError as error:
-    raise ImportError("tiermem.integrations.adapters needs transformers 5.4 or newer, accelerate and peft") from error
+    raise ImportError(
+        "tiermem.integrations.adapters needs transformers 5.4 or newer, accelerate and peft: "
+        "pip install 'tiermem[hf]' peft"
+    ) from error
 
 
 class AdapterTrainer(UnwrappedTrainer):
@@ -72,11 +75,11 @@ class AdapterTrainer(UnwrappedTrainer):
         super()._save(output_dir, state_dict=adapter_state(self.model) if state_dict is None else state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
-        load_adapters(self.model, Path(resume_from_checkpoint))
+        load_adapters(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler, mapped=False)
 
     def _load_best_model(self) -> None:
-        load_adapters(self.model, Path(str(self.state.best_model_checkpoint)))
+        load_adapters(self.model, str(self.state.best_model_checkpoint))
