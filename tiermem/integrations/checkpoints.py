@@ -182,16 +182,14 @@ def export_adapters(runtime: Runtime, folder: Path) -> None:
     for layer in _layers(trained):
         with runtime.gathered([parameter for parameter, _ in layer]):
             values |= {name: parameter.detach().clone() for parameter, name in layer if is_first()}
-    encoders = {name: model.prompt_encoder[name] for name in model.active_adapters if _is_prompt(model, name)}
+    encoders = {
+        name: model.prompt_encoder[name] for name in model.active_adapters if model.peft_config[name].is_prompt_learning
+    }
     with torch.no_grad():  # called by all: of several processes none can alone
         prompts = {name: model.get_prompt_embedding_to_save(name) for name in encoders}
     parts = [part for each in encoders.values() for part in (each, each.embedding)]  # whose parameters some kinds read
     with runtime.gathered([parameter for part in parts for parameter in part.parameters(recurse=False)]):
         by_first("save the adapters", save)
-
-
-def _is_prompt(model: Any, adapter: str) -> bool:
-    return bool(model.peft_config[adapter].is_prompt_learning)
 
 
 @contextmanager

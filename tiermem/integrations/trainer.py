@@ -249,7 +249,7 @@ class Trainer(UnwrappedTrainer):
             return
         held, steps = self._state_of or (Ticket.of_commit(self.runtime.committed), None)
         if held != found or steps != self.runtime.statistics().steps:
-            name = "no checkpoint" if held is None else f"{held.checkpoint}"
+            name = "no checkpoint" if held is None else held.checkpoint
             since = "" if steps == self.runtime.statistics().steps else ", and has been trained or changed since"
             raise ResumeError(
                 f"{resume_from_checkpoint!r} is to be resumed, and the runtime holds the state of {name}{since}. A "
