@@ -18,10 +18,11 @@ from rich.table import Table
 
 from swap.bench import BenchReport, Order, Plan, check_room, make_plan, remove_leftovers, run_bench
 from swap.blocks import ALIGNMENT, align_down
+from tiermem.cli import options
 from tiermem.cli.copies import measure_copies
 from tiermem.cli.disk import check_output, check_plot
 from tiermem.cli.options import path_option, size_of
-from tiermem.cli.terminal import terminal
+from tiermem.cli.terminal import print_object, terminal
 from tiermem.output_file import write_whole
 
 Directories = Annotated[
@@ -46,7 +47,6 @@ SteadyBytes = Annotated[str, typer.Option("--steady-bytes", help="Stop overwriti
 SmallPages = Annotated[
     bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, unlike training.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Plot = Annotated[Path | None, path_option("--plot", help="Draw the sweep into this .png, .svg or .pdf (matplotlib).")]
 Out = Annotated[Path | None, path_option("--out", help="Write the JSON to this file, too.")]
 
@@ -62,7 +62,7 @@ def bench(
     steady_seconds: SteadySeconds = 0.0,
     steady_bytes: SteadyBytes = "0",
     small_pages: SmallPages = False,
-    json: Json = False,
+    json: options.Json = False,
     plot: Plot = None,
     out: Out = None,
 ) -> None:
@@ -90,7 +90,7 @@ def bench(
     report = measure(plan, terminal(stderr=True))
     found = {**report.to_dict(), "copy": measure_copies()}
     if json:
-        typer.echo(json_module.dumps(found))
+        print_object(json_module.dumps(found))
     else:
         show(report, found["copy"])
     if out is not None:

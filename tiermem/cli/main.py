@@ -21,7 +21,7 @@ from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
 from tiermem.cli.shortage import shortage_of
-from tiermem.cli.terminal import terminal
+from tiermem.cli.terminal import fail, print_object, terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -149,11 +149,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def print_object(text: str) -> None:
-    """Write the one object of a `--json` command to stdout."""
-    sys.stdout.write(text + "\n")
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run the command line `arguments` (without the program's name); return the exit code."""
     try:
@@ -177,12 +172,6 @@ def run(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:  # typer's own way of ending on Ctrl-C says nothing
         return fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
-
-
-def fail(message: str, code: int) -> int:
-    """Write `message` in one line to stderr; return `code`."""
-    sys.stderr.write(f"tiermem: {' '.join(message.split())}\n")
-    return code
 
 
 def replace_closed_streams() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tiermem.cli import options
-from tiermem.cli.terminal import terminal
+from tiermem.cli.terminal import fail, print_object, terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
-    from tiermem.cli import beginning, main, plan_plot
+    from tiermem.cli import beginning, plan_plot
     from tiermem.cli import plan as planning
     from tiermem.cli.disk import check_plot
     from tiermem.cli.train import make_config, named_directories
@@ -74,18 +74,17 @@ def plan(
     if plot is not None:
         plan_plot.plot_plan(found, plot)
     if not found.fits:
-        raise typer.Exit(main.fail(planning.missing_sentence(found), 1))
+        raise typer.Exit(fail(planning.missing_sentence(found), 1))
     if machine is None and found.machine.device is None:
         beginning.say_slow(settings.dtype, terminal(stderr=True))
 
 
 def _show_plan(found: Prediction, *, with_zero_table: bool, json: bool) -> None:
-    from tiermem.cli import main
     from tiermem.cli import plan as planning
 
     zero = planning.zero_rows(found) if with_zero_table else None
     if json:
-        main.print_object(planning.to_json(found, zero))
+        print_object(planning.to_json(found, zero))
     else:
         terminal().print(planning.to_table(found, zero))
 
@@ -114,7 +113,7 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
-    from tiermem.cli import main, tune_steps
+    from tiermem.cli import tune_steps
     from tiermem.cli.disk import check_settings_output, swap_directories
     from tiermem.cli.subject import TrainOptions
     from tiermem.cli.train import make_config, named_directories
@@ -142,7 +141,7 @@ def tune(
         choice = tune_steps.Choice(machine=machine, again=measure, steps=steps, best=best, output=output)
         report = tune_steps.tune_training(what, settings, choice, terminal(stderr=True))
     if json:
-        main.print_object(report.to_json())
+        print_object(report.to_json())
     else:
         terminal().print(report.to_table())
     if report.output_error is not None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json as json_module
 import math
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tiermem.cli import options
-from tiermem.cli.terminal import terminal
+from tiermem.cli.terminal import fail, print_object, terminal
 
 if TYPE_CHECKING:
     from tiermem.cli.snapshot import SnapshotReport, WrittenReport
@@ -36,13 +35,12 @@ def list_command(paths: options.SnapshotPaths, json: options.Json = False) -> No
 @app.command("verify")
 def verify_command(paths: options.SnapshotPaths, json: options.Json = False) -> None:
     """Read every byte of a commit or a snapshot and compare its checksums. Exit code 1 if something is damaged."""
-    from tiermem.cli import main
     from tiermem.cli.snapshot import verify
 
     report = verify(paths)
     show(report, json=json)
     if report.damaged:
-        raise typer.Exit(main.fail(f"damaged: {'; '.join(report.damaged)}", 1))
+        raise typer.Exit(fail(f"damaged: {'; '.join(report.damaged)}", 1))
 
 
 @app.command("export")
@@ -71,7 +69,7 @@ def reshard_command(
 def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
     """Print a report."""
     if json:
-        sys.stdout.write(json_module.dumps(_finite(asdict(report)), allow_nan=False) + "\n")
+        print_object(json_module.dumps(_finite(asdict(report)), allow_nan=False))
     else:
         terminal().print(report.to_table())
 
