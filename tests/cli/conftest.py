@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiermem
-from tiermem.cli import beginning, measure, plan, tune_steps
+from tiermem.cli import beginning, measure, plan
 from tiermem.cli.measure_layer import LayerShape
 from tiermem.config import Config
 from tiermem.overlap import OverlapReport, explain_stalls
@@ -94,7 +94,6 @@ def plain_core(monkeypatch: pytest.MonkeyPatch) -> PlainCore:
 def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this machine, not for long, for answers that do not depend on how fast it is."""
     monkeypatch.setattr(beginning, "times_float32", lambda dtype: 1.0)
-    for command in (plan, tune_steps):
-        monkeypatch.setattr(command, "with_rates_for", functools.partial(measure.with_rates_for, seconds=0.001))
+    monkeypatch.setattr(plan, "with_rates_for", functools.partial(measure.with_rates_for, seconds=0.001))
     monkeypatch.setattr(measure, "ANY_LAYER", LayerShape(rows=1, seq=16, width=64, mlp=64))
     monkeypatch.setattr(measure, "_TILES", 1)

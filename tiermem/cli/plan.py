@@ -57,7 +57,7 @@ class PlanOptions:
 def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) -> Prediction:
     """Answer the options under the budgets of `config`. Raises ConfigError for what cannot be planned."""
     workload = find_workload(options, config)
-    machine = find_machine(options, config, workload)
+    machine = find_machine(options.machine, config, workload, seq=options.seq, again=options.measure)
     return predict(
         workload,
         machine,
@@ -97,12 +97,11 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
     )
 
 
-def find_machine(options: PlanOptions, config: Config, workload: Workload) -> Machine:
-    """The machine that the options name, or this one with what it gives to this workload."""
-    if options.machine is not None:
-        return load_profile(options.machine)
-    machine = this_machine(config.swap_paths, config, again=options.measure)
-    return with_rates_for(machine, workload, seq=options.seq)
+def find_machine(name: str | None, config: Config, workload: Workload, *, seq: int, again: bool) -> Machine:
+    """The machine of a profile's name, or this one with what it gives to this workload; `again`: measured anew."""
+    if name is not None:
+        return load_profile(name)
+    return with_rates_for(this_machine(config.swap_paths, config, again=again), workload, seq=seq)
 
 
 def plan_settings(

@@ -16,9 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tiermem.cli.abandoned import remove_abandoned
-from tiermem.cli.machines import load_profile, this_machine
-from tiermem.cli.measure import with_rates_for
 from tiermem.cli.modelwork import model_workload
+from tiermem.cli.plan import find_machine
 from tiermem.cli.subject import TrainOptions, find_subject
 from tiermem.cli.train import Training
 from tiermem.cli.tune import WARM_UP, TuneReport, run
@@ -52,11 +51,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
         batches=options.accumulate,
         settings=config,
     )
-    machine = (
-        load_profile(choice.machine)
-        if choice.machine is not None
-        else with_rates_for(this_machine(config.swap_paths, config, again=choice.again), workload, seq=options.seq)
-    )
+    machine = find_machine(choice.machine, config, workload, seq=options.seq, again=choice.again)
 
     def measure(candidate: Config) -> float:
         with ExitStack() as folders:
