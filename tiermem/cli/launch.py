@@ -61,7 +61,7 @@ class Launch:
         return float(total) / self.size
 
     def once(self, make: Callable[[], str]) -> str:
-        """What the first process of this machine has made by `make`, on all of them; they all call this.
+        """What the first process of this machine has made by `make`, on all of several; they all call this.
 
         Raises ConfigError on all if `make` does so on one, TiermemError if one of them is gone.
         """
@@ -72,11 +72,10 @@ class Launch:
             except ConfigError as error:
                 own = ("", str(error))
         told = [own] * self.size
-        if self.size > 1:
-            try:
-                dist.all_gather_object(told, own)
-            except RuntimeError as error:
-                raise TiermemError(f"rank {self.rank} cannot begin without the others: {error}") from error
+        try:
+            dist.all_gather_object(told, own)
+        except RuntimeError as error:
+            raise TiermemError(f"rank {self.rank} cannot begin without the others: {error}") from error
         for _, refusal in told:
             if refusal:
                 raise ConfigError(refusal)
