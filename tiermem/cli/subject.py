@@ -102,10 +102,6 @@ def check_numbers(options: TrainOptions) -> None:
 def open_text(options: TrainOptions) -> TokenSource:
     """Return the tokens that the options ask for; ConfigError if there are too few for one sequence."""
     corpus = Corpus(find_texts(options.texts))
-    if corpus.nbytes < options.seq:
-        raise ConfigError(f"the text has {corpus.nbytes} bytes, a sequence needs {options.seq}")
-    if options.tokenizer is None:
-        return ByteTokens(corpus)
-    source = TokenizerTokens(corpus, options.tokenizer)
+    source = ByteTokens(corpus) if options.tokenizer is None else TokenizerTokens(corpus, options.tokenizer)
     source.sequence(np.random.default_rng(options.seed), options.seq)  # raises now what the first batch would raise
     return source
