@@ -22,8 +22,7 @@ def _count_fork() -> None:
     _forks[0] += 1
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class HomeProcess:

@@ -6,7 +6,6 @@ Owns the reading of the kernel's own counters. Does not know budgets. Guarantees
 from __future__ import annotations
 
 import resource
-import sys
 from pathlib import Path
 
 import psutil
@@ -27,5 +26,4 @@ def peak_resident_bytes() -> int:
         for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
