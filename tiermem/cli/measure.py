@@ -75,9 +75,7 @@ def measure_machine(
     """
     config = config or Config(device="cpu", swap_dirs=[str(directory) for directory in directories])
     beside_device = is_real(config)
-    numel, update = _TILE, _update
-    if beside_device:
-        numel, update = _LARGE_TILE, functools.partial(_update, beside_device=True)
+    numel, update = _LARGE_TILE if beside_device else _TILE, functools.partial(_update, beside_device=beside_device)
     shape = in_time(torch.bfloat16, _CPU, ANY_LAYER, seconds)
     train, renew = train_layer(torch.bfloat16, _CPU, shape), update(torch.bfloat16)
     with nullcontext() if beside_device else _repeating(train):

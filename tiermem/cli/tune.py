@@ -29,7 +29,6 @@ from tiermem.planner.workload import Workload
 # The first steps of a run are not like the others: demand paged, and with new states.
 WARM_UP = 3
 
-
 # What can be set, and its name in a table that a terminal of 80 columns has room for.
 _COLUMNS = {
     "update": "update",
