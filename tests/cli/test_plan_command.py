@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tiermem.cli.presets import find_model
 from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.machine import Machine
+from tiermem.planner.predict import Relief
 
 CONTRACT = {
     "fits",
@@ -117,9 +117,8 @@ def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[
 
 
 def test_what_would_hardly_help_is_not_said_to_help_by_less_than_nothing() -> None:
-    relief = [SimpleNamespace(resource=name, seconds=seconds) for name, seconds in (("drive", 1.001), ("cores", 0.5))]
-    prediction: Any = SimpleNamespace(simulation=SimpleNamespace(seconds=1.0), relief=relief)
-    assert list(_relief(prediction).columns[-1].cells) == ["0 %", "50 %"]
+    relief = [Relief(name, seconds) for name, seconds in (("drive", 1.001), ("cores", 0.5))]
+    assert list(_relief(relief, 1.0).columns[-1].cells) == ["0 %", "50 %"]
 
 
 def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) -> None:

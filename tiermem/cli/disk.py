@@ -92,13 +92,13 @@ def check_plot(path: Path) -> None:
     check_output("--plot", path)
 
 
-def check_settings_output(option: str, file: Path) -> None:
-    """Raise `ConfigError` unless settings can be written to `file`, the value of `option`: its ending says how."""
-    check_output(option, file)
+def check_settings_output(file: Path) -> None:
+    """Raise `ConfigError` unless settings can be written to `file`, the value of --output: its ending says how."""
+    check_output("--output", file)
     try:
         form_of(file)
     except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        raise ConfigError(f"--output: {error}") from None
 
 
 def check_space(directories: Sequence[Path], nbytes: int) -> None:

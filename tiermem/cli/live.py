@@ -77,11 +77,11 @@ def _figures(steps: Sequence[StepReport]) -> Table:
 def _edges(step: StepReport) -> Table:
     table = Table.grid(padding=(0, 2))
     for edge in step.edges:
-        busy = min(1.0, edge.busy_seconds / step.seconds) if step.seconds > 0 else 0.0
+        busy = min(1.0, edge.busy_seconds / step.seconds)
         table.add_row(
             edge.name,
             ProgressBar(total=1.0, completed=busy, width=_BAR),
-            f"{edge.nbytes / step.seconds / 1e9:.2f} GB/s" if step.seconds > 0 else "",
+            f"{edge.nbytes / step.seconds / 1e9:.2f} GB/s",
             Text(f"busy {100 * busy:.0f} %, {format_bytes(edge.nbytes)}", style="dim"),
         )
     return table

@@ -8,6 +8,7 @@ the public contract.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from tiermem.optim.compiled import are_wanted
 from tiermem.planner.design import PlanSettings, least_host_memory
 from tiermem.planner.machine import Machine
 from tiermem.planner.overhead import beside_pages
-from tiermem.planner.predict import Prediction, predict
+from tiermem.planner.predict import Prediction, Relief, predict
 from tiermem.planner.simulate import StepPlan
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.zero_table import ZeroRow, zero_table
@@ -225,10 +226,11 @@ def to_json(prediction: Prediction, zero: list[ZeroRow] | None = None) -> str:
 def to_table(prediction: Prediction, zero: list[ZeroRow] | None = None) -> RenderableType:
     """The answer for a terminal."""
     parts: list[RenderableType] = [_summary(prediction)]
-    if prediction.simulation is not None:
-        parts.append(_relief(prediction))
-        if prediction.simulation.plan is not None:
-            parts.append(_actions(prediction))
+    simulation = prediction.simulation
+    if simulation is not None:
+        parts.append(_relief(prediction.relief, simulation.seconds))
+        if simulation.plan is not None:
+            parts.append(_actions(simulation.plan))
     if zero is not None:
         parts.append(_zero(zero, prediction))
     return Group(*parts)
@@ -294,20 +296,18 @@ def _parts(seconds: dict[str, float]) -> str:
     return f" ({parts})" if parts else ""
 
 
-def _relief(prediction: Prediction) -> Table:
-    simulation = prediction.simulation
+def _relief(found: Sequence[Relief], now: float) -> Table:
     table = Table(title="Twice as much of", title_justify="left")
     table.add_column("resource")
     table.add_column("seconds a step", justify="right")
     table.add_column("faster by", justify="right")
-    now = simulation.seconds if simulation else 0.0
-    for relief in prediction.relief:
+    for relief in found:
         table.add_row(relief.resource, f"{relief.seconds:.3g}", f"{round(100 * (1 - relief.seconds / now))} %")
     return table
 
 
-def _actions(prediction: Prediction) -> Table:
-    actions = prediction.simulation.plan.actions if prediction.simulation and prediction.simulation.plan else ()
+def _actions(plan: StepPlan) -> Table:
+    actions = plan.actions
     title = f"The plan of a step: {min(len(actions), _SHOWN_ACTIONS)} of {len(actions)} actions (--json has all)"
     table = Table("ms", "does", "page", "bytes", "where", "why", title=title, title_justify="left")
     began = actions[0].seconds if actions else 0.0

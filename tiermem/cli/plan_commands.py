@@ -133,7 +133,7 @@ def tune(
     # From anywhere: with the names made absolute.
     asked = [directory.absolute() for directory in named_directories(config, swap_dir or ()) or [Path.cwd()]]
     if output is not None:
-        check_settings_output("--output", output)
+        check_settings_output(output)
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:
