@@ -351,3 +351,11 @@ def test_the_picture_of_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_
     for name, begins in {"plan.png": b"\x89PNG", "plan.svg": b"<?xml"}.items():
         answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--plot", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_without_a_step_to_draw_what_lacks_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    arguments = ["llama-5m", "--machine", "laptop", "--host-memory", "512KiB", "--plot", str(tmp_path / "plan.png")]
+    assert main.run(["plan", *arguments]) == 1
+    assert "llama-5m does not fit: it needs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

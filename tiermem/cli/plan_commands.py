@@ -71,10 +71,10 @@ def plan(
     settings = make_config(config, directories, overrides)
     found = planning.plan(what, settings, with_actions=actions)
     _show_plan(found, with_zero_table=zero_table, json=json)
-    if plot is not None:
-        plan_plot.plot_plan(found, plot)
     if not found.fits:
         raise typer.Exit(fail(planning.missing_sentence(found), 1))
+    if plot is not None:
+        plan_plot.plot_plan(found, plot)
     if machine is None and found.machine.device is None:
         beginning.say_slow(settings.dtype, terminal(stderr=True))
 
