@@ -231,10 +231,10 @@ def _one_of(*choices: object) -> Callable[[str, object], object]:
     return check
 
 
-def _integer(lowest: int, highest: int) -> Callable[[str, object], object]:
+def _integer(highest: int) -> Callable[[str, object], object]:
     def check(name: str, value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not lowest <= value <= highest:
-            _refuse(name, f"a whole number from {lowest} to {highest}", value, f"leave it out for {_default(name)!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= highest:
+            _refuse(name, f"a whole number from 1 to {highest}", value, f"leave it out for {_default(name)!r}")
         return int(value)
 
     return check
@@ -333,9 +333,9 @@ _NORMALIZERS: dict[str, Callable[[str, object], object]] = {
     "moments": _one_of(*get_args(Moments)),
     "update": _one_of(*get_args(Update)),
     "update_on": _one_of(*get_args(UpdateOn)),
-    "stage": _integer(1, 3),
+    "stage": _integer(3),
     "block_size": _bytes(_ALIGNMENT, multiple=_ALIGNMENT),
-    "queue_depth": _integer(1, _LARGEST_QUEUE_DEPTH),
+    "queue_depth": _integer(_LARGEST_QUEUE_DEPTH),
     "io_backend": _one_of(*get_args(IoBackend)),
     "direct": _one_of(*get_args(Direct)),
     "tile_size": _bytes(_SMALLEST_TILE, auto=True),
