@@ -22,6 +22,7 @@ from tiermem.checkpoint.restoring import fill_buffer
 from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.errors import ResumeError
 from tiermem.memory.sizes import format_bytes
+from tiermem.runtime.extra import tensor_of
 
 Rows = dict[str, list[Any]]
 """By name: dtype, shape, bytes in base64; and, where there is something to say, what else.
@@ -71,7 +72,7 @@ class BufferWatch:
             if not fits and "made" not in also:
                 found = "none" if buffer is None else f"{list(buffer.shape)} of {buffer.dtype}"
                 raise ResumeError(f"buffer {name}: expected {shape} of torch.{dtype} as committed, found {found}")
-            values = _values(dtype, shape, text, saved="saved" in also)
+            values = _saved(text) if "saved" in also else tensor_of(dtype, shape, text)
             if buffer is not None and fits and "saved" not in also:
                 fill_buffer(self._model, name, buffer, values)
             else:
@@ -153,13 +154,9 @@ def _bytes(buffer: torch.Tensor) -> memoryview:
     return file.getbuffer()
 
 
-def _values(dtype: str, shape: list[int], text: str, *, saved: bool) -> torch.Tensor:
-    data = bytearray(base64.b64decode(text))
-    if saved:
-        values: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return values
-    kind = getattr(torch, dtype)
-    return (torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")).reshape(shape)
+def _saved(text: str) -> torch.Tensor:
+    values: torch.Tensor = torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
+    return values
 
 
 def _digest(buffer: torch.Tensor) -> tuple[torch.dtype, torch.Size, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,11 +123,11 @@ def _bytes_of(record: dict[str, Any]) -> bytes:
     return base64.b64decode(record["data"])
 
 
-def _tensor_of(record: dict[str, Any]) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, record["dtype"])
-    data = bytearray(_bytes_of(record))
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-    return flat.reshape(record["shape"])
+def tensor_of(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
+    """The tensor with these bytes, in base64; on memory of its own."""
+    data, kind = bytearray(base64.b64decode(text)), getattr(torch, dtype)
+    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
+    return flat.reshape(tuple(shape))
 
 
 def _array_of(record: dict[str, Any]) -> Any:
@@ -139,6 +139,6 @@ def _array_of(record: dict[str, Any]) -> Any:
 _READERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "dict": _dict_of,
     "bytes": _bytes_of,
-    "tensor": _tensor_of,
+    "tensor": lambda record: tensor_of(record["dtype"], record["shape"], record["data"]),
     "array": _array_of,
 }
