@@ -23,7 +23,7 @@ def capture() -> dict[str, Any]:
     states: dict[str, Any] = {"python": [version, list(words), gauss], "torch": _text(torch.get_rng_state())}
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states["numpy"] = [str(name), np.asarray(keys).astype("<u4").tobytes().hex(), position, has_gauss, cached]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [_text(state) for state in torch.cuda.get_rng_state_all()]
     return states
 

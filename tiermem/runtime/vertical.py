@@ -225,7 +225,7 @@ def _model_loss(model: nn.Module, count: int) -> Loss:
 
 def _generators() -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += torch.cuda.get_rng_state_all()
     return states
 
