@@ -310,10 +310,9 @@ class Steps:
         spent = self._coordinator.spent
         self._coordinator.drop_gradients(source, asked=True)
         self._ledger.scheduler.gradients.drop_unfinished()
-        if not spent and self._ledger.is_ending:
+        if spent or self._ledger.is_ending:
             self._close_step(updated=True)
         if spent:
-            self._close_step(updated=True)
             warnings.warn(
                 "zero_grad() between backward and step: update='backward' had used some of these gradients already, and"
                 " those updates count. From now on they can be undone; where that comes too late, as for the "
