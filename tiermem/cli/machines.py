@@ -84,7 +84,7 @@ def this_machine(directories: Sequence[Path], config: Config, *, again: bool = F
     return machine
 
 
-def cache_file(directories: Sequence[Path], device: str = "") -> Path | None:
+def cache_file(directories: Sequence[Path], device: str) -> Path | None:
     """Where the measurement of these directories is kept: one file for each drive, core and thread count, and device.
 
     `device`: what its rates depend on, as text.

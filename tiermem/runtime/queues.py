@@ -29,7 +29,7 @@ class BackwardThrottle:
         nbytes: Mapping[int, int],
         *,
         limit: int,
-        agreed: bool = False,
+        agreed: bool,
     ) -> None:
         """`nbytes`: what each unit keeps in memory from its gradient to the end of its update.
 

@@ -153,8 +153,8 @@ def open_storage(
     beginning: Beginning,
     budgets: Budgets,
     *,
-    device: Device | None = None,
-    alone: bool = True,
+    device: Device | None,
+    alone: bool,
 ) -> Storage:
     """Open the swap files (those of the commit to continue, verified, or new ones), reserve memory, start a pager.
 

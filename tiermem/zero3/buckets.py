@@ -22,7 +22,7 @@ class Bucket:
     `then`: whom to tell that no rank has more for the unit, if this one has not; `complete`: whether that is so.
     """
 
-    def __init__(self, shard: Shard, lease: Lease, present: Iterable[int] = ()) -> None:
+    def __init__(self, shard: Shard, lease: Lease, present: Iterable[int]) -> None:
         self.shard = shard
         self.lease = lease
         self.present = set(present)

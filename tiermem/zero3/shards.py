@@ -203,7 +203,7 @@ def copies_nbytes(numel: int, itemsize: int, copies: int) -> int:
     return 2 * -(-numel // copies) * copies * max(4, itemsize) if copies > 1 else 0
 
 
-def shards_of(layouts: Sequence[UnitLayout], rank: int, *, whole: bool = False, copies: int = 1) -> tuple[Shard, ...]:
+def shards_of(layouts: Sequence[UnitLayout], rank: int, *, whole: bool, copies: int) -> tuple[Shard, ...]:
     """The shards of one rank, by unit."""
     return tuple(Shard(layout, rank, whole, copies) for layout in layouts)
 
