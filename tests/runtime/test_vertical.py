@@ -252,6 +252,8 @@ def test_without_a_loss_micro_batches_are_keyword_arguments(tmp_path):
         assert same(gradient, runtime.gradient(model.lm_head.weight))
         with pytest.raises(tiermem.ConfigError, match="needs `loss=`"):
             runtime.forward_backward([torch.zeros(2)])
+        with pytest.raises(tiermem.TiermemError, match="give it labels"):
+            runtime.forward_backward([{"input_ids": batches[0]["input_ids"]}])
 
 
 class Counted:

@@ -217,8 +217,10 @@ def _model_loss(model: nn.Module, count: int) -> Loss:
                 f"a micro-batch of type {type(micro_batch).__name__} needs `loss=`; without it micro-batches are the "
                 "model's keyword arguments, and its output has a .loss"
             )
-        value: torch.Tensor = model(**micro_batch).loss / count
-        return value
+        value: torch.Tensor | None = model(**micro_batch).loss
+        if value is None:
+            raise TiermemError("expected a loss in the model's output, found none: give it labels, or pass `loss=`")
+        return value / count
 
     return loss
 
