@@ -96,7 +96,7 @@ def measure_machine(
         name=platform.node() or "this machine",
         source=f"measured {now}, {', '.join(filter(None, conditions))}",
         host=Host(
-            memory=_host_memory(directories),
+            memory=_host_memory(),
             cores=max(1, int(available_cores())),
             flops=products,
             update_rate=updates,
@@ -118,7 +118,7 @@ def with_room_now(machine: Machine, directories: Sequence[Path], config: Config)
     return replace(
         machine,
         device=None if device is None else replace(device, memory=device_room(config)),
-        host=replace(machine.host, memory=_host_memory(directories)),
+        host=replace(machine.host, memory=_host_memory()),
         drive=replace(machine.drive, capacity=free_together(directories)),
     )
 
@@ -143,8 +143,9 @@ def slower_together(dtype: torch.dtype, seconds: float = _SECONDS) -> tuple[floa
     return _beside(train_layer(dtype, _CPU, in_time(dtype, _CPU, ANY_LAYER, seconds)), _update(dtype), seconds)
 
 
-def _host_memory(directories: Sequence[Path]) -> int:
-    return resolve_host_memory(Config(swap_dirs=[str(directories[0])]), available_host_memory())
+def _host_memory() -> int:
+    """What "auto" takes of it; the directories are nobody's here."""
+    return resolve_host_memory(Config(swap_dirs=["."]), available_host_memory())
 
 
 def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECONDS, nbytes: int = _PROBE_BYTES) -> Drive:

@@ -250,7 +250,7 @@ def zero_rows(prediction: Prediction) -> list[ZeroRow]:
     return zero_table(
         prediction.workload.model_parameters,
         prediction.settings.ranks,
-        gpus_per_node=max(1, prediction.machine.ranks_per_node),
+        gpus_per_node=prediction.machine.ranks_per_node,
     )
 
 
