@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -153,7 +154,7 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         operation = _still_absent(plainly, args, lambda kind: kind.absence.kind_of(torch.Tensor))
     for absence in {type(each).absence: None for each in absent_in((*args, *kwargs.values()))}:  # type: ignore[attr-defined]
         if absence.answer is not None:
-            operation = _within(absence.answer, function, args, kwargs, operation)
+            operation = partial(absence.answer, function, args, kwargs, operation)
     return operation()
 
 
@@ -221,12 +222,6 @@ def _still_absent(plainly: Operation, args: Sequence[Any], kind_of: Callable[[An
         return made.as_subclass(kind_of(kind)) if issubclass(kind, _Absent) else made
 
     return operation
-
-
-def _within(
-    answer: Answer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inner: Operation
-) -> Operation:
-    return lambda: answer(function, args, kwargs, inner)
 
 
 def _refusal(what: str) -> CopyError:
