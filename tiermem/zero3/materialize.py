@@ -137,7 +137,8 @@ class Materializer:
         parameters: dict[int, nn.Parameter],
         absent: set[int],
     ) -> None:
-        if self.weights is not None and all(self._dtype(member) is not None for member in unit.members):
+        source = self.weights
+        if source is not None and all(source.dtype_of(each.names, each.parameter.dtype) for each in unit.members):
             self._write(layout, parameters, None)  # nothing to initialise, so one parameter at a time will do
             return
         aside: dict[int, torch.Tensor] = {}
@@ -186,9 +187,6 @@ class Materializer:
 
     def _load(self, member: Member, parameter: nn.Parameter) -> bool:
         return self.weights is not None and self.weights.fill(member.names, parameter.data)
-
-    def _dtype(self, member: Member) -> torch.dtype | None:
-        return self.weights.dtype_of(member.names, member.parameter.dtype) if self.weights is not None else None
 
     def _stream(self, slot: Slot, parameter: nn.Parameter) -> torch.Tensor:
         """The values of one parameter from the weights, in memory of their own."""
