@@ -1,8 +1,8 @@
 """What a user decides about a run.
 
 Owns the knobs, their defaults and their checks; `settings_file.py` reads and writes them. Does not know who uses
-them; the only question it asks the machine is in `resolve_device`. Guarantees that a Config that exists is valid,
-that every key given is understood, and that a saved Config loads equal.
+them; of the machine it asks whether names are of one directory, and in `resolve_device`. Guarantees that a Config that
+exists is valid, that every key given is understood, and that a saved Config loads equal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a run's swap files go, and whether they fit.
 
 Owns the choice of a directory when none is given, the arithmetic of free space, and the removal of that directory
-afterwards. Does not know what is written there. Guarantees that a disk too small is found before training starts and
-that only a directory made here is ever removed.
+afterwards; and the looks at where results are to be written. Does not know what is written there. Guarantees that a
+disk too small is found before training starts and that only a directory made here is ever removed.
 """
 
 from __future__ import annotations
