@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tiermem.errors import TiermemError
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.process import HomeProcess
 from tiermem.runtime.ledger import GradientLedger
 from tiermem.zero3.calls import Call, CallStack, Turn
@@ -255,5 +255,5 @@ def test_norms_are_asked_for_one_by_one_or_together() -> None:
 
 def test_without_a_scheduler_it_says_so() -> None:
     gatherer: Any = None
-    with pytest.raises(RuntimeError, match="before its scheduler was connected"):
+    with pytest.raises(InvariantError, match="before its scheduler was connected"):
         GradientLedger([0], gatherer).present(0)

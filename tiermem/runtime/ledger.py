@@ -50,7 +50,7 @@ class GradientLedger:
     def scheduler(self) -> GatherScheduler:
         """The source of gradients."""
         if self._scheduler is None:
-            raise RuntimeError("the ledger was used before its scheduler was connected")
+            raise InvariantError("the ledger was used before its scheduler was connected")
         return self._scheduler
 
     def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import ConfigError, TiermemError
+from tiermem.errors import ConfigError, InvariantError, TiermemError
 from tiermem.interrupts import call_out
 from tiermem.memory.heap import keep_freed_blocks
 from tiermem.runtime.house import House
@@ -204,7 +204,7 @@ class Passage:
     def result(self) -> torch.Tensor:
         """The loss, detached."""
         if self._result is None:
-            raise TiermemError("a micro-batch has no loss yet")
+            raise InvariantError("a micro-batch has no loss yet")
         return self._result
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tiermem.errands import Errands
-from tiermem.errors import TiermemError
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.future import Future
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, Timeline
@@ -280,7 +280,7 @@ class Conductor:
         for unit in sorted({each[1] for each in told if each[0] == Act.REDUCE}):
             senders = [each[0] == Act.REDUCE and each[1] == unit for each in told]
             if self._serve is None:
-                raise TiermemError("gradients came before anybody could take them; this is a bug in tiermem")
+                raise InvariantError("gradients came before anybody could take them; this is a bug in tiermem")
             self._serve(unit, operation.bucket if senders[self.collectives.rank] else None, senders)
 
     def _break(self, error: BaseException) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from tiermem.errors import TiermemError
+from tiermem.errors import InvariantError, TiermemError
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -211,7 +211,7 @@ def is_transformed() -> bool:
 
 
 def _unused(_: Any) -> Any:
-    raise TiermemError("these hooks are never active")
+    raise InvariantError("these hooks are never active")
 
 
 def moved(name: str) -> TiermemError:

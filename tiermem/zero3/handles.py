@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import TiermemError
+from tiermem.errors import InvariantError, TiermemError
 from tiermem.interrupts import call_out, empty_frames
 from tiermem.zero3.absent import is_absent
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, unseen, version
@@ -143,7 +143,7 @@ class _Scope:
     def active_pair(self) -> tuple[Pack, Unpack]:
         """The pair on torch's stack, until `leave`."""
         if self.pair is None:
-            raise TiermemError("saved-tensor hooks were left twice")
+            raise InvariantError("saved-tensor hooks were left twice")
         return self.pair
 
     def __call__(self, tensor: torch.Tensor) -> Any:
