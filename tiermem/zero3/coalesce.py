@@ -21,6 +21,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
+from tiermem.zero3.keep import nbytes_in
 
 # Beyond this a unit is worth its trouble: it takes a drive longer than the messages.
 _LARGEST = 1 << 20
@@ -70,7 +71,7 @@ def coalesced(
     groups: list[list[Part[M]]] = []
     open_nbytes, open_trained = 0, None  # of the last group, if it takes more
     for part in parts:
-        nbytes = sum(_nbytes(member.parameter, dtype) for member in part.members)
+        nbytes = sum(nbytes_in(dtype, member.parameter) for member in part.members)
         trained = {member.parameter.requires_grad for member in part.members}
         free = not part.kept and len(trained) == 1 and id(part.root) not in asked and shared[id(part.root)] == 1
         if free and groups and open_trained == trained and open_nbytes + nbytes <= most:
@@ -80,8 +81,3 @@ def coalesced(
             groups.append([part])
             open_nbytes, open_trained = nbytes, trained if free else None
     return groups
-
-
-def _nbytes(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
-    own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    return parameter.numel() * own.itemsize

@@ -55,20 +55,21 @@ class Keeping:
         return _below(model, list(keep))
 
 
+def nbytes_in(dtype: torch.dtype | None, parameter: nn.Parameter) -> int:
+    """Bytes of a parameter that becomes `dtype`, if it is a floating-point one; None: that stays as it is."""
+    own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return parameter.numel() * own.itemsize
+
+
 def _small(named: list[tuple[str, nn.Parameter]], size: int | str, dtype: torch.dtype) -> frozenset[int]:
     """The parameters that take at most so many bytes."""
     most = parse_bytes(size, f"keep={size!r}: ")
-
-    def nbytes(parameter: nn.Parameter) -> int:
-        kept = dtype if parameter.is_floating_point() else parameter.dtype
-        return parameter.numel() * kept.itemsize
-
-    found = frozenset(id(parameter) for _, parameter in named if nbytes(parameter) <= most)
+    found = frozenset(id(parameter) for _, parameter in named if nbytes_in(dtype, parameter) <= most)
     if named and not found:
-        name, least = min(named, key=lambda pair: nbytes(pair[1]))
+        name, least = min(named, key=lambda pair: nbytes_in(dtype, pair[1]))
         raise ConfigError(
             f"keep={size!r} keeps parameters of at most {exact_bytes(most)}, and the smallest, {name}, takes "
-            f"{nbytes(least)} bytes; give more, or leave keep= out"
+            f"{nbytes_in(dtype, least)} bytes; give more, or leave keep= out"
         )
     return found
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.coalesce import Part, coalesced
+from tiermem.zero3.keep import nbytes_in
 
 Wish = nn.Module | type[nn.Module] | str
 Wanted = Callable[[nn.Module], bool] | Iterable[Wish] | Wish | None
@@ -285,7 +286,7 @@ def _trained_and_frozen(members: Sequence[Member]) -> Iterator[tuple[tuple[Membe
 
 
 def _nbytes(members: Sequence[Member]) -> int:
-    return sum(member.parameter.numel() * member.parameter.dtype.itemsize for member in members)
+    return sum(nbytes_in(None, member.parameter) for member in members)
 
 
 def _places(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, list[Place]]:
