@@ -36,7 +36,7 @@ class Places:
     def units_of(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[int]:
         """The units of a parameter, of several, or of a module, whatever else was put into that after `offload`.
 
-        Raises ConfigError for a parameter of another model, a module without any of this one, and other things.
+        Raises ConfigError for a parameter of another model, a module that has only such, and other things.
         """
         if isinstance(what, nn.Module):
             parameters: Iterable[nn.Parameter] = list(what.parameters())
