@@ -73,7 +73,7 @@ class Blueprint:
         """Bytes of the largest parameters that pass through host memory beside a device, if it holds many times them.
 
         As many times as for parameters to be at home on the device. Zero otherwise: then no part of host memory can be
-        spared for them alone.
+        spared for them alone (`SlabArena`).
         """
         largest = max((rounded(size.param_nbytes) for size in self.sizes if not size.kept), default=0)
         roomy = self.host_nbytes - kept_nbytes(self.sizes) >= LARGEST * largest

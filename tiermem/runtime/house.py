@@ -50,7 +50,7 @@ from tiermem.runtime.plans import StepPlans
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
 from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
-from tiermem.runtime.storage import Budgets, Storage, open_storage
+from tiermem.runtime.storage import Storage, open_storage
 from tiermem.runtime.undo import choose_schedule, make_speculation
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
@@ -180,18 +180,12 @@ def build(
     `device`: instead of the one `config` names; the house closes it.
     """
     swap_nbytes = blueprint.swap_nbytes(wanted_copies(_update(config, company), commits=config.commits))
-    budgets = Budgets(
-        swap_nbytes,
-        blueprint.host_nbytes,
-        blueprint.footprint,
-        blueprint.device,
-        blueprint.kept,
-        beside_nbytes=blueprint.beside_nbytes,
-        passing_nbytes=blueprint.passing_nbytes,
-    )
+    alone = company.size == 1
     storage = company.together(
         "open its swap files",
-        lambda: open_storage(config, beginning, budgets, device=device or open_device(config), alone=company.size == 1),
+        lambda: open_storage(
+            config, beginning, blueprint, swap_nbytes, device=device or open_device(config), alone=alone
+        ),
         undo=lambda opened: opened.close(remove=opened.recovered is None),
     )
     try:

@@ -1,7 +1,8 @@
 """The lower floors of one run: swap space, arenas, device, pager.
 
-Owns their construction from a Config and their closing in reverse. Does not know modules or optimizers. Guarantees
-that what was opened is closed again if a later part fails, and that closing goes on after an error and then raises it.
+Owns their construction from a Config and the budgets of a Blueprint, and their closing in reverse. Does not know
+modules or optimizers. Guarantees that what was opened is closed again if a later part fails, and that closing goes on
+after an error and then raises it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from tiermem.pager.edges import Chain, device_chain, host_chain
 from tiermem.pager.extents import Extents, from_rows, page_key
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
-from tiermem.planner.device import DeviceFootprint
-from tiermem.planner.footprint import Footprint
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.rhythm import CommitRhythm
 from tiermem.stats import Counters, DriveStatistics, TierStatistics
 from tiermem.timeline import STEP_LANE, Timeline
@@ -37,35 +37,10 @@ _BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 
 @dataclass(frozen=True)
-class Budgets:
-    """Bytes of each tier, and how those of memory are shared out. `device`: None where there is no DEVICE tier.
-
-    `kept`: the units whose parameters stay in host memory by choice. `beside_nbytes`: host memory of the run
-    that is not for pages. `passing_nbytes`: of the largest page that only passes through it, see `SlabArena`.
-    """
-
-    swap_nbytes: int
-    host_nbytes: int
-    host: Footprint
-    device: DeviceFootprint | None = None
-    kept: frozenset[int] = frozenset()
-    beside_nbytes: int = 0
-    passing_nbytes: int = 0
-
-    def appetites(self) -> dict[Tier, Appetite]:
-        """How far the pager looks ahead on each tier."""
-        host = self.host
-        appetites = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lead)}
-        if self.device is not None:
-            appetites[Tier.DEVICE] = Appetite(look_ahead=self.device.look_ahead, reserve=self.device.reserve)
-        return appetites
-
-
-@dataclass(frozen=True)
 class Storage:
     """Where bytes live, and who moves them.
 
-    `recovered`: the commit this run continues, None if it began anew. `beside_nbytes`: as `Budgets` has them.
+    `recovered`: the commit this run continues, None if it began anew. `beside_nbytes`: as `Blueprint` has them.
     """
 
     space: SwapSpace
@@ -151,15 +126,16 @@ def close_all(actions: list[Callable[[], None]]) -> None:
 def open_storage(
     config: Config,
     beginning: Beginning,
-    budgets: Budgets,
+    blueprint: Blueprint,
+    swap_nbytes: int,
     *,
     device: Device | None,
     alone: bool,
 ) -> Storage:
     """Open the swap files (those of the commit to continue, verified, or new ones), reserve memory, start a pager.
 
-    `device`: where the DEVICE tier is; it is closed with the storage, also if opening fails. `alone`: whether nobody
-    waits for this process while it commits.
+    `blueprint`: whose budgets of memory these are. `device`: where the DEVICE tier is; it is closed with the storage,
+    also if opening fails. `alone`: whether nobody waits for this process while it commits.
 
     Raises:
         ConfigError: direct I/O was insisted on, and is refused or what the backend does not do.
@@ -167,21 +143,23 @@ def open_storage(
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
     try:
-        return _open(config, beginning, budgets, device, alone=alone)
+        return _open(config, beginning, blueprint, swap_nbytes, device, alone=alone)
     except BaseException:
         if device is not None:
             device.close()
         raise
 
 
-def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device | None, *, alone: bool) -> Storage:
+def _open(
+    config: Config, beginning: Beginning, blueprint: Blueprint, swap_nbytes: int, device: Device | None, *, alone: bool
+) -> Storage:
     if config.direct is True and config.io_backend == "aiofiles":
         raise ConfigError("direct=True, but io_backend='aiofiles' goes through the page cache; use 'threads'")
     timeline = Timeline(capacity=_TIMELINE_EVENTS)
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
     rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
-    space = _open_space(config, beginning, budgets.swap_nbytes)
+    space = _open_space(config, beginning, swap_nbytes)
     resumed = beginning.manifest is not None
     try:
         if config.direct is True and not space.direct:
@@ -194,30 +172,39 @@ def _open(config: Config, beginning: Beginning, budgets: Budgets, device: Device
             compare=config.verify == "always",
             plain=_claim_plain(space, recovered) if recovered else None,
         )
-        chain = _make_chain(config, budgets, device, extents)
+        chain = _make_chain(config, blueprint, device, extents)
         try:
-            pager = Pager(chain, budgets.appetites(), counters=counters, timeline=timeline)
+            pager = Pager(chain, _appetites(blueprint), counters=counters, timeline=timeline)
         except BaseException:
             close_all([arena.close for arena in chain.arenas.values()])
             raise
     except BaseException:
         space.close(remove=not resumed)
         raise
-    beside = budgets.beside_nbytes
+    beside = blueprint.beside_nbytes
     return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, rhythm, beside)
 
 
-def _make_chain(config: Config, budgets: Budgets, device: Device | None, extents: Extents) -> Chain:
-    if device is None or budgets.device is None:
-        return host_chain(HostArena(budgets.host_nbytes, poison=config.poison), extents, kept=budgets.kept)
-    host = device.make_host_arena(budgets.host_nbytes, poison=config.poison, passing=budgets.passing_nbytes)
+def _appetites(blueprint: Blueprint) -> dict[Tier, Appetite]:
+    """How far the pager looks ahead on each tier."""
+    host, device = blueprint.footprint, blueprint.device
+    appetites = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lead)}
+    if device is not None:
+        appetites[Tier.DEVICE] = Appetite(look_ahead=device.look_ahead, reserve=device.reserve)
+    return appetites
+
+
+def _make_chain(config: Config, blueprint: Blueprint, device: Device | None, extents: Extents) -> Chain:
+    if device is None or blueprint.device is None:
+        return host_chain(HostArena(blueprint.host_nbytes, poison=config.poison), extents, kept=blueprint.kept)
+    host = device.make_host_arena(blueprint.host_nbytes, poison=config.poison, passing=blueprint.passing_nbytes)
     try:
-        top = device.make_arena(budgets.device.nbytes, poison=config.poison)
+        top = device.make_arena(blueprint.device.nbytes, poison=config.poison)
     except BaseException:
         host.close()
         raise
-    settled = frozenset(budgets.device.settled)
-    return device_chain(host, top, device, extents, settled=settled, kept=budgets.kept)
+    settled = frozenset(blueprint.device.settled)
+    return device_chain(host, top, device, extents, settled=settled, kept=blueprint.kept)
 
 
 def _open_space(config: Config, beginning: Beginning, nbytes: int) -> SwapSpace:
