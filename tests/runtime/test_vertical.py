@@ -7,6 +7,8 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.pager.pager import Pager
 from tiermem.planner.footprint import PASSING
 from tiermem.runtime import exchanges
+from tiermem.runtime.company import alone
 from tiermem.zero3.norms import team_loops
+from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.waiting import Waiting
 
 UPDATES = ("step", "forward", "backward")
@@ -141,6 +145,17 @@ def test_also_in_the_least_budget(update, tmp_path):
 
 def test_also_with_clipping(tmp_path):
     compare(*MODELS["dropout and running means"], tmp_path, update="forward", clip=0.1)
+
+
+@pytest.mark.parametrize(("place", "capacity"), [("cpu", 25), ("cuda", 0)])
+def test_gradients_wait_for_the_next_ones_in_host_memory_only(place, capacity):
+    """Nor are the loops compiled by which the two would be added: for gradients on a device there are none."""
+    blueprint: Any = SimpleNamespace(shards=(), layouts=(), hold_tiles=True, apart=frozenset(), host_nbytes=100)
+    storage: Any = SimpleNamespace(pager=None, torch_device=torch.device(place))
+    nobody: Any = None
+    _, gradients = exchanges.open_exchanges(blueprint, [], storage, alone(), nobody, nobody)
+    assert isinstance(gradients, GradientStore)
+    assert gradients._waiting.capacity == capacity
 
 
 @pytest.mark.parametrize(("pairing", "update"), in_turn([4, 1 << 40], ["auto", "forward"]))

@@ -23,7 +23,7 @@ from tiermem.zero3.sources import Access, LocalUnits, RankUnits, UnitSource
 from tiermem.zero3.whole import WholeUnits
 
 # Of the host budget, for gradients that wait beside it for those of the next micro-batch: a unit's, for whose
-# parameters and gradients twice as much has to be in the budget anyway.
+# parameters and gradients twice as much has to be in the budget anyway. Those on a device do not wait.
 _PAIRING = 4
 
 
@@ -40,7 +40,7 @@ def open_exchanges(
     if company.size == 1:
         hold_tiles = blueprint.hold_tiles
         apart = blueprint.apart if hold_tiles else frozenset()
-        pairing = blueprint.host_nbytes // _PAIRING
+        pairing = blueprint.host_nbytes // _PAIRING if storage.torch_device.type == "cpu" else 0
         gradients = GradientStore(
             pager, blueprint.layouts, parameters, hold_tiles=hold_tiles, apart=apart, pairing_nbytes=pairing
         )
