@@ -516,6 +516,15 @@ def test_what_fails_before_a_run_is_replaced_leaves_its_commit(tmp_path: Path, m
     def over_quota(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
+    class Denied:
+        def __init__(self, *_: object, **__: object) -> None:
+            raise tiermem.CapacityError("the system denied it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "HostArena", Denied)
+        with pytest.raises(tiermem.CapacityError, match="denied"):
+            Training(make_config(tmp_path, overwrite=True))
+
     with monkeypatch.context() as patch:
         patch.setattr(swap.SystemCalls, "fallocate", over_quota)
         with pytest.raises(swap.SwapFullError, match="quota"):

@@ -890,7 +890,7 @@ def test_what_was_opened_is_closed_where_a_thread_cannot_be_started(tmp_path, mo
     gc.collect()  # an event loop that nobody has closed would say so
     assert list(tmp_path.iterdir()) == []
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
-    assert len(arenas) == (refused == "tiermem-pager") * (1 + ("device" in settings))
+    assert len(arenas) == (refused != "tiermem-copy-down") * (1 + ("device" in settings))
     for arena in arenas:
         with pytest.raises(InvariantError):  # closed
             arena.allocate(1)

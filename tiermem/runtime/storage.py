@@ -7,7 +7,7 @@ after an error and then raises it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -159,27 +159,33 @@ def _open(
     counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
     rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
-    space = _open_space(config, beginning, swap_nbytes)
     resumed = beginning.manifest is not None
+    # Before the files: a run that does not get its memory takes nothing from the one before. In a resume behind the
+    # look at all bytes, which needs memory of its own.
+    arenas = [] if resumed else _make_arenas(config, blueprint, device)
     try:
-        if config.direct is True and not space.direct:
-            raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
-        recovered = _recover(config, space, store, beginning.generation) if resumed else None
-        extents = Extents(
-            space,
-            recovered.generations if recovered else None,
-            likely=rhythm.likely if config.commits or resumed else lambda: False,
-            compare=config.verify == "always",
-            plain=_claim_plain(space, recovered) if recovered else None,
-        )
-        chain = _make_chain(config, blueprint, device, extents)
+        space = _open_space(config, beginning, swap_nbytes)
         try:
+            if config.direct is True and not space.direct:
+                raise ConfigError(
+                    "direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive"
+                )
+            recovered = _recover(config, space, store, beginning.generation) if resumed else None
+            extents = Extents(
+                space,
+                recovered.generations if recovered else None,
+                likely=rhythm.likely if config.commits or resumed else lambda: False,
+                compare=config.verify == "always",
+                plain=_claim_plain(space, recovered) if recovered else None,
+            )
+            arenas = arenas or _make_arenas(config, blueprint, device)
+            chain = _make_chain(arenas, blueprint, device, extents)
             pager = Pager(chain, _appetites(blueprint), counters=counters, timeline=timeline)
         except BaseException:
-            close_all([arena.close for arena in chain.arenas.values()])
+            space.close(remove=not resumed)
             raise
     except BaseException:
-        space.close(remove=not resumed)
+        close_all([arena.close for arena in arenas])
         raise
     beside = blueprint.beside_nbytes
     return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, rhythm, beside)
@@ -194,17 +200,23 @@ def _appetites(blueprint: Blueprint) -> dict[Tier, Appetite]:
     return appetites
 
 
-def _make_chain(config: Config, blueprint: Blueprint, device: Device | None, extents: Extents) -> Chain:
+def _make_arenas(config: Config, blueprint: Blueprint, device: Device | None) -> list[Arena]:
+    """That of HOST, and where there is a device, its own."""
     if device is None or blueprint.device is None:
-        return host_chain(HostArena(blueprint.host_nbytes, poison=config.poison), extents, kept=blueprint.kept)
+        return [HostArena(blueprint.host_nbytes, poison=config.poison)]
     host = device.make_host_arena(blueprint.host_nbytes, poison=config.poison, passing=blueprint.passing_nbytes)
     try:
-        top = device.make_arena(blueprint.device.nbytes, poison=config.poison)
+        return [host, device.make_arena(blueprint.device.nbytes, poison=config.poison)]
     except BaseException:
         host.close()
         raise
+
+
+def _make_chain(arenas: Sequence[Arena], blueprint: Blueprint, device: Device | None, extents: Extents) -> Chain:
+    if device is None or blueprint.device is None:
+        return host_chain(arenas[0], extents, kept=blueprint.kept)
     settled = frozenset(blueprint.device.settled)
-    return device_chain(host, top, device, extents, settled=settled, kept=blueprint.kept)
+    return device_chain(arenas[0], arenas[1], device, extents, settled=settled, kept=blueprint.kept)
 
 
 def _open_space(config: Config, beginning: Beginning, nbytes: int) -> SwapSpace:
