@@ -170,6 +170,32 @@ def test_every_field_of_a_wrong_kind_is_a_documented_error(tmp_path: Path) -> No
     assert survived < rounds * 2 / 3
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("dtype", "expected a dtype of torch, found 'elsewhere'"),
+        ("tensor", "expected tensor 'elsewhere' of .* found none"),
+        ("another tensor", r"expected tensor .* as the manifest says, found \[\d+\] of torch.float32"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_files_is_a_format_error(tmp_path: Path, field: str, said: str) -> None:
+    path = made(tmp_path) / NAME
+    whole = json.loads(path.read_text())
+    trained = [kept for kept in whole["body"]["kept"] if kept["kind"] == "trained"]
+    piece = trained[0]["planes"]["master"][0]  # file, tensor, first, count, checksum
+    if field == "dtype":
+        trained[0]["dtype"] = "elsewhere"
+    else:
+        pieces = [kept["planes"]["master"][0] for kept in trained]
+        other = next(each[1] for each in pieces if each[3] != piece[3])
+        piece[1] = "elsewhere" if field == "tensor" else other
+    body = json.dumps(whole["body"], separators=(",", ":")).encode()
+    whole["checksum"] = xxhash.xxh3_64_hexdigest(body)
+    path.write_text(json.dumps(whole, separators=(",", ":")))
+    with pytest.raises(swap.FormatError, match=said):
+        open_snapshot(path.parent)
+
+
 def test_a_deep_manifest(tmp_path: Path) -> None:
     for text in (b"", b"{", b"[" * 200_000, b"null", b"\xff", b'{"format":"tiermem-snapshot","version":2}'):
         with pytest.raises(swap.FormatError, match="to be the manifest"):
