@@ -585,6 +585,23 @@ def test_a_capacity_error_says_whether_there_is_room_in_bytes_but_not_in_one_pie
     assert ("There is room in bytes, but not in one piece" in str(demand.error)) == between
 
 
+def test_a_capacity_error_does_not_take_addresses_that_are_denied_for_a_budget_that_is_too_small() -> None:
+    class Scattered(SteppedArena):
+        """The system denies addresses for another piece of 20 bytes, as `ulimit -v` has it do."""
+
+        def allocate(self, nbytes: int) -> Any:
+            return None if nbytes == 20 else super().allocate(nbytes)
+
+    bench = Bench(30, arena=Scattered, reserve=0)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20, saved=True)
+    demand = Asked(bench, [large], READ, Lane.COMPUTE, HOST)
+    bench.settle()
+    assert bench.service.resolve_standstill()
+    assert isinstance(demand.error, CapacityError)
+    assert "HOST has no room for 20 bytes" in str(demand.error)
+    assert str(demand.error).endswith("denied addresses: raise `ulimit -v`, or lower the budget")
+
+
 def test_a_page_that_never_fits_is_refused_when_it_is_made_known() -> None:
     bench = Bench(30, device=20)
     with pytest.raises(CapacityError, match="25 bytes on DEVICE"):

@@ -289,11 +289,17 @@ class Service:
         by_choice = f", {kept} bytes kept there by choice (keep fewer)" if kept else ""
         lacking = (page for page in request.lacking if _lacks_room(page, tier))
         scattered = any(self._room.is_scattered(page, tier) for page in lacking)
-        piece = "There is room in bytes, but not in one piece: what is leased lies between. " if scattered else ""
+        advice = f"Raise the budget of {tier.name}, or make the units smaller"
+        if scattered:
+            advice = f"There is room in bytes, but not in one piece: what is leased lies between. {advice}"
+        elif tier is Tier.HOST and needed <= arena.capacity - arena.reserved:
+            advice = (
+                "There is room in bytes, but the system has denied addresses: raise `ulimit -v`, or lower the budget"
+            )
         return CapacityError(
             f"{tier.name} has no room for {needed} bytes ({request.lacking[0].key}): budget {arena.capacity}, reserved "
             f"{arena.reserved}, high-water mark {arena.high_water} bytes; leased: {holders or 'nothing'}{by_choice}. "
-            f"{piece}Raise the budget of {tier.name}, or make the units smaller"
+            f"{advice}"
         )
 
 
