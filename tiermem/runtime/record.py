@@ -49,10 +49,10 @@ def layout_record(
 
 def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
-    for name in ("world_size", "copies", "stage", "param_dtype", "moments", "kept", "coalesce", "tile_numel"):
-        if committed.get(name) != here[name]:
+    for name, value in here.items():
+        if name != "units" and committed.get(name) != value:
             snapshot = ", from a snapshot of it (resume=path)" if name == "world_size" else ""
-            raise _differs(name, committed.get(name), here[name], snapshot)
+            raise _differs(name, committed.get(name), value, snapshot)
     there, mine = committed["units"], here["units"]
     for (name, slots), (own_name, own_slots) in zip(there, mine, strict=False):
         if name != own_name:
