@@ -25,7 +25,7 @@ from train_step import DRIVE, IDEAL
 from tiermem.cli.bench_plot import draw
 from tiermem.cli.live import WIDTH, render
 from tiermem.cli.plan import PlanOptions, plan
-from tiermem.cli.plan_plot import import_pyplot, plot_plan
+from tiermem.cli.plan_plot import plot_plan
 from tiermem.cli.report import StepReport
 from tiermem.config import Config
 from tiermem.memory.sizes import format_bytes
@@ -106,10 +106,12 @@ def plan_of(parameters: str, machine: str) -> Prediction:
 
 def side_by_side(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a PNG of runs that `train_step.py` made: for each workload, seconds of a step and memory above imports."""
-    plt = import_pyplot()
+    from matplotlib.figure import Figure
+
     good = [run for run in runs if run["error"] is None and run["contender"] != DRIVE]
     workloads = list(dict.fromkeys(run["workload"] for run in good))
-    figure, rows = plt.subplots(len(workloads), 2, figsize=(11, 2.6 * len(workloads)), squeeze=False)
+    figure = Figure(figsize=(11, 2.6 * len(workloads)))
+    rows = figure.subplots(len(workloads), 2, squeeze=False)
     for (time, memory), workload in zip(rows, workloads, strict=True):
         own = [run for run in good if run["workload"] == workload]
         for name in list(dict.fromkeys(run["contender"] for run in own))[::-1]:
@@ -132,13 +134,14 @@ def side_by_side(runs: Sequence[dict[str, Any]], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def step_timeline(cases: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a PNG of what `step_timeline.py` looked at: rates, waiting and updating in the course of a step."""
-    plt = import_pyplot()
-    figure, rows = plt.subplots(len(cases), 1, figsize=(10, 2.8 * len(cases)), squeeze=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.8 * len(cases)))
+    rows = figure.subplots(len(cases), 1, squeeze=False)
     for (axes,), case in zip(rows, cases, strict=True):
         slices = case["slices"]
         times = [(each["start"] + each["end"]) / 2 for each in slices]
@@ -162,7 +165,6 @@ def step_timeline(cases: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("seconds", fontsize=8)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def live_view(report: dict[str, Any]) -> str:

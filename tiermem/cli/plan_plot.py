@@ -9,6 +9,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from tiermem.cli.disk import check_plot
 from tiermem.errors import ConfigError
 from tiermem.output_file import write_whole
 from tiermem.planner.predict import Prediction
@@ -21,8 +22,11 @@ def plot_plan(prediction: Prediction, path: Path) -> None:
     simulation = prediction.simulation
     if simulation is None:
         raise ConfigError("a plan that does not fit has no step to draw; leave --plot out")
-    plt = import_pyplot()
-    figure, (step, relief) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    step, relief = figure.subplots(1, 2)
     bars = {
         "step": (simulation.seconds, _GREY),
         "computation runs": (simulation.computing, _GREEN),
@@ -40,19 +44,6 @@ def plot_plan(prediction: Prediction, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
     write_whole(path, drawn.getvalue())
-    plt.close(figure)
-
-
-def import_pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files. Raises ConfigError if it is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'tiermem[plots]'") from error
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _bars(axes: Any, bars: dict[str, tuple[float, str]]) -> None:
