@@ -66,6 +66,16 @@ def test_home_is_expanded_in_paths_only() -> None:
     assert config.to_dict()["swap_dirs"] == ["~/run"]
 
 
+def test_a_home_that_is_not_there_is_a_name_like_any_other() -> None:
+    path = Path("~nobody-has-this-name/run.toml")
+    config = Config(swap_dirs=path)
+    assert config.swap_paths == (path,)
+    with pytest.raises(ConfigError, match=f"cannot read settings from {path}"):
+        Config.load(path)
+    with pytest.raises(FileNotFoundError, match=str(path)):
+        config.save(path)
+
+
 @pytest.mark.parametrize(
     ("knob", "value", "message"),
     [

@@ -134,8 +134,8 @@ class Config:
 
     @property
     def swap_paths(self) -> tuple[Path, ...]:
-        """`swap_dirs` as paths, "~" expanded."""
-        return tuple(Path(directory).expanduser() for directory in cast("tuple[str, ...]", self.swap_dirs))
+        """`swap_dirs` as paths, "~" expanded, if there is such a home: else `Path.expanduser` would raise."""
+        return tuple(Path(os.path.expanduser(directory)) for directory in cast("tuple[str, ...]", self.swap_dirs))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:

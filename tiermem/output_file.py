@@ -24,7 +24,7 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
     Raises OSError naming path and bytes.
     """
     whole = data.encode("utf-8") if isinstance(data, str) else data
-    target = Path(path).expanduser()
+    target = Path(os.path.expanduser(path))
     try:
         if _is_replaceable(target):
             _replace(_followed(target), whole)

@@ -22,7 +22,7 @@ def settings_path(path: object) -> Path:
     given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(given, str):
         raise ConfigError(f"expected the path of a settings file (.toml or .json), found {type(path).__name__}")
-    return Path(given).expanduser()
+    return Path(os.path.expanduser(given))
 
 
 def read_settings(file: Path) -> dict[str, Any]:

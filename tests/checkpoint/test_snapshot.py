@@ -353,5 +353,6 @@ def test_folders_that_are_no_snapshot(tmp_path: Path) -> None:
     with pytest.raises(tiermem.ResumeError, match="expected a snapshot"):
         Training(new_config(tmp_path / "run"), resume=tmp_path / "empty")
     for error in (tiermem.ConfigError, tiermem.ResumeError):  # a wrong setting, and nothing to continue from
-        with pytest.raises(error, match="or the folder of a snapshot"):
-            Training(new_config(tmp_path / "run"), resume=tmp_path / "nothing")
+        for nothing in (tmp_path / "nothing", "~nobody-has-this-name/nothing"):
+            with pytest.raises(error, match="or the folder of a snapshot"):
+                Training(new_config(tmp_path / "run"), resume=nothing)

@@ -43,7 +43,7 @@ from tiermem.memory.heap import return_large_blocks
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.tiers import Tier
 from tiermem.runtime.commits import PendingCommit
-from tiermem.settings_file import read_settings
+from tiermem.settings_file import read_settings, settings_path
 from tiermem.stats import StepStatistics
 from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
@@ -309,7 +309,7 @@ def named_directories(file: Path | None, directories: Sequence[Path]) -> Sequenc
 
     Raises `ConfigError` for a file that cannot be read, or used where it is the one that names them.
     """
-    if directories or file is None or "swap_dirs" not in read_settings(file.expanduser()):
+    if directories or file is None or "swap_dirs" not in read_settings(settings_path(file)):
         return directories
     return tiermem.Config.load(file).swap_paths
 

@@ -134,7 +134,7 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
 
 def _folder(resume: object) -> Path | None:
     """The folder that `resume` names; None: it names none. An empty text is not the one the program runs in."""
-    path = Path(resume).expanduser() if isinstance(resume, (str, os.PathLike)) and resume != "" else None
+    path = Path(os.path.expanduser(resume)) if isinstance(resume, (str, os.PathLike)) and resume != "" else None
     return path if path is not None and path.is_dir() else None
 
 
