@@ -29,10 +29,9 @@ from tiermem.zero3.cuts import Arguments, Cuts
 from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
 from tiermem.zero3.fibers import OwnStack, OwnThread
 from tiermem.zero3.lockstep import Lockstep, RunIn
-from tiermem.zero3.thread_state import put_thread_aside
+from tiermem.zero3.thread_state import KINDS, put_thread_aside
 
 Loss = Callable[[Any], torch.Tensor]
-_AUTOCAST = ("cpu", "cuda")
 
 
 def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | None) -> list[torch.Tensor]:
@@ -94,7 +93,7 @@ class Surroundings:
         self._threads = torch.get_num_threads()
         self._device = torch.get_default_device()  # programs set one for good, at their beginning
         self._cache = torch.is_autocast_cache_enabled()
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST]
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in KINDS]
         # A new thread has the first device and that one's default stream, whatever the caller has chosen.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.current_stream() if in_use else None

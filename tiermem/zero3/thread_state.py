@@ -16,7 +16,7 @@ import torch
 
 from tiermem.zero3.engine import moved, pop_hooks, push_hooks, top_hooks
 
-_KINDS = ("cpu", "cuda")
+KINDS = ("cpu", "cuda")  # of devices that autocast is switched on for, each by itself
 
 
 def put_thread_aside() -> Callable[[], None]:
@@ -54,7 +54,7 @@ def _switches() -> list[tuple[Callable[[Any], Any], Callable[[], Any], Any]]:
         (_core("_set_fwd_grad_enabled"), _core("_is_fwd_grad_enabled"), True),
         (torch.autograd.set_multithreading_enabled, torch.autograd.is_multithreading_enabled, True),
         (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled, True),
-        *((_setter(kind), _getter(kind), (False, torch.get_autocast_dtype(kind))) for kind in _KINDS),
+        *((_setter(kind), _getter(kind), (False, torch.get_autocast_dtype(kind))) for kind in KINDS),
     ]
 
 
