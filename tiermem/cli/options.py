@@ -35,7 +35,7 @@ def path_option(name: str, *more: str, help: str) -> Any:  # noqa: A002 - typer'
 
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps in all, resumed ones included.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")]
 Seq = Annotated[int, typer.Option("--seq", min=2, help="Tokens in a sequence.")]
 Accumulate = Annotated[
