@@ -174,9 +174,12 @@ def test_the_default_swap_directory_is_removed_afterwards(plain_core: Any, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_swap_directory_stays_when_asked_to(tmp_path: Path) -> None:
+def test_the_default_swap_directory_stays_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is not of the user's choice, and a resume needs it."""
     assert main.run([*SHORT, "--keep"]) == 0
-    assert len(list(tmp_path.iterdir())) == 1
+    (made,) = tmp_path.iterdir()
+    said = f"the run is kept in {made}: --resume --swap-dir {made.name} goes on from there"
+    assert capsys.readouterr().err.splitlines()[-1] == said
 
 
 def test_gradient_checkpointing_and_a_timeline(tmp_path: Path) -> None:

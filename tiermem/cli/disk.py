@@ -7,10 +7,10 @@ disk too small is found before training starts and that only a directory made he
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +37,8 @@ def swap_directories(
 
     `once`: has one of several processes make the new one for all (`Launch.once`), each of which removes what is its
     own, and the last one the directory: what they commit belongs together.
+
+    Where a single process has committed something in it, stderr says under which name it stays.
     """
     if given:
         for directory in given:
@@ -49,8 +51,11 @@ def swap_directories(
     finally:
         if keep or once is not None:
             remove_uncommitted(made)
-            with contextlib.suppress(OSError):  # not empty: something was committed
+            try:
                 made.rmdir()
+            except OSError:  # not empty: something was committed
+                if once is None:  # of several processes, one that is through finds what the others have yet to remove
+                    sys.stderr.write(f"the run is kept in {made}: --resume --swap-dir {made.name} goes on from there\n")
         else:
             shutil.rmtree(made, ignore_errors=True)
 
