@@ -21,7 +21,7 @@ OTHERS = ["trainer_best", "trainer_killed", "trainer_alone", "trainer_generates"
 
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    jobs = [(2, [*STAGES, *OTHERS])]
+    jobs = [(2, [*STAGES, *OTHERS]), (3, ["trainer_stage_3", "trainer_killed"])]
     return run_jobs(warm_python, tmp_path_factory.mktemp("trainers"), jobs)
 
 
@@ -66,6 +66,19 @@ def test_a_run_that_is_broken_off_again_and_again(reports: Reports) -> None:
     for each, whole in zip(values(reports[2, "trainer_killed"]), values(reports[2, "trainer_stage_3"]), strict=True):
         same_end(each["run"], whole["found"])
         assert each["left"] == ["checkpoint-5"]
+
+
+def test_three_ranks(reports: Reports) -> None:
+    """Sums of three are rounded in the order they are taken in, which is not DDP's; a resume keeps to its own."""
+    wholes, broken = values(reports[3, "trainer_stage_3"]), values(reports[3, "trainer_killed"])
+    for each, resumed in zip(wholes, broken, strict=True):
+        found, expected = each["found"], each["expected"]
+        for line, other in zip(found.history, expected.history, strict=True):
+            assert line == pytest.approx(other, rel=1e-5)
+        torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-5)
+        assert [line["eval_rows"] for line in found.history if "eval_loss" in line] == [11, 11], "none twice"
+        same_end(resumed["run"], found)
+        assert resumed["left"] == ["checkpoint-5"]
 
 
 def test_what_the_others_are_told(reports: Reports) -> None:
