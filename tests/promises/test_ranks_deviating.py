@@ -219,7 +219,10 @@ def test_a_rank_that_hangs_and_keeps_the_store_holds_nobody_up(warm_python: Warm
             program.kill()
             program.communicate()
     assert "tiermem.errors.TiermemError: rank 1 cannot go on without the others" in said
-    assert "no word from rank 0: it has died, hangs or is busy for longer than stall_timeout=6 s" in said
+    assert (
+        "no word from rank 0: it has died, hangs, is busy or waits elsewhere for longer than stall_timeout=6 s" in said
+    )
+    assert "synced_gpus=True" in said
 
 
 def test_models_and_settings_that_differ_are_refused_before_anything_is_touched(reports):

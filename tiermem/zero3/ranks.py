@@ -206,8 +206,9 @@ class Ranks:
         silent = [rank for rank in range(self.size) if rank not in words and rank != self.rank]
         if silent:
             told.append(
-                f"no word from rank {', '.join(map(str, silent))}: it has died, hangs or is busy for longer than "
-                f"stall_timeout={self._timeout:g} s"
+                f"no word from rank {', '.join(map(str, silent))}: it has died, hangs, is busy or waits elsewhere for "
+                f"longer than stall_timeout={self._timeout:g} s (as where it has generated fewer tokens than others: "
+                "model.generate(synced_gpus=True))"
             )
         lost = [f"rank {rank} has {word}" for rank, word in words.items()]
         why = "; ".join(
