@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno as errno_names
 import os
+from collections.abc import Callable
 from typing import Any
 
 # By which a system says that a file cannot grow: the disk, a quota, or the limit of a file's size.
@@ -143,10 +144,15 @@ class DirectIOWarning(RuntimeWarning):
     """A file system refuses O_DIRECT; transfers go through the page cache, slower and outside the memory budget."""
 
 
-def why_full(code: int, *, needed: int, free: int) -> str:
-    """What the system says by `code`, and what it may mean where `needed` bytes would have fitted into `free`."""
+def why_full(free_bytes: Callable[[], int], code: int, needed: int) -> str:
+    """What is free where `needed` bytes did not fit, what the system says by `code`, and what that may mean."""
+    said = os.strerror(code)
+    try:
+        free = free_bytes()
+    except OSError:
+        return f"how many bytes are free there cannot be found out ({said})"
     fits = code == errno_names.ENOSPC and free > needed + _BOOKKEEPING
-    return os.strerror(code) + (", perhaps no inodes: see `df -i`" if fits else "")
+    return f"{free} bytes are free there ({said}{', perhaps no inodes: see `df -i`' if fits else ''})"
 
 
 def no_thread(purpose: str, error: RuntimeError) -> SwapError:

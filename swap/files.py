@@ -22,7 +22,7 @@ from typing import Self
 from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
-from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError
+from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError, why_full
 from swap.file_systems import file_system_of
 from swap.intact import has_all_blocks, require_intact
 from swap.locks import DirectoryLock, close_descriptor, in_use
@@ -270,14 +270,11 @@ class SwapFile:
             return False
 
     def _full(self, error: OSError) -> SwapFullError:
-        try:
-            free = f"{self._system.free_bytes(os.path.dirname(self.path) or '.')} bytes are free there"
-        except OSError:
-            free = "how many are free there cannot be found out"
-        needed = DATA_OFFSET + self.nbytes
+        needed, folder = DATA_OFFSET + self.nbytes, os.path.dirname(self.path) or "."
+        why = why_full(partial(self._system.free_bytes, folder), error.errno or errno.ENOSPC, needed)
         return SwapFullError(
-            f"cannot reserve {needed} bytes for {self.path!r}: {free} "
-            f"({os.strerror(error.errno or errno.ENOSPC)}); free some, raise the limit, or add another directory"
+            f"cannot reserve {needed} bytes for {self.path!r}: {why}; free some, raise the limit, or add another "
+            "directory"
         )
 
     def _truncate(self, nbytes: int) -> None:

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import stat
+from functools import partial
 from typing import Any
 
 from swap import manifest as format_of
@@ -161,13 +162,6 @@ class ManifestFiles:
                 raise SwapIOError("write", path, length=len(left), detail="the device takes no more")
             done += moved
 
-    def _free(self, code: int, needed: int) -> str:
-        try:
-            free = self._system.free_bytes(self.directory)
-        except OSError:
-            return "how many are free cannot be found out"
-        return f"{free} bytes are free ({why_full(code, needed=needed, free=free)})"
-
     @contextlib.contextmanager
     def _reporting(self, operation: str, path: str, length: int = 0) -> Any:
         try:
@@ -177,9 +171,9 @@ class ManifestFiles:
         except OSError as error:
             code = error.errno or errno.EIO
             if code in NO_SPACE:
+                why = why_full(partial(self._system.free_bytes, self.directory), code, length)
                 raise SwapFullError(
-                    f"no room for a manifest of {length} bytes in {self.directory!r}: {self._free(code, length)}; the "
-                    "commit before holds"
+                    f"no room for a manifest of {length} bytes in {self.directory!r}: {why}; the commit before holds"
                 ) from error
             raise SwapIOError(operation, path, length=length, errno=code) from error
 

@@ -681,7 +681,7 @@ def test_what_is_free_cannot_be_found_out(tmp_path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     system.free_bytes = fails  # type: ignore[method-assign]
-    with pytest.raises(SwapFullError, match="how many are free there cannot be found out"):
+    with pytest.raises(SwapFullError, match="how many bytes are free there cannot be found out"):
         open_file(tmp_path, system=system)
     system.always("fallocate", errno.EOPNOTSUPP)
     file = open_file(tmp_path, system=system)  # nor reserved: writing will tell

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -154,19 +155,11 @@ def reporting(
         if code in NO_SPACE:
             nbytes = needed or length
             size = f" of {nbytes} bytes" if nbytes else ""
+            why = why_full(partial(system.free_bytes, os.fspath(path.parent)), code, nbytes)
             raise SwapFullError(
-                f"no room for {str(path)!r}{size}: {_free(path, code, nbytes, system)}; free some, or choose a folder "
-                "on another drive"
+                f"no room for {str(path)!r}{size}: {why}; free some, or choose a folder on another drive"
             ) from error
         raise SwapIOError(operation, path, offset=offset, length=length, errno=code) from error
-
-
-def _free(path: Path, code: int, needed: int, system: SystemCalls) -> str:
-    try:
-        free = system.free_bytes(os.fspath(path.parent))
-    except OSError:
-        return f"how many bytes are free there cannot be found out ({os.strerror(code)})"
-    return f"{free} bytes are free there ({why_full(code, needed=needed, free=free)})"
 
 
 def _header(
