@@ -133,7 +133,7 @@ def in_use(path: str, who: str) -> SwapInUseError:
 def lock_holder(path: str, system: SystemCalls) -> int | None:
     """The process that holds the lock at `path`; -1 if it does not say which it is, None if nobody does.
 
-    Raises SwapIOError where the drive does not answer.
+    Raises SwapIOError where the drive does not answer, or it cannot be read.
     """
     try:
         fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -144,14 +144,17 @@ def lock_holder(path: str, system: SystemCalls) -> int | None:
     try:
         # Shared and at once given back: a run that starts in this instant would be refused, one that lives is seen.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
     except BlockingIOError:
-        number = system.ask(lambda: os.pread(fd, _LONGEST, 0)).removeprefix(_MARK).strip()
+        try:
+            number = system.ask(lambda: os.pread(fd, _LONGEST, 0)).removeprefix(_MARK).strip()
+        except OSError as error:
+            raise SwapIOError("read", path, errno=error.errno or errno.EIO) from error
         return int(number) if number.isdigit() else -1
     except OSError:  # a file system without locks: whoever opens it is told
         return None
     finally:
         system.close(fd)
-    return None
 
 
 def close_descriptor(fd: int, path: str, system: SystemCalls) -> None:

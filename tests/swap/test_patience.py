@@ -181,6 +181,15 @@ def test_what_is_free_is_not_waited_for_on_a_silent_drive(
         gate.set()
 
 
+def test_looking_for_who_holds_a_directory_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16):
+        system, stall = FaultySystemCalls(), Stall()
+        system.inject("ask", stall)
+        with pytest.raises(swap.SwapIOError, match=r"name\.lock.*ETIMEDOUT.*no progress"):
+            swap.find_leftovers([tmp_path], name="name", system=system, stall_seconds=0.05)
+        stall.release()
+
+
 @pytest.mark.parametrize("out", ["removal", "transfer"])
 def test_closing_what_a_call_is_out_on_ends(tmp_path: Path, out: str) -> None:
     """A file system in user space, or over a network, closes a file when that call has ended."""
