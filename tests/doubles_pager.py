@@ -9,11 +9,14 @@ from typing import Self
 import torch
 
 from tiermem.errors import InvariantError
+from tiermem.memory.arena import Frame
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.pager import Pager
+from tiermem.zero3.engine import viewers
 
 ROUND = 4096
 POISON = 0xFF  # a NaN in every floating-point dtype
+UNVIEWED = viewers(torch.empty(1))
 
 
 class MemoryFrame:
@@ -140,3 +143,8 @@ class MemoryPager:
 def save_all(pager: Pager) -> None:
     """Wait until SWAP holds every page."""
     pager.wait_for(pager.start_save(list(Kind), lambda: None))
+
+
+def is_viewed(frame: Frame) -> bool:
+    """Whether a tensor other than the frame's own (a view, or autograd's copy of one) looks at the frame."""
+    return viewers(frame.tensor) > UNVIEWED

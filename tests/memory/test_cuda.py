@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_pager import is_viewed
 
 from tiermem.memory.arena import FRAME_ALIGNMENT, Frame
 from tiermem.memory.cuda import CudaDevice, CudaFence, CudaRegistry, CudaSlab
@@ -290,7 +291,7 @@ def test_no_copy_goes_across_the_edges_of_what_is_locked(
     there.tensor.random_(0, 256)
 
     def watched(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        copied.append((locks.cross(target) or locks.cross(source), up.is_viewed or there.is_viewed))
+        copied.append((locks.cross(target) or locks.cross(source), is_viewed(up) or is_viewed(there)))
         return copy_(target, source)
 
     monkeypatch.setattr(torch.Tensor, "copy_", watched)

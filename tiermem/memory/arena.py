@@ -52,7 +52,7 @@ class Frame:
     written.
     """
 
-    __slots__ = ("_buffer", "_unviewed_count", "asked", "fences", "nbytes", "offset", "tensor")
+    __slots__ = ("_buffer", "asked", "fences", "nbytes", "offset", "tensor")
 
     def __init__(self, offset: int, asked: int, tensor: torch.Tensor, buffer: memoryview | None = None) -> None:
         """`buffer`: the same bytes for I/O, where they are in host memory."""
@@ -62,7 +62,6 @@ class Frame:
         self.tensor = tensor
         self.fences: tuple[Fence, ...] = ()
         self._buffer = buffer
-        self._unviewed_count = self._use_count()
 
     @property
     def buffer(self) -> memoryview:
@@ -76,20 +75,10 @@ class Frame:
         if fence is not None:
             self.fences = (*(known for known in self.fences if not known.passed()), fence)
 
-    @property
-    def is_viewed(self) -> bool:
-        """Whether a tensor other than `self.tensor` (a view, or autograd's copy of one) still looks at the frame."""
-        return self._use_count() > self._unviewed_count
-
     def let_go(self) -> None:
         """Hold on to the bytes no longer; views of them still do. Whoever is left with the frame finds it empty."""
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._buffer = None
-
-    def _use_count(self) -> int:
-        storage = self.tensor.untyped_storage()
-        # torch offers no public way to ask how many tensors share a storage; its own CUDA-graph code asks like this.
-        return torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
 
 
 class Arena(Protocol):

@@ -55,7 +55,7 @@ def copy_whole(copy: Copy) -> None:
     """Copy all of the frame, which is up to a page more than asked for.
 
     No slices: for their lifetime they would look, to whoever counts the holders of the storage, like a tensor that
-    somebody keeps (see `Frame.is_viewed`).
+    somebody keeps (README.md, M5).
     """
     copy.target.tensor.copy_(copy.source.tensor, non_blocking=True)
 
