@@ -43,14 +43,9 @@ class _Ledger:
 
 
 class Census:
-    """Derived knowledge about all pages, kept up to date by `note`.
-
-    Attributes:
-        changes: how often the facts of any page have changed.
-    """
+    """Derived knowledge about all pages, kept up to date by `note`."""
 
     def __init__(self, tiers: Sequence[Tier], next_use: Callable[[Page, Tier], int]) -> None:
-        self.changes = 0
         self._next_use = next_use
         self._tiers = {tier: _Ledger() for tier in tiers}
         self._each = tuple(self._tiers.items())
@@ -60,7 +55,6 @@ class Census:
     def note(self, page: Page) -> None:
         """The facts of the page have changed."""
         page.stamp += 1
-        self.changes += 1
         self._changed[page] = None
         there = not page.valid or page.error is not None
         for tier, away in self._away:
