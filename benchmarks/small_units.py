@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, describe_surroundings, on_ranks, write_result
+from common import RESULTS, on_ranks, report
 from torch import nn
 
 import tiermem
@@ -163,15 +163,9 @@ def main() -> None:
         losses = {tuple(run["losses"]) for run in raw if run["case"] == asdict(case)}
         if len(losses) != 1:
             raise SystemExit(f"{case}: the losses differ")
-    table = "\n".join(rows(raw, cases, sizes))
-    print(table)
-    if not given.quick:
-        note = f"gloo, float32, {rounds} rounds of {steps} steps, medians; the same losses whatever is coalesced."
-        print(
-            write_result(
-                "small_units", describe_surroundings(["torch"]), f"{note}\n\n{table}", {"runs": raw}, given.results
-            )
-        )
+    note = f"gloo, float32, {rounds} rounds of {steps} steps, medians; the same losses whatever is coalesced."
+    body = "\n".join([note, "", *rows(raw, cases, sizes)])
+    report("small_units", ["torch"], body, {"runs": raw}, None if given.quick else given.results)
 
 
 if __name__ == "__main__":
