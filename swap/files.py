@@ -62,17 +62,16 @@ class SwapFile:
         name: str,
         nbytes: int,
         keep: bool = False,
-        identity: Identity | None = None,
         system: SystemCalls | None = None,
     ) -> Self:
         """Create `<name>.swapfile` in an existing directory, or take over the one an earlier run left there.
 
         With `keep` it must be there, whole, with at least `nbytes` of data, which stay, as does its identity; without,
-        data left there is forgotten and `identity` (by default a new one) is written. Raises SwapInUseError,
-        FormatError for a file that is not ours, damaged or cut short, SwapFullError naming bytes needed and bytes free,
-        SwapIOError for the rest.
+        data left there is forgotten and the file has another identity. Raises SwapInUseError, FormatError for a file
+        that is not ours, damaged or cut short, SwapFullError naming bytes needed and bytes free, SwapIOError for the
+        rest.
         """
-        file = cls.reserve(directory, name=name, nbytes=nbytes, keep=keep, identity=identity, system=system)
+        file = cls.reserve(directory, name=name, nbytes=nbytes, keep=keep, system=system)
         try:
             file.begin()
         except BaseException:
@@ -93,7 +92,7 @@ class SwapFile:
     ) -> Self:
         """The first part of `open`: all that may fail for lack of room, or take long. `begin` is the second.
 
-        Until then a file that was there is known by the superblock it had.
+        Until then a file that was there is known by the superblock it had. `identity`: None, a new one.
         """
         if nbytes <= 0 or not is_aligned(nbytes):
             raise ValueError(f"expected a positive multiple of {ALIGNMENT} bytes, found {nbytes}")
