@@ -41,7 +41,7 @@ OnDone = Callable[[Request], None]
 
 def make_backend(name: str, system: SystemCalls | None = None) -> Backend:
     """Make the backend of a settings' name. `system` replaces the system calls where the backend makes them."""
-    if name == "aio":
+    if name == "aiofiles":
         return AioBackend()
     return InlineBackend(system) if name == "inline" else ThreadsBackend(system)
 

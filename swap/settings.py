@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from swap.blocks import ALIGNMENT, is_aligned
 
-BACKENDS = ("threads", "aio", "inline")
-
+BACKENDS = ("threads", "aiofiles", "inline")
 
 STALL_SECONDS = 120.0
 """How long a drive may show no progress, unless somebody says otherwise: a disk that spins up takes thirty."""

@@ -14,9 +14,6 @@ from typing import Any, Literal
 
 Pattern = Literal["read", "write", "mixed"]
 PATTERNS: tuple[Pattern, ...] = ("read", "write", "mixed")
-BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
-"""The names people use, and the engine's."""
-
 _TIE = 0.01  # differences of bandwidth below this share are noise: then CPU decides
 
 

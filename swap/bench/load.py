@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swap.bench.cases import BACKENDS, Case, Sample
+from swap.bench.cases import Case, Sample
 from swap.bench.ground import Ground
 from swap.blocks import ALIGNMENT, align_down
 from swap.engine import Engine, make_backend
@@ -151,7 +151,7 @@ def run_case(
         limit = min(limit, laps)
         ground.settle()
     settings = EngineSettings(
-        backend=BACKENDS[case.backend],
+        backend=case.backend,
         block_size=case.block_size,
         queue_depth=case.queue_depth,
         max_bytes_in_flight=case.block_size * case.queue_depth,

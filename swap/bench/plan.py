@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swap.bench.cases import BACKENDS, PATTERNS, Case, Pattern
+from swap.bench.cases import PATTERNS, Case, Pattern
 from swap.blocks import ALIGNMENT, is_aligned
+from swap.settings import BACKENDS
 
 BLOCK_SIZES = (1 << 20, 4 << 20, 8 << 20)
 QUEUE_DEPTHS = (4, 8, 16)
@@ -116,7 +117,7 @@ def make_plan(order: Order) -> Plan:
 
 
 def _cases(pattern: Pattern, order: Order, fitting: Sequence[tuple[int, int]], middle: tuple[int, int]) -> list[Case]:
-    backends = order.backends or (("threads",) if order.quick else tuple(BACKENDS))
+    backends = order.backends or (("threads",) if order.quick else BACKENDS)
     cases: list[Case] = []
     for backend in backends:
         if backend == "threads":

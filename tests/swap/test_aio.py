@@ -21,7 +21,7 @@ BLOCK = 64 << 10
 
 def test_the_end_of_the_file_is_an_error_and_others_go_on(tmp_path: Path) -> None:
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
-    with Engine(EngineSettings(backend="aio", block_size=BLOCK)) as engine:
+    with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK)) as engine:
         os.truncate(file.path, 4096 + BLOCK + 100)
         with pytest.raises(swap.SwapIOError, match="unexpected end of file") as caught:
             engine.start_read(file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
@@ -35,7 +35,7 @@ def test_the_end_of_the_file_is_an_error_and_others_go_on(tmp_path: Path) -> Non
 def test_what_the_system_refuses_is_the_error_of_that_write_and_others_go_on(tmp_path: Path) -> None:
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Engine(EngineSettings(backend="aio", block_size=BLOCK)) as engine, AlignedBuffer(2 * BLOCK) as buffer:
+    with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK)) as engine, AlignedBuffer(2 * BLOCK) as buffer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096 + BLOCK, limit[1]))
         try:
             refused = engine.start_write(file, 4096, buffer.view)
@@ -54,7 +54,7 @@ def test_files_of_one_name_that_have_lost_it_are_told_apart(tmp_path: Path) -> N
         files.append(SwapFile.open(tmp_path, name="r0", nbytes=1 << 20))
         files[-1].forget_name()
     written = [AlignedBuffer(BLOCK) for _ in files]
-    with Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=1)) as engine:
+    with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=1)) as engine:
         for file, buffer in zip(files, written, strict=True):
             buffer.view[:] = os.urandom(BLOCK)
             engine.start_write(file, 4096, buffer.view).wait(30)
@@ -68,7 +68,7 @@ def test_files_of_one_name_that_have_lost_it_are_told_apart(tmp_path: Path) -> N
 
 def test_closing_lets_blocks_in_flight_finish_or_fails_them(tmp_path: Path) -> None:
     file = SwapFile.open(tmp_path, name="r0", nbytes=16 << 20)
-    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=2))
+    engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=2))
     done: list[swap.Request] = []
     buffers = [AlignedBuffer(1 << 20) for _ in range(8)]
     requests = [engine.start_write(file, 4096, buffer.view, on_done=done.append) for buffer in buffers]
@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_closed_leaves_the_others_to_finish(
     monkeypatch.setattr(AsyncFileIO, "write", late)
     monkeypatch.setattr(AsyncFileIO, "close", refuse)
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
-    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=2))
+    engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=2))
     engine.start_write(file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
     request = engine.start_write(file, 4096, AlignedBuffer(BLOCK).view)
     while len(written) < 3:
@@ -123,7 +123,7 @@ def test_whoever_starts_while_another_thread_closes_is_told_so(
     """`used`: whether the device was known before."""
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
     backend = AioBackend()
-    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK), backend=backend)
+    engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK), backend=backend)
     if used:
         engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     here, tell = threading.current_thread(), backend._loop.call_soon_threadsafe
@@ -144,7 +144,7 @@ def test_whoever_starts_while_another_thread_closes_is_told_so(
 def test_where_closing_gets_no_thread_it_closes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.enumerate()
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
-    engine = Engine(EngineSettings(backend="aio", block_size=BLOCK))
+    engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK))
     engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", a_thread_too_many)
@@ -174,7 +174,7 @@ def test_where_few_threads_can_be_started_those_that_run_move_all_bytes(
     written, found = AlignedBuffer(8 * BLOCK), AlignedBuffer(8 * BLOCK)
     written.view[:] = os.urandom(8 * BLOCK)
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with Engine(EngineSettings(backend="aio", block_size=BLOCK, queue_depth=4)) as engine:
+    with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=4)) as engine:
         engine.start_write(file, 4096, written.view).wait(30)
         engine.start_read(file, 4096, found.view).wait(30)
     assert found.view == written.view

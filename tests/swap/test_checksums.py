@@ -35,7 +35,7 @@ def test_one_flipped_bit_or_a_missing_byte_changes_it(data: bytes, draw: st.Data
     assert checksum(data[:-1]) != checksum(data)
 
 
-@pytest.mark.parametrize("backend", ["threads", "aio", "inline"])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "inline"])
 def test_checksums_do_not_depend_on_stripes_and_blocks(tmp_path: Path, backend: str) -> None:
     for index in range(3):
         (tmp_path / str(index)).mkdir()

@@ -178,7 +178,7 @@ def test_an_on_done_that_raises_is_not_lost(kind: str, file: SwapFile) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("kind", ["threads", "inline", "aio"])
+@pytest.mark.parametrize("kind", ["threads", "inline", "aiofiles"])
 def test_an_error_that_no_system_call_raises_ends_the_request_and_not_the_worker(
     kind: str, file: SwapFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def user(space: SwapSpace, seed: int, errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-@pytest.mark.parametrize("backend", ["threads", "aio", "inline"])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "inline"])
 def test_random_concurrent_requests_match_the_model(tmp_path: Path, backend: str) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
@@ -74,7 +74,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("backend", ["threads", "aio", "inline"])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "inline"])
 def test_a_hundred_cycles_leave_no_thread_and_no_descriptor(tmp_path: Path, backend: str) -> None:
     def cycle() -> None:
         settings = EngineSettings(backend=backend, queue_depth=2)
@@ -108,7 +108,7 @@ def hammer(
             return
 
 
-@pytest.mark.parametrize("backend", ["threads", "aio", "inline"])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "inline"])
 def test_users_race_with_close(tmp_path: Path, backend: str) -> None:
     """Whoever is late gets SwapClosedError; nobody hangs, and every request is completed."""
     settings = EngineSettings(backend=backend, block_size=4096, queue_depth=4)

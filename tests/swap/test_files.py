@@ -489,7 +489,7 @@ def test_where_that_warning_is_an_error_nothing_stays_open(tmp_path: Path) -> No
     system.refuse_direct = True
     before = threading.enumerate()
     with pytest.raises(swap.DirectIOWarning):
-        SwapSpace.open([tmp_path], name="r0", nbytes=MIB, settings=EngineSettings(backend="aio"), system=system)
+        SwapSpace.open([tmp_path], name="r0", nbytes=MIB, settings=EngineSettings(backend="aiofiles"), system=system)
     assert list(tmp_path.iterdir()) == []
     assert threading.enumerate() == before
     SwapSpace.open([tmp_path], name="r0", nbytes=MIB).close(remove=True)

@@ -103,7 +103,7 @@ def test_nothing_comes_behind_a_part_of_a_block() -> None:
         running.add(b"d")
 
 
-@pytest.mark.parametrize("backend", ["threads", "aio", "inline"])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "inline"])
 def test_every_backend_reads_parts(tmp_path: Path, backend: str) -> None:
     settings = EngineSettings(backend=backend, block_size=12288)
     with SwapSpace.open([tmp_path], name="r0", nbytes=16 * MIB, settings=settings) as space:

@@ -137,7 +137,7 @@ def test_a_buffer_of_another_length_is_refused(tmp_path: Path) -> None:
 def test_paths_with_odd_characters(tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
     directory.mkdir()
-    for backend in ("threads", "aio"):
+    for backend in ("threads", "aiofiles"):
         settings = EngineSettings(backend=backend)
         with SwapSpace.open([directory], name=name, nbytes=MIB, settings=settings) as space:
             with AlignedBuffer(4096) as buffer:

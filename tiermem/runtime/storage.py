@@ -33,7 +33,6 @@ from tiermem.timeline import STEP_LANE, Timeline
 
 # The latest moves, stalls, kernels and units, about 500 bytes each, and levels, about 150: 13 MB outside the budget.
 _TIMELINE_EVENTS = 20_000
-_BACKENDS = {"threads": "threads", "aiofiles": "aio", "inline": "inline"}
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def _make_chain(arenas: Sequence[Arena], blueprint: Blueprint, device: Device | 
 
 def _open_space(config: Config, beginning: Beginning, nbytes: int) -> SwapSpace:
     settings = EngineSettings(
-        backend=_BACKENDS[config.io_backend],
+        backend=config.io_backend,
         block_size=config.block_nbytes,
         queue_depth=config.queue_depth,
         max_bytes_in_flight=config.block_nbytes * config.queue_depth,
