@@ -104,14 +104,14 @@ class SwapFile:
         check_directory(os.fspath(directory), system)
         lock = DirectoryLock(os.path.join(os.fspath(directory), f"{name}.lock"), system)
         try:
-            there, found = look(path, system)
-            block = _whole(path, found, nbytes) if keep else Superblock(identity or Identity(), nbytes)
-            file = cls(path, _open(path, not there, False, system), block, lock, system)
+            size, found = look(path, system)
+            block = _whole(path, found, size or 0, nbytes) if keep else Superblock(identity or Identity(), nbytes)
+            file = cls(path, _open(path, size is None, False, system), block, lock, system)
         except BaseException:
             lock.release(remove=lock.is_new)
             raise
         try:
-            file.created = not there
+            file.created = size is None
             file._claim()
             file._reserve_room(keep=keep)
         except BaseException:
@@ -307,8 +307,8 @@ def _open(path: str, create: bool, direct: bool, system: SystemCalls) -> int:
         raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
 
 
-def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
-    """Whether a swap file is at `path`, and its superblock; none if it is empty (a run that died at once).
+def look(path: str, system: SystemCalls) -> tuple[int | None, Superblock | None]:
+    """Bytes of the swap file at `path`, None: there is none; and its superblock, none if it is empty (a run that died).
 
     Raises FormatError for anything that is not a swap file of ours. The file may be shorter than its superblock says.
     """
@@ -316,7 +316,7 @@ def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
         # Non-blocking, or a fifo in the way would wait for its other end.
         fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except FileNotFoundError:
-        return False, None
+        return None, None
     except OSError as error:
         raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
     try:
@@ -328,15 +328,15 @@ def look(path: str, system: SystemCalls) -> tuple[bool, Superblock | None]:
         raise SwapIOError("read", path, length=SUPERBLOCK_BYTES, errno=error.errno or errno.EIO) from error
     finally:
         system.close(fd)
-    return True, superblock.parse(first, path) if first else None
+    return found.st_size, superblock.parse(first, path) if first else None
 
 
-def _whole(path: str, block: Superblock | None, nbytes: int) -> Superblock:
-    """The superblock of a file whose data are to be kept, if they can be."""
+def _whole(path: str, block: Superblock | None, size: int, nbytes: int) -> Superblock:
+    """The superblock of a file of `size` bytes whose data are to be kept, if they can be."""
     if block is None or block.nbytes < nbytes:
         found = block.nbytes if block is not None else "none"
         raise FormatError(f"expected {path!r} with at least {nbytes} bytes of data, found {found}")
-    expected, size = DATA_OFFSET + block.nbytes, os.stat(path, follow_symlinks=False).st_size
+    expected = DATA_OFFSET + block.nbytes
     if size < expected:
         raise FormatError(
             f"expected {path!r} to have {expected} bytes, found {size}: it has been truncated{LEFT_ALONE}"
