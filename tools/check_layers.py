@@ -68,7 +68,7 @@ MAY_IMPORT_SWAP = frozenset(
 # State of the process, or of models that have no runtime yet: there is no object that could own it.
 KEPT_IN_MODULES = frozenset({"tiermem.memory.heap._asked", "tiermem.zero3.writes._records"})
 COLLECTIONS = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
-READ_ONLY = ("Mapping", "Sequence", "Collection", "frozenset", "tuple", "Final")
+READ_ONLY = ("Mapping", "Sequence", "Collection", "Final")  # an empty one may be written as a dict or a list
 BELOW_ZERO3 = FLOORS["tiermem.zero3"]
 NOT_BELOW_ZERO3 = ("torch.distributed", "torch.nn")
 SKIPPED_FOLDERS = frozenset({".git", ".venv", ".venv-oldest", "build", "dist", "__pycache__", "node_modules"})
