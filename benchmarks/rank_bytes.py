@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import describe_surroundings, on_ranks
+from common import RESULTS, on_ranks, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
@@ -79,17 +79,17 @@ def _taken(found: dict[str, Any]) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Measure and print; with --output write the table and the raw numbers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one rank and two, a tiny model")
-    parser.add_argument("--output", type=Path, help="the .md file; the numbers go beside it as .json")
+    """Measure; print the table, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one rank and two, a tiny model, no result file")
+    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     given = parser.parse_args()
     sizes, width = ((1, 2), 32) if given.quick else ((1, 2, 4), 256)
-    rows, raw = [], {}
+    rows, worlds = [], {}
     for size in sizes:
         for stage in (1, 2, 3):
             found = measure(size, stage, width)
-            raw[f"{size} ranks, stage {stage}"] = found
+            worlds[f"{size} ranks, stage {stage}"] = found
             most = [max(each["kinds"][kind] for each in found) for kind in ("param", "grad", "state")]
             wanted = expected(found[0]["parameters"], size, stage)
             reserved, disk = (max(found) for found in zip(*(_taken(each) for each in found), strict=True))
@@ -99,13 +99,8 @@ def main() -> None:
         "| ranks | stage | parameters | gradients | states | together | ZeRO's arithmetic | reserved in memory at most "
         "| disk | together to arithmetic |\n" + "|---" * 10 + "|"
     )
-    table = "\n".join([head, *rows])
-    print(table)
-    if given.output is not None:
-        surroundings = describe_surroundings(["torch"]).to_markdown()
-        note = "Bytes on the rank that keeps most; gloo, bfloat16."
-        given.output.write_text(f"# Bytes per rank\n\n{surroundings}\n\n{note}\n\n{table}\n")
-        given.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+    body = "\n".join(["Bytes on the rank that keeps most; gloo, bfloat16.", "", head, *rows])
+    report("rank_bytes", ["torch"], body, {"worlds": worlds}, given.results or (None if given.quick else RESULTS))
 
 
 if __name__ == "__main__":
