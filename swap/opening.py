@@ -8,13 +8,14 @@ has been removed again; and that what an earlier run has committed is there unti
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from swap.blocks import ALIGNMENT, align_down, align_up
-from swap.errors import FormatError, SwapError
+from swap.errors import FormatError, SwapError, SwapIOError
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.manifest_files import ManifestFiles
@@ -45,7 +46,10 @@ def open_files(
         weights = measure_weights(directories, name=name, settings=settings, system=system)
     ratio = check_weights([1.0] * len(directories) if weights is None else weights, len(directories))
     patient = PatientSystemCalls(system, settings.stall_seconds)
-    shares = [ALIGNMENT] * len(directories) if keep else _shares(directories, name, align_up(nbytes), ratio, patient)
+    shares = [ALIGNMENT] * len(directories)
+    if not keep:
+        rooms = [_answered(directory, name, patient, system or SystemCalls()) for directory in directories]
+        shares = _shares(rooms, align_up(nbytes), ratio)
     run_id = new_run_id()
     files: list[SwapFile] = []
     try:
@@ -78,14 +82,21 @@ def give_back(files: Sequence[SwapFile]) -> None:
 def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:
     """The device of a directory and the bytes a swap file may have there, that of an earlier run included."""
     try:
-        device = system.ask(lambda: file_system_of(directory))
+        device = file_system_of(directory)
         free = system.free_bytes(os.fspath(directory))
     except OSError:  # opening will say what is wrong
         return -1, 0
-    path = os.path.join(directory, f"{name}.swapfile")
     with contextlib.suppress(OSError):
-        free += system.ask(lambda: os.stat(path, follow_symlinks=False)).st_blocks * 512
+        free += os.stat(os.path.join(directory, f"{name}.swapfile"), follow_symlinks=False).st_blocks * 512
     return device, max(0, free - DATA_OFFSET - free // 256)  # file systems want some for themselves
+
+
+def _answered(directory: Path, name: str, patient: PatientSystemCalls, system: SystemCalls) -> tuple[int, int]:
+    """The same. Raises SwapIOError where the drive does not answer."""
+    try:
+        return patient.ask(lambda: _room(directory, name, system))
+    except TimeoutError as error:
+        raise SwapIOError("look at", directory, errno=error.errno or errno.ETIMEDOUT) from error
 
 
 def _check_distinct(directories: Sequence[Path]) -> None:
@@ -97,12 +108,10 @@ def _check_distinct(directories: Sequence[Path]) -> None:
             seen.append(directory)
 
 
-def _shares(
-    directories: Sequence[Path], name: str, nbytes: int, weights: Sequence[float], system: SystemCalls
-) -> list[int]:
+def _shares(rooms: Sequence[tuple[int, int]], nbytes: int, weights: Sequence[float]) -> list[int]:
     """Bytes of each directory's file: in proportion, less where there is no room for that."""
     wanted = [max(ALIGNMENT, share) for share in proportional(nbytes, weights)]
-    room = [_room(directory, name, system) for directory in directories]
+    room = list(rooms)
     for index, (device, _) in enumerate(room):  # those on one file system fill it together
         sharing = [other for other, (number, _) in enumerate(room) if number == device]
         free = room[index][1]

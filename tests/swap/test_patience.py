@@ -163,7 +163,6 @@ def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_er
 def test_what_is_free_is_not_waited_for_on_a_silent_drive(
     tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it is as where nobody says; what comes next asks the drive again."""
     gate, answered = threading.Event(), list[str]()
 
     class Silent(swap.SystemCalls):
@@ -174,11 +173,12 @@ def test_what_is_free_is_not_waited_for_on_a_silent_drive(
 
     monkeypatch.setattr(swap.probe, "PROBE_BYTES", 1 << 16)
     settings = swap.EngineSettings(stall_seconds=0.5)
-    with swap.SwapSpace.open(
-        [tmp_path], name="name", nbytes=1 << 16, weights=weights, settings=settings, system=Silent()
-    ):
-        assert answered == []
-        gate.set()
+    with pytest.raises(swap.SwapIOError, match=rf"{tmp_path.name}.*ETIMEDOUT.*no progress"):
+        swap.SwapSpace.open(
+            [tmp_path], name="name", nbytes=1 << 16, weights=weights, settings=settings, system=Silent()
+        )
+    assert answered == []
+    gate.set()
 
 
 def test_looking_for_who_holds_a_directory_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path) -> None:
