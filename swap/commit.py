@@ -193,8 +193,13 @@ class CommitStore:
         return there
 
     def retire(self) -> Manifest:
-        """The last part of `write`: remove the commit before, whose extents may be written over from now on."""
+        """The last part of `write`: remove the commit before, whose extents may be written over from now on.
+
+        Raises ValueError, and removes nothing, unless what was prepared is known to be published.
+        """
         manifest = self._demand_prepared()
+        if not self._published:
+            raise ValueError(f"expected generation {manifest.generation} to be published, found it prepared only")
         if self._latest is not None:
             with self._in_doubt():
                 self._files.remove(self._latest.generation)
@@ -216,6 +221,7 @@ class CommitStore:
         if not self._look():
             self.withdraw()
             return None
+        self._published = True
         self.retire()
         self._failed = None
         return manifest

@@ -767,6 +767,20 @@ def check_goes_on_from(directory: Path, run: Run, generation: int) -> None:
     run.space.close()
 
 
+def test_the_commit_before_is_not_removed_for_one_that_is_not_published(tmp_path: Path) -> None:
+    """Else nothing would be committed any more, and nothing had said so."""
+    run = Run(tmp_path)
+    run.two_commits()
+    prepared(run, 2)
+    with pytest.raises(ValueError, match="expected generation 2 to be published, found it prepared only"):
+        run.store.retire()
+    assert run.store.latest is not None
+    assert run.store.latest.generation == 1
+    run.store.publish()
+    assert run.store.retire().generation == 2
+    check_goes_on_from(tmp_path, run, 2)
+
+
 @pytest.mark.parametrize("published", [False, True])
 def test_a_commit_taken_back_is_durably_not_there(tmp_path: Path, published: bool) -> None:
     run = Run(tmp_path)
