@@ -30,8 +30,9 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if _waits_for_ours(parameter):
+                kind = type(optimizer)  # not always one of torch's
                 raise ConfigError(
-                    f"torch.optim.{type(optimizer).__name__} has an offloaded parameter of shape "
+                    f"{kind.__module__}.{kind.__qualname__} has an offloaded parameter of shape "
                     f"{tuple(parameter.shape)} and no tiermem.AdamW has it: this step would change nothing, because "
                     "gradients of offloaded parameters are pages; after tiermem.offload make a "
                     "tiermem.AdamW(model.parameters(), ...) instead"
