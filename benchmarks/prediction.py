@@ -26,15 +26,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration import MODELS, TINY, Calibration, Case, calibrate, measure, predict, train_once, work_of
+from calibration import (
+    MODELS,
+    TINY,
+    Calibration,
+    Case,
+    calibrate,
+    host_bytes,
+    measure,
+    predict,
+    train_once,
+    work_of,
+)
 from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, write_result
 from workloads import Workload
 
 from tiermem.cli import measure as measuring
-from tiermem.cli.measure import measure_machine, with_rates_for
+from tiermem.cli.measure import SECONDS, measure_machine
 from tiermem.cli.measure_layer import LayerShape
+from tiermem.cli.measure_workload import with_rates_for
 from tiermem.planner import workload as planned
 from tiermem.planner.machine import Machine
+from tiermem.planner.tilesizes import planned_tile
 
 THEME = "prediction"
 PACKAGES = ("torch", "transformers", "numpy")
@@ -155,9 +168,13 @@ class Course:
         """What `tiermem plan` makes its prediction from."""
         key = case.model, case.dtype
         if key not in self._machines:
-            short: dict[str, Any] = {"seconds": 0.01, "drive_seconds": 0.05, "nbytes": 64 << 20} if self._quick else {}
-            measured, seq = measure_machine([self._folder], **short), self._models[case.model].length
-            self._machines[key] = with_rates_for(measured, self._work(key), seq=seq)
+            seconds = 0.01 if self._quick else SECONDS
+            short: dict[str, Any] = {"drive_seconds": 0.05, "nbytes": 64 << 20} if self._quick else {}
+            found, seq = measure_machine([self._folder], seconds=seconds, **short), self._models[case.model].length
+            work, tile = self._work(key), planned_tile(host_bytes(case, self._work(key)))
+            self._machines[key] = with_rates_for(
+                found, work, [self._folder], seq=seq, tile_nbytes=tile, seconds=seconds
+            )
         return Calibration(self._machines[key], self._work(key))
 
     def _before(self, case: Case) -> Calibration:

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.cli import measure, measure_layer, timing
-from tiermem.cli.machines import load_profile
-from tiermem.cli.measure import with_rates_for
 from tiermem.cli.measure_layer import ANY_LAYER, LayerShape, layer_for, train_layer
 from tiermem.errors import ConfigError
 from tiermem.planner.workload import transformer
@@ -124,28 +122,6 @@ def test_what_takes_long_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.clear()
             assert measured(lambda: calls.append(1.0), 0.25) == pytest.approx(each)
             assert len(calls) == expected
-
-
-def test_a_machine_is_fitted_where_its_processors_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[torch.dtype, LayerShape]] = []
-
-    def rate(dtype: torch.dtype, device: torch.device, seconds: float, shape: LayerShape) -> float:
-        asked.append((dtype, shape))
-        return 7e9
-
-    monkeypatch.setattr(measure, "layer_flops", rate)
-    laptop, gpu = load_profile("laptop"), load_profile("rtx4090")
-    work = transformer(50_000_000, batch=2, seq=128)
-    fitted = with_rates_for(laptop, work, seq=128)
-    assert fitted.flops("bfloat16") == 7e9
-    assert fitted.flops("float32") == laptop.flops("float32")
-    assert asked == [(torch.bfloat16, layer_for(work, seq=128))]
-    assert with_rates_for(gpu, work, seq=128) is gpu
-    assert with_rates_for(laptop, transformer(50_000_000, batch=2, seq=128, dtype="float16"), seq=128) is laptop
-    assert gpu.device is not None
-    played = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, simulated=True, efficiency=1.0))
-    assert with_rates_for(played, work, seq=128).flops("bfloat16") == 7e9
-    assert len(asked) == 2
 
 
 def test_work_beside_another_that_fails_at_once_is_not_waited_for() -> None:

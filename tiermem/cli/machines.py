@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -22,13 +22,16 @@ import torch
 from tiermem.cli.disk import check_directory
 from tiermem.cli.measure import measure_machine, with_room_now
 from tiermem.cli.measure_device import rates_key
+from tiermem.cli.measure_workload import stand_for, with_rates_for
 from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_cores
 from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
+from tiermem.planner.tilesizes import planned_tile
+from tiermem.planner.workload import Workload
 
 # Raised where something else is measured, or in another way: what an older version has kept is not taken for it.
-_HOW = 2
+_HOW = 3
 
 
 def profile_names() -> list[str]:
@@ -68,14 +71,36 @@ def this_machine(directories: Sequence[Path], config: Config, *, again: bool = F
     """
     for directory in directories:
         check_directory(directory)
-    file = cache_file(directories, rates_key(config))
+    key = rates_key(config)
+    return _kept(directories, config, key, again=again, measure=lambda: measure_machine(directories, config))
+
+
+def machine_for(workload: Workload, config: Config, *, seq: int, again: bool = False) -> Machine:
+    """This machine with the rates at which it trains `workload`, of sequences of `seq` tokens; as `this_machine`."""
+    directories = config.swap_paths
+    machine = this_machine(directories, config, again=again)
+    tile = config.tile_nbytes or planned_tile(config.host_nbytes or machine.host.memory)
+    return _kept(
+        directories,
+        config,
+        f"{rates_key(config)} {stand_for(workload, seq=seq, tile_nbytes=tile)}",
+        again=again,
+        measure=lambda: with_rates_for(machine, workload, directories, seq=seq, tile_nbytes=tile),
+    )
+
+
+def _kept(
+    directories: Sequence[Path], config: Config, key: str, *, again: bool, measure: Callable[[], Machine]
+) -> Machine:
+    """What was measured under this key, with the room that there is now; or what `measure` finds, which is kept."""
+    file = cache_file(directories, key)
     if file is None:
-        return measure_machine(directories, config)
+        return measure()
     if not again:
         # None yet, damaged, of an older version, or not ours to read: measured anew.
         with contextlib.suppress(OSError, ValueError):
             return with_room_now(machine_from_dict(json.loads(file.read_text(encoding="utf-8"))), directories, config)
-    machine = measure_machine(directories, config)
+    machine = measure()
     with contextlib.suppress(OSError):  # a home that cannot be written: the measurement is good all the same
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")

@@ -26,7 +26,7 @@ from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import check_directory, free_together
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
-from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, layer_for, train_layer
+from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -37,7 +37,6 @@ from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updates import Settings
 from tiermem.planner.machine import Drive, Host, Machine
-from tiermem.planner.workload import Workload
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.zero3.norms import gradient_norm
 
@@ -47,13 +46,13 @@ _CPU = torch.device("cpu")
 _TILE, _TILES = 1 << 20, 12
 # And beside a device, where threads take long turns at large ones (`optim/README.md`).
 _LARGE_TILE, _LARGE_TILES = 8 << 20, 4
-# What a tile costs the update besides its elements: not measured here, but found by training in each calibration of
-# `benchmarks/prediction.py`, 0.4 to 1.4 ms with two cores.
+# What a tile costs the update besides its elements, where it is not found by training (`measure_workload.py`): 0.4 to
+# 1.4 ms with two cores, as `benchmarks/prediction.py` found.
 _TILE_SECONDS = 7e-4
 # And what forward, backward and the gradients of a unit cost each: in memory, a decoder layer's forward took 1.4 ms
 # longer than in plain PyTorch, and its backward 3 (two cores; nine parameters, width 512).
 _LEASE_SECONDS = 1e-3
-_SECONDS = 0.25
+SECONDS = 0.25
 _DRIVE_SECONDS = 0.7
 _PROBE_BYTES = 256 << 20
 _PIECES = 16
@@ -64,7 +63,7 @@ def measure_machine(
     directories: Sequence[Path],
     config: Config | None = None,
     *,
-    seconds: float = _SECONDS,
+    seconds: float = SECONDS,
     drive_seconds: float = _DRIVE_SECONDS,
     nbytes: int = _PROBE_BYTES,
 ) -> Machine:
@@ -123,22 +122,7 @@ def with_room_now(machine: Machine, directories: Sequence[Path], config: Config)
     )
 
 
-def with_rates_for(machine: Machine, workload: Workload, *, seq: int, seconds: float = _SECONDS) -> Machine:
-    """The machine with the speed at which its processors compute this workload, of sequences of `seq` tokens.
-
-    It depends by a factor of four on a layer's width and on the tokens. Where a device computes, and for a dtype that
-    processors have no fast operations for, the machine as it is.
-    """
-    beside_device = machine.device is not None and not machine.device.simulated
-    if beside_device or workload.dtype not in _DTYPES:
-        return machine
-    shape = layer_for(workload, seq=seq)
-    flops = {**machine.host.flops, workload.dtype: layer_flops(_DTYPES[workload.dtype], _CPU, seconds, shape)}
-    device = None if machine.device is None else replace(machine.device, flops=flops)
-    return replace(machine, host=replace(machine.host, flops=flops), device=device)
-
-
-def slower_together(dtype: torch.dtype, seconds: float = _SECONDS) -> tuple[float, float]:
+def slower_together(dtype: torch.dtype, seconds: float = SECONDS) -> tuple[float, float]:
     """How much longer computation takes beside the update, and the update beside computation: see `Host`."""
     return _beside(train_layer(dtype, _CPU, in_time(dtype, _CPU, ANY_LAYER, seconds)), _update(dtype), seconds)
 

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -45,6 +46,12 @@ class LayerShape:
     def weights(self) -> int:
         """Parameters of the layer."""
         return 4 * self.width * self.width + 3 * self.width * self.mlp
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of its weights, as `decoded` takes them."""
+        width, mlp = self.width, self.mlp
+        return (3 * width, width), (width, width), (2 * mlp, width), (width, mlp)
 
     @property
     def heads(self) -> int:
@@ -132,9 +139,7 @@ def train_layer(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> 
 
 
 def _weights(dtype: torch.dtype, device: torch.device, shape: LayerShape) -> list[torch.Tensor]:
-    width, mlp = shape.width, shape.mlp
-    sizes = ((3 * width, width), (width, width), (2 * mlp, width), (width, mlp))
-    return [_random(dtype, device, *each) for each in sizes]
+    return [_random(dtype, device, *each) for each in shape.sizes]
 
 
 def _random(dtype: torch.dtype, device: torch.device, *sizes: int) -> torch.Tensor:
@@ -147,24 +152,43 @@ def _layer(
 ) -> Callable[[], object]:
     """`like`: weights that it has copies of, which are made sooner than others."""
     made = _weights(dtype, device, shape) if like is None else [each.detach().clone().requires_grad_() for each in like]
-    qkv, out, gated, down = weights = made
+    products = [partial(functional.linear, weight=weight) for weight in made]
     inputs = _random(dtype, device, shape.rows, shape.seq, shape.width)
-    angles = torch.rand(shape.seq, shape.width // shape.heads, device=device)
-    turns = angles.cos().to(dtype), angles.sin().to(dtype)
+    turns = rotations(shape, dtype, device)
     gradient = torch.ones_like(inputs)
 
     def train() -> object:
-        parted = (shape.rows, shape.seq, shape.heads, shape.width // shape.heads)
-        parts = functional.linear(_normed(inputs), qkv).chunk(3, dim=-1)
-        query, key, value = (part.view(parted).transpose(1, 2) for part in parts)
-        query, key = _turned(query, *turns), _turned(key, *turns)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = inputs + functional.linear(attended.transpose(1, 2).reshape(inputs.shape), out)
-        gate, up = functional.linear(_normed(hidden), gated).chunk(2, dim=-1)
-        output = hidden + functional.linear(functional.silu(gate) * up, down)
-        return torch.autograd.grad(output, (inputs, *weights), gradient)
+        return torch.autograd.grad(decoded(inputs, products, shape.heads, turns), (inputs, *made), gradient)
 
     return train
+
+
+def rotations(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of position embeddings, each `[seq, elements of a head]`."""
+    angles = torch.rand(shape.seq, shape.width // shape.heads, device=device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def decoded(
+    inputs: torch.Tensor,
+    products: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    heads: int,
+    turns: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Forward of a decoder layer, `[rows, seq, width]` as `inputs`.
+
+    `products`: by the weights of queries, keys and values together, of attention's output, of the gated MLP's both
+    halves together, and of its output.
+    """
+    qkv, out, gated, down = products
+    rows, seq, width = inputs.shape
+    parts = qkv(_normed(inputs)).chunk(3, dim=-1)
+    query, key, value = (part.view(rows, seq, heads, width // heads).transpose(1, 2) for part in parts)
+    query, key = _turned(query, *turns), _turned(key, *turns)
+    attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    hidden = inputs + out(attended.transpose(1, 2).reshape(inputs.shape))
+    gate, up = gated(_normed(hidden)).chunk(2, dim=-1)
+    return hidden + down(functional.silu(gate) * up)
 
 
 def _normed(values: torch.Tensor) -> torch.Tensor:

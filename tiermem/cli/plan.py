@@ -16,8 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tiermem.cli.machines import load_profile, this_machine
-from tiermem.cli.measure import with_rates_for
+from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -102,7 +101,7 @@ def find_machine(name: str | None, config: Config, workload: Workload, *, seq: i
     """The machine of a profile's name, or this one with what it gives to this workload; `again`: measured anew."""
     if name is not None:
         return load_profile(name)
-    return with_rates_for(this_machine(config.swap_paths, config, again=again), workload, seq=seq)
+    return machine_for(workload, config, seq=seq, again=again)
 
 
 def plan_settings(

@@ -1,0 +1,209 @@
+"""The model that stands for a workload, and the machine that is fitted to it by training that model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swap import SwapIOError
+from tiermem.cli import machines, measure_workload
+from tiermem.cli.machines import load_profile, machine_for
+from tiermem.cli.measure import measure_machine
+from tiermem.cli.measure_layer import LayerShape, layer_for
+from tiermem.cli.measure_workload import Stand, stand_for, with_rates_for
+from tiermem.config import Config
+from tiermem.planner.machine import Machine
+from tiermem.planner.workload import Workload, transformer, unit_flops
+
+SMALL = transformer(600_000, batch=1, seq=16)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory to swap to. What is measured of single layers takes no time; what is trained, does."""
+    monkeypatch.setattr(measure_workload, "layer_flops", lambda *_: 7e9)
+    monkeypatch.setattr(measure_workload, "slower_together", lambda *_: (0.5, 0.25))
+    monkeypatch.setattr(measure_workload, "_ALONE", 1)
+    monkeypatch.setattr(measure_workload, "_PAGED", 2)
+    directory = tmp_path / "swap"
+    directory.mkdir()
+    return directory
+
+
+@given(
+    parameters=st.integers(10**5, 10**12),
+    batch=st.integers(1, 64),
+    seq=st.integers(2, 4096),
+    moments=st.sampled_from(["float32", "int8"]),
+    tile=st.integers(1, 1 << 30),
+)
+def test_a_stand_is_of_layers_like_the_workloads_and_small(
+    parameters: int, batch: int, seq: int, moments: str, tile: int
+) -> None:
+    work = transformer(parameters, batch=batch, seq=seq, moments=moments)
+    stand = stand_for(work, seq=seq, tile_nbytes=tile)
+    assert stand is not None
+    like = layer_for(work, seq=seq)
+    assert (stand.shape.rows, stand.shape.seq) == (like.rows, like.seq)
+    assert (stand.dtype, stand.moments) == ("bfloat16", moments)
+    assert 3 <= stand.layers <= 24
+    assert stand.numel <= 97_000_000, "a layer's half beyond what is asked for"
+    assert stand.tile_nbytes in (8 << 20, 16 << 20, 24 << 20)
+    assert abs(stand.tile_nbytes - tile) <= 4 << 20 or not 8 << 20 < tile < 24 << 20
+    quarter = stand.numel * (work.itemsize + work.state_itemsize) / 4
+    assert quarter > 7 * stand.tile_nbytes or stand.layers == 24 or moments == "int8"
+    if like.width <= 1024:
+        assert stand.shape == like
+    else:
+        assert stand.shape.width == 1024
+        assert stand.shape.mlp / 1024 == pytest.approx(like.mlp / like.width, rel=0.01)
+    assert stand_for(dataclasses.replace(work, dtype="float16"), seq=seq, tile_nbytes=tile) is None
+
+
+def test_a_stand_is_divided_and_counted_as_models_are() -> None:
+    shape = LayerShape(rows=2, seq=24, width=128, mlp=320)
+    work = measure_workload._work(Stand(shape, 3, "float32", "int8", 8 << 20))
+    assert [unit.numel for unit in work.units] == [shape.weights] * 3
+    assert (work.tokens, work.dtype, work.moments) == (48, "float32", "int8")
+    assert {unit.flops for unit in work.units} == {unit_flops(shape.weights, 48, seq=24, width=128)}
+
+
+@pytest.mark.parametrize(("dtype", "moments"), [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8")])
+def test_a_machine_gets_the_rates_of_a_training_in_its_directories(place: Path, dtype: str, moments: str) -> None:
+    laptop = load_profile("laptop")
+    work = dataclasses.replace(SMALL, dtype=dtype, moments=moments)
+    drawn = torch.random.get_rng_state()
+    fitted = with_rates_for(laptop, work, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    assert list(place.iterdir()) == [], "nothing of the training is left"
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    host, before = fitted.host, laptop.host
+    assert (fitted.flops(dtype), host.compute_beside_update, host.update_beside_compute) == (7e9, 0.5, 0.25)
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    assert (host.flops[other], host.update_rate[other]) == (before.flops[other], before.update_rate[other])
+    for name in ("read", "write", "mixed"):
+        assert 0 < getattr(fitted.drive, name) != getattr(laptop.drive, name)
+    assert 0 < fitted.update_rate(dtype) != laptop.update_rate(dtype)
+    assert 0 < host.step_seconds != before.step_seconds
+    assert 0 <= host.lease_seconds != before.lease_seconds
+    assert min(host.tile_seconds, host.compute_beside_io) >= 0
+    unchanged = {"host", "drive"}
+    assert all(
+        getattr(fitted, item.name) == getattr(laptop, item.name)
+        for item in dataclasses.fields(Machine)
+        if item.name not in unchanged
+    )
+
+
+def test_layers_are_trained_in_both_ways_with_the_workloads_types(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Config] = []
+    train = measure_workload.train_steps
+
+    def watched(*given: Any, **named: Any) -> Any:
+        configs.append(given[3])
+        assert named == {"coalesce": 0}
+        return train(*given, **named)
+
+    monkeypatch.setattr(measure_workload, "train_steps", watched)
+    work = dataclasses.replace(SMALL, dtype="float32")
+    with_rates_for(load_profile("laptop"), work, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    alone, paged = configs
+    assert (alone.update, paged.update) == ("step", "backward")
+    assert {(each.param_dtype, each.moments, each.swap_paths[0]) for each in configs} == {("float32", "float32", place)}
+    assert alone.host_nbytes is not None
+    assert paged.host_nbytes is not None
+    assert paged.host_nbytes < alone.host_nbytes / 4
+
+
+def test_where_a_device_computes_or_nothing_is_fast_the_machine_stays(place: Path) -> None:
+    laptop, gpu = load_profile("laptop"), load_profile("rtx4090")
+    assert with_rates_for(gpu, SMALL, [place], seq=16, tile_nbytes=8 << 20) is gpu
+    assert (
+        with_rates_for(laptop, dataclasses.replace(SMALL, dtype="float16"), [place], seq=16, tile_nbytes=8 << 20)
+        is laptop
+    )
+
+
+def test_a_device_that_processors_play_is_as_fast_as_they_are(place: Path) -> None:
+    gpu = load_profile("rtx4090")
+    assert gpu.device is not None
+    played = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, simulated=True, efficiency=1.0))
+    fitted = with_rates_for(played, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    assert fitted.flops("bfloat16") == fitted.host.flops["bfloat16"] == 7e9
+    assert fitted.drive != played.drive
+
+
+@pytest.mark.parametrize("scarce", ["available_host_memory", "free_together"])
+def test_what_would_not_fit_is_not_trained(place: Path, monkeypatch: pytest.MonkeyPatch, scarce: str) -> None:
+    laptop = load_profile("laptop")
+    monkeypatch.setattr(measure_workload, scarce, lambda *_: 1 << 20)
+    monkeypatch.setattr(measure_workload, "train_steps", None)
+    fitted = with_rates_for(laptop, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    assert fitted.flops("bfloat16") == 7e9
+    assert dataclasses.replace(fitted.host, flops=laptop.host.flops) == laptop.host
+    assert fitted.drive == laptop.drive
+
+
+def test_an_error_of_the_training_comes_to_the_caller_and_leaves_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, number: int, model: Any) -> None:
+        raise SwapIOError("read", place)
+
+    monkeypatch.setattr(measure_workload._Model, "backward", broken)
+    with pytest.raises(SwapIOError, match="read"):
+        with_rates_for(load_profile("laptop"), SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    assert list(place.iterdir()) == []
+
+
+def test_a_fitted_machine_is_kept_for_its_kind_of_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    laptop = load_profile("laptop")
+    calls: list[object] = []
+
+    def measured(directories: list[Path], config: Config) -> Machine:
+        calls.append("machine")
+        return dataclasses.replace(laptop, source=f"measured {len(calls)}")
+
+    def fitted(machine: Machine, workload: Workload, directories: list[Path], *, seq: int, tile_nbytes: int) -> Machine:
+        calls.append(stand_for(workload, seq=seq, tile_nbytes=tile_nbytes))
+        host = dataclasses.replace(machine.host, lease_seconds=len(calls) * 1e-3)
+        return dataclasses.replace(machine, host=host)
+
+    monkeypatch.setattr(machines, "measure_machine", measured)
+    monkeypatch.setattr(machines, "with_rates_for", fitted)
+    config = Config(device="cpu", host_memory="1GiB", swap_dirs=[tmp_path])
+    work = transformer(50_000_000, batch=2, seq=128)
+    fit: Callable[..., Machine] = functools.partial(machine_for, config=config, seq=128)
+    first = fit(work)
+    assert calls == ["machine", stand_for(work, seq=128, tile_nbytes=40 << 20)]
+    assert fit(work).host.lease_seconds == first.host.lease_seconds
+    deeper = dataclasses.replace(work, units=(*work.units, work.units[1]))
+    assert fit(deeper).host.lease_seconds == first.host.lease_seconds, "of the same layers"
+    assert len(calls) == 2
+    assert fit(transformer(50_000_000, batch=1, seq=128)).host.lease_seconds != first.host.lease_seconds
+    assert fit(dataclasses.replace(work, moments="int8")).host.lease_seconds != first.host.lease_seconds
+    smaller = dataclasses.replace(config, host_memory="200MiB")
+    assert fit(work, config=smaller).host.lease_seconds != first.host.lease_seconds, "with smaller tiles"
+    assert (
+        fit(work, config=dataclasses.replace(smaller, tile_size="24MiB")).host.lease_seconds == first.host.lease_seconds
+    )
+    assert calls.count("machine") == 1
+    again = fit(work, again=True)
+    assert calls.count("machine") == 2
+    assert (again.source, again.host.lease_seconds) == ("measured 6", 7e-3)
+
+
+def test_the_measurement_of_this_machine_can_be_fitted(place: Path, small_measurements: None) -> None:
+    measured = measure_machine([place], seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
+    fitted = with_rates_for(measured, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    assert fitted.source == measured.source
+    assert fitted.drive.capacity == measured.drive.capacity
+    assert list(place.iterdir()) == []

@@ -1,0 +1,208 @@
+"""What some steps of training show: their seconds, and from their timelines the rates that the planner takes.
+
+Owns the training of a few steps and what is made of its timeline. Does not choose models or budgets, and does not
+predict. Guarantees that each training leaves nothing behind, and that what a kernel and moving bytes take from the
+computation is counted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import tiermem
+from tiermem.config import Config
+from tiermem.overlap import explain_stalls
+from tiermem.planner.observed import Observed, observe
+from tiermem.stats import READ_EDGE, WRITE_EDGE
+from tiermem.timeline import STALL, STEP_LANE, UPDATE_LANE, Event
+
+# Behind them a step moves what later ones do.
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Some steps: seconds, bytes read and written of each; what the timeline says of them.
+
+    Attributes:
+        observed: the typical step: the median of seconds, bandwidths over all of them.
+        kernels: calls of the update kernel in a step.
+        beside: seconds of a step in which update kernels ran beside the computation.
+        moving: seconds of a step in which bytes moved to or from the drives beside the computation.
+        stalls: seconds of a step in which the computation waited, by cause (`tiermem.overlap.Cause`).
+    """
+
+    seconds: tuple[float, ...]
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    observed: Observed
+    kernels: int
+    beside: float
+    moving: float
+    stalls: Mapping[str, float]
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What two trainings show of a processor and its drives; as in `planner.machine.Host` and `Drive`."""
+
+    update_rate: float
+    tile_seconds: float
+    compute_beside_io: float
+    step_seconds: float
+    read: float
+    write: float
+    mixed: float
+
+
+def train_steps(
+    make: Callable[[], nn.Module],
+    backward: Callable[[int, nn.Module], object],
+    optimizer: Callable[[nn.Module], tiermem.AdamW],
+    config: Config,
+    steps: int,
+    **offloading: Any,
+) -> Measured:
+    """Train a model under `config` in new folders of its swap directories, and measure `steps` steps.
+
+    Args:
+        make: the model; called under `tiermem.deferred_init`.
+        backward: forward and backward of a step, given its number and the model.
+        optimizer: of the offloaded model.
+        config: the settings; `swap_dirs` exist.
+        steps: how many are measured, behind three that are not.
+        offloading: what else `tiermem.offload` takes.
+
+    Raises what training raises.
+    """
+    found: list[tuple[float, int, int]] = []
+    with ExitStack() as folders:
+        made = [
+            folders.enter_context(tempfile.TemporaryDirectory(prefix="tiermem-measure-", dir=directory))
+            for directory in config.swap_paths
+        ]
+        with tiermem.deferred_init():
+            model = make()
+        with tiermem.offload(model, dataclasses.replace(config, swap_dirs=made), **offloading) as runtime:
+            stepping = optimizer(model)
+            for number in range(_WARM_UP + steps):
+                started = time.perf_counter()
+                backward(number, model)
+                stepping.step()
+                stepping.zero_grad()
+                seconds = time.perf_counter() - started
+                last = runtime.statistics().last
+                found.append((seconds, last.bytes_read if last else 0, last.bytes_written if last else 0))
+            trace = Path(made[0]) / "timeline.json"
+            runtime.timeline(trace)
+        taken, read, written = zip(*found[_WARM_UP:], strict=True)
+        return Measured(taken, read, written, **seen_in(trace, steps))
+
+
+def rates_of(alone: Measured, paged: Measured, numel: int, beside: tuple[float, float]) -> Rates:
+    """The rates behind two trainings of a model of `numel` elements.
+
+    Args:
+        alone: where everything stays in memory, with `update="step"`: computation and kernel one after the other.
+        paged: of the same model, with a budget that makes bytes move.
+        numel: elements of all units.
+        beside: how much longer the computation takes beside the update, and the update beside the computation.
+    """
+    seen, moving = alone.observed, paged.observed
+    # What the other took from each of them is taken off; what remains is the bytes' and the tiles' doing.
+    kernel, computed = (
+        found - paged.beside * slower / (1 + slower)
+        for found, slower in ((moving.updating, beside[1]), (computing(moving), beside[0]))
+    )
+    # Where nothing but tiles seemed to take time, elements take half of it all the same.
+    most = seen.updating / max(1, 2 * alone.kernels)
+    tile_seconds = min(most, max(0.0, (kernel - seen.updating) / max(1, paged.kernels - alone.kernels)))
+    return Rates(
+        update_rate=numel / (seen.updating - tile_seconds * alone.kernels),
+        tile_seconds=tile_seconds,
+        compute_beside_io=slower_beside(computing(seen), computed, paged.moving),
+        step_seconds=seen.elsewhere,
+        read=moving.read,
+        write=moving.write,
+        mixed=moving.mixed,
+    )
+
+
+def slower_beside(alone: float, found: float, beside: float) -> float:
+    """How much longer computation takes beside something that was there for `beside` of its `found` seconds.
+
+    What it takes otherwise, `alone` seconds, is what is left without.
+    """
+    lost = max(0.0, found - alone)
+    # Of the seconds beside it, the rest was computation as ever; never less than half of them.
+    share = min(0.5, lost / max(1e-9, min(beside, found)))
+    return share / (1 - share)
+
+
+def computing(seen: Observed) -> float:
+    """Seconds of a step that are neither stalls nor kernels."""
+    return sum(seen.forward.values()) + sum(seen.backward.values()) + seen.elsewhere
+
+
+def seen_in(trace: Path, steps: int) -> dict[str, Any]:
+    """What the last steps of a timeline were like: the rest of `Measured`."""
+    events = [
+        Event(each["name"], each["cat"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, each["args"])
+        for each in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        if each["ph"] == "X"
+    ]
+    events.sort(key=lambda event: event.end)
+    whole = [event for event in events if event.lane == STEP_LANE and event.start >= events[0].end][-steps:]
+    report = explain_stalls([event for event in events if event.start >= whole[0].start])
+    use = next((use for use in report.edges if use.name == UPDATE_LANE), None)
+    share = use.hidden_share if use is not None else 0.0
+    mean = observe(events, steps)
+    each = [observe([event for event in events if event.end <= step.end], 1) for step in whole]
+    typical = dataclasses.replace(
+        mean,
+        forward={unit: statistics.median(one.forward.get(unit, 0.0) for one in each) for unit in mean.forward},
+        backward={unit: statistics.median(one.backward.get(unit, 0.0) for one in each) for unit in mean.backward},
+        elsewhere=statistics.median(one.elsewhere for one in each),
+        updating=statistics.median(one.updating for one in each),
+    )
+    kernels = sum(event.lane == UPDATE_LANE and event.start >= whole[0].start for event in events)
+    return {
+        "observed": typical,
+        "kernels": kernels // len(whole),
+        "beside": typical.updating * share,
+        "moving": moving_beside(events, whole) / len(whole),
+        "stalls": {cause.name.lower(): seconds / report.steps for cause, seconds in report.by_cause().items()},
+    }
+
+
+def moving_beside(events: Sequence[Event], steps: Sequence[Event]) -> float:
+    """Seconds of these steps in which bytes moved to or from the drives while the computation did not stand still."""
+    turns = []
+    for event in events:
+        kind = 0 if event.lane in (READ_EDGE, WRITE_EDGE) else 1 if event.name == STALL else None
+        if kind is not None:
+            turns += [(event.start, kind, 1), (event.end, kind, -1)]
+    turns += [(moment, 2, way) for step in steps for moment, way in ((step.start, 1), (step.end, -1))]
+    now, before, found = [0, 0, 0], 0.0, 0.0
+    for moment, kind, way in sorted(turns):
+        if now[0] and not now[1] and now[2]:
+            found += moment - before
+        now[kind] += way
+        before = moment
+    return found

@@ -1,0 +1,247 @@
+"""What a machine gives to one workload: rates found by training a few layers like its own.
+
+Owns the model that stands for a workload's, and the machine that is fitted to it. Does not measure what any workload
+has (`measure.py`), and keeps nothing (`machines.py` does). Guarantees that what is trained fits into what is free, of
+memory and of the disks; where nothing does, the machine is as it was.
+
+A layer by itself says what products take. What training takes besides, leases, tiles, moving bytes on cores that
+compute, and what a drive gives to requests that wait for such cores, only training says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiermem
+from tiermem.cli.disk import free_together
+from tiermem.cli.measure import SECONDS, slower_together
+from tiermem.cli.measure_layer import LayerShape, decoded, in_time, layer_flops, layer_for, rotations, train_layer
+from tiermem.cli.measure_training import Rates, rates_of, train_steps
+from tiermem.cli.modelwork import workload_of
+from tiermem.cli.timing import median_seconds
+from tiermem.config import Config
+from tiermem.memory.machine import available_host_memory
+from tiermem.pager.tiling import SMALLEST_TILE
+from tiermem.planner.design import least_host_memory
+from tiermem.planner.footprint import plan_footprint
+from tiermem.planner.machine import Machine
+from tiermem.planner.parts import unit_sizes
+from tiermem.planner.workload import Workload
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_CPU = torch.device("cpu")
+# A layer of the model that stands for another is no wider than this.
+_MOST_WIDTH = 1024
+# Of parameters and state in memory while bytes are to move, which makes so many tiles.
+_SHARE, _TILES = 0.25, 12
+# Tiles are of whole steps, so that what is kept serves budgets that are much alike.
+_TILE_STEP, _LARGEST_TILE = 8 << 20, 24 << 20
+_FEWEST_LAYERS, _MOST_LAYERS, _MOST_WEIGHTS = 3, 24, 90_000_000
+# Steps with everything in memory, and with bytes that move, which differ more.
+_ALONE, _PAGED = 5, 8
+_BESIDE_PAGES = 192 << 20
+# Forward, backward and the gradients of a unit are leased.
+_LEASES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """What stands for a workload: `layers` layers of `shape`, and about so many bytes of state in a tile."""
+
+    shape: LayerShape
+    layers: int
+    dtype: str
+    moments: str
+    tile_nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """Parameters."""
+        return self.layers * self.shape.weights
+
+
+def stand_for(workload: Workload, *, seq: int, tile_nbytes: int) -> Stand | None:
+    """The model that stands for a workload of sequences of `seq` tokens; None for dtypes that processors imitate.
+
+    `tile_nbytes`: bytes of state in a tile of the run. What a drive gives depends on it.
+    """
+    if workload.dtype not in _DTYPES:
+        return None
+    shape = layer_for(workload, seq=seq)
+    if shape.width > _MOST_WIDTH:
+        shape = replace(shape, width=_MOST_WIDTH, mlp=shape.mlp * _MOST_WIDTH // shape.width)
+    tile = min(max(_TILE_STEP, round(tile_nbytes / _TILE_STEP) * _TILE_STEP), _LARGEST_TILE)
+    wanted = _TILES * tile / _SHARE / (workload.itemsize + workload.state_itemsize)
+    layers = min(max(_FEWEST_LAYERS, round(min(wanted, _MOST_WEIGHTS) / shape.weights)), _MOST_LAYERS)
+    return Stand(shape, layers, workload.dtype, workload.moments, tile)
+
+
+def with_rates_for(
+    machine: Machine,
+    workload: Workload,
+    directories: Sequence[Path],
+    *,
+    seq: int,
+    tile_nbytes: int,
+    seconds: float = SECONDS,
+) -> Machine:
+    """The machine with the rates at which its processors and drives train this workload.
+
+    They depend by a factor of four on a layer's width and on the tokens. Where a device computes, and for a dtype that
+    processors have no fast operations for, the machine as it is.
+
+    Args:
+        machine: as `measure_machine` found it.
+        workload: the step.
+        directories: where bytes are moved to and from.
+        seq: tokens in a sequence.
+        tile_nbytes: bytes of state in a tile of the run, about.
+        seconds: for each rate that is not found by training, about.
+
+    Takes none of the caller's random numbers. Raises what training raises.
+    """
+    stand = stand_for(workload, seq=seq, tile_nbytes=tile_nbytes)
+    if stand is None or (machine.device is not None and not machine.device.simulated):
+        return machine
+    with torch.random.fork_rng(devices=()):
+        return _fitted(machine, workload, stand, directories, seq=seq, seconds=seconds)
+
+
+def _fitted(
+    machine: Machine, workload: Workload, stand: Stand, directories: Sequence[Path], *, seq: int, seconds: float
+) -> Machine:
+    dtype = _DTYPES[stand.dtype]
+    flops = {**machine.host.flops, stand.dtype: layer_flops(dtype, _CPU, seconds, layer_for(workload, seq=seq))}
+    device = None if machine.device is None else replace(machine.device, flops=flops)
+    machine = replace(machine, host=replace(machine.host, flops=flops), device=device)
+    stand = replace(stand, shape=in_time(dtype, _CPU, stand.shape, seconds))
+    return machine if _nbytes(stand) > _room(directories) else _trained(machine, stand, directories, seconds)
+
+
+def _trained(machine: Machine, stand: Stand, directories: Sequence[Path], seconds: float) -> Machine:
+    dtype = _DTYPES[stand.dtype]
+    layer_seconds = median_seconds(train_layer(dtype, _CPU, stand.shape), seconds)
+    beside = slower_together(dtype, seconds)
+    seen, rates = _train(stand, directories, beside)
+    copied = stand.shape.weights * dtype.itemsize / machine.host.copy_rate
+    host = replace(
+        machine.host,
+        update_rate={**machine.host.update_rate, stand.dtype: rates.update_rate},
+        lease_seconds=max(0.0, seen - layer_seconds - copied) / _LEASES,
+        step_seconds=rates.step_seconds,
+        tile_seconds=rates.tile_seconds,
+        compute_beside_update=beside[0],
+        update_beside_compute=beside[1],
+        compute_beside_io=rates.compute_beside_io,
+        update_beside_io=0.0,  # is in the tiles' seconds
+    )
+    moved = {name: rate for name in ("read", "write", "mixed") if (rate := getattr(rates, name))}
+    return replace(machine, host=host, drive=replace(machine.drive, **moved))
+
+
+def _train(stand: Stand, directories: Sequence[Path], beside: tuple[float, float]) -> tuple[float, Rates]:
+    """Seconds of one layer's forward and backward in training, and what else two trainings show."""
+    work = _work(stand)
+    whole = _nbytes(stand)
+    share = round(_SHARE * work.parameters * (work.itemsize + work.state_itemsize))
+    paged = max(share, 2 * least_host_memory(work, 1))  # with room for more than one update at a time
+    settings: dict[str, Any] = {"device": "cpu", "param_dtype": stand.dtype, "moments": stand.moments, "commits": False}
+
+    def config(nbytes: int, update: str) -> Config:
+        tile = min(stand.tile_nbytes, max(paged // _TILES, SMALLEST_TILE * work.state_itemsize))
+        ahead = plan_footprint(unit_sizes(work), nbytes, tile).look_ahead
+        return Config(
+            swap_dirs=list(directories),
+            host_memory=nbytes,
+            update=update,  # type: ignore[arg-type]  # one of its words
+            tile_size=tile,
+            look_ahead=ahead,  # and not refined meanwhile
+            **settings,
+        )
+
+    model = _Model(stand)
+    alone, moving = (
+        train_steps(model.make, model.backward, _optimizer, config(nbytes, update), steps, coalesce=0)
+        for nbytes, update, steps in ((whole, "step", _ALONE), (paged, "backward", _PAGED))
+    )
+    seen = alone.observed
+    layer = median(seen.forward[unit] + seen.backward[unit] for unit in seen.forward)
+    return layer, rates_of(alone, moving, work.parameters, beside)
+
+
+def _work(stand: Stand) -> Workload:
+    with torch.device("meta"):
+        model = _Model(stand).make()
+    shape = stand.shape
+    return workload_of(
+        model,
+        "layers",
+        batch=shape.rows,
+        seq=shape.seq,
+        batches=1,
+        dtype=stand.dtype,
+        moments=stand.moments,
+        width=shape.width,
+    )
+
+
+def _nbytes(stand: Stand) -> int:
+    """Bytes that its parameters, gradients and states take, and what lies beside pages."""
+    work = _work(stand)
+    return round(1.05 * work.parameters * (2 * work.itemsize + work.state_itemsize)) + _BESIDE_PAGES
+
+
+def _room(directories: Sequence[Path]) -> int:
+    """Half of what is free of memory, and of the disks."""
+    return min(available_host_memory(), free_together(directories)) // 2
+
+
+def _optimizer(model: nn.Module) -> tiermem.AdamW:
+    return tiermem.AdamW(model.parameters(), lr=1e-6)
+
+
+class _Model:
+    """Layers of a stand, and what they are trained on."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._stand = stand
+        shape, dtype = stand.shape, _DTYPES[stand.dtype]
+        self._inputs = torch.randn(shape.rows, shape.seq, shape.width).to(dtype).requires_grad_()
+
+    def make(self) -> nn.Module:
+        return _Layers(self._stand)
+
+    def backward(self, _: int, model: nn.Module) -> None:
+        model(self._inputs).float().square().mean().backward()
+        self._inputs.grad = None
+
+
+class _Layers(nn.Module):
+    def __init__(self, stand: Stand) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(stand) for _ in range(stand.layers))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+class _Layer(nn.Module):
+    def __init__(self, stand: Stand) -> None:
+        super().__init__()
+        self.heads = stand.shape.heads
+        self.turns = rotations(stand.shape, _DTYPES[stand.dtype], _CPU)
+        self.qkv, self.out, self.gated, self.down = (
+            nn.Linear(inside, out, bias=False) for out, inside in stand.shape.sizes
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return decoded(inputs, (self.qkv, self.out, self.gated, self.down), self.heads, self.turns)
