@@ -15,7 +15,14 @@ from tiermem.planner.clock import carried_out
 from tiermem.planner.design import Design, PlanSettings, make_design
 from tiermem.planner.footprint import UnitSize
 from tiermem.planner.machine import Drive, Host, Machine
-from tiermem.planner.observed import Observed, bandwidths, observe, observed_design, one_batch
+from tiermem.planner.observed import (
+    Observed,
+    bandwidths,
+    bandwidths_by_stretch,
+    observe,
+    observed_design,
+    one_batch,
+)
 from tiermem.planner.predict import seconds_of_step
 from tiermem.planner.refining import COUNTED, SETTLING, TRUST, WORTH_WHILE, LookAheadControl, Stage, foreseeing
 from tiermem.planner.simulate import simulate
@@ -190,6 +197,57 @@ def test_what_was_hardly_seen_is_taken_from_the_others() -> None:
     assert bandwidths([], [event("m", WRITE_EDGE, 0, 1, bytes=100)]) == (100.0, 100.0, 100.0)
     assert bandwidths([], []) == (0.0, 0.0, 0.0)
     assert bandwidths([event("m", READ_EDGE, 0, 1, bytes=0)], []) == (0.0, 0.0, 0.0)
+
+
+@given(
+    rates=st.tuples(*[st.floats(1e9, 5e9)] * 3),
+    stretches=st.lists(st.tuples(*[st.floats(0.01, 1.0)] * 3), min_size=12, max_size=30),
+)
+def test_bytes_of_stretches_tell_bandwidths_that_single_transfers_hide(
+    rates: tuple[float, float, float], stretches: list[tuple[float, float, float]]
+) -> None:
+    """In each a read begins alone, a write joins it, and ends alone: as one move each, however their bytes moved."""
+    reads, writes, began = [], [], 0.0
+    for number, (alone, both, behind) in enumerate(stretches):
+        # Of different kinds, as steps have them.
+        lengths = [length * (10.0 if number % 3 == kind else 0.1) for kind, length in enumerate((alone, behind, both))]
+        read, write, mixed = (rate * length for rate, length in zip(rates, lengths, strict=True))
+        joined = began + lengths[0]
+        ended = joined + lengths[2] + lengths[1]
+        # The write waited: what moved together were bytes read.
+        reads.append(event("r", READ_EDGE, began, joined + lengths[2], bytes=read + mixed))
+        writes.append(event("w", WRITE_EDGE, joined, ended, bytes=write))
+        began = ended + 1.0
+    found = bandwidths_by_stretch(reads, writes)
+    assert found == pytest.approx(rates, rel=0.25)
+
+
+def test_stretches_that_are_all_alike_tell_the_mean() -> None:
+    moves = [
+        [event("m", lane, turn, turn + length, bytes=100) for turn in (0, 10, 20)]
+        for lane, length in ((READ_EDGE, 2), (WRITE_EDGE, 4))
+    ]
+    assert bandwidths_by_stretch(*moves) == pytest.approx((50.0, 50.0, 50.0), rel=1e-6)
+    assert bandwidths_by_stretch([], []) == (0.0, 0.0, 0.0)
+    assert bandwidths_by_stretch([event("m", READ_EDGE, 0, 1, bytes=0)], []) == (0.0, 0.0, 0.0)
+    assert bandwidths_by_stretch([event("m", READ_EDGE, 1, 1, bytes=9)], []) == (0.0, 0.0, 0.0)
+    alone = bandwidths_by_stretch([event("m", READ_EDGE, 0, 1, bytes=100)], [])
+    assert alone == pytest.approx((100.0, 100.0, 100.0))
+
+
+@given(st.lists(st.tuples(MOMENT, MOMENT, st.integers(0, 10**9), st.booleans()), max_size=20))
+def test_bandwidths_of_whatever_stretches_lie_about_their_mean(moves: list[tuple[float, float, int, bool]]) -> None:
+    reads, writes = (
+        [
+            event("m", READ_EDGE, start, start + length, bytes=size)
+            for start, length, size, way in moves
+            if way is wanted
+        ]
+        for wanted in (True, False)
+    )
+    found = bandwidths_by_stretch(reads, writes)
+    assert all(math.isfinite(rate) and rate >= 0 for rate in found)
+    assert max(found) <= 16.001 * min(found)
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])

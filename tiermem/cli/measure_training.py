@@ -23,7 +23,7 @@ from torch import nn
 import tiermem
 from tiermem.config import Config
 from tiermem.overlap import explain_stalls
-from tiermem.planner.observed import Observed, observe
+from tiermem.planner.observed import Observed, bandwidths_by_stretch, observe
 from tiermem.stats import READ_EDGE, WRITE_EDGE
 from tiermem.timeline import STALL, STEP_LANE, UPDATE_LANE, Event
 
@@ -169,19 +169,25 @@ def seen_in(trace: Path, steps: int) -> dict[str, Any]:
     ]
     events.sort(key=lambda event: event.end)
     whole = [event for event in events if event.lane == STEP_LANE and event.start >= events[0].end][-steps:]
-    report = explain_stalls([event for event in events if event.start >= whole[0].start])
+    since = [event for event in events if event.start >= whole[0].start]
+    report = explain_stalls(since)
     use = next((use for use in report.edges if use.name == UPDATE_LANE), None)
     share = use.hidden_share if use is not None else 0.0
     mean = observe(events, steps)
     each = [observe([event for event in events if event.end <= step.end], 1) for step in whole]
+    edges = ([event for event in since if event.lane == edge] for edge in (READ_EDGE, WRITE_EDGE))
+    read, write, mixed = bandwidths_by_stretch(*edges)
     typical = dataclasses.replace(
         mean,
+        read=read,
+        write=write,
+        mixed=mixed,
         forward={unit: statistics.median(one.forward.get(unit, 0.0) for one in each) for unit in mean.forward},
         backward={unit: statistics.median(one.backward.get(unit, 0.0) for one in each) for unit in mean.backward},
         elsewhere=statistics.median(one.elsewhere for one in each),
         updating=statistics.median(one.updating for one in each),
     )
-    kernels = sum(event.lane == UPDATE_LANE and event.start >= whole[0].start for event in events)
+    kernels = sum(event.lane == UPDATE_LANE for event in since)
     return {
         "observed": typical,
         "kernels": kernels // len(whole),

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from tiermem.errors import ConfigError
 from tiermem.planner.design import Design, PlanSettings, UnitTimes
 from tiermem.planner.footprint import Footprint, UnitSize
@@ -29,6 +31,8 @@ Runs = Mapping[int, Sequence[tuple[int, int]]]
 
 # A bandwidth seen in less than this share of the time in which bytes moved is not believed.
 _SEEN = 0.05
+# How much bandwidths are drawn to their mean, as a share; and how many times it they may be.
+_DRAWN, _APART = 0.1, 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,39 @@ def bandwidths(reads: Iterable[Event], writes: Iterable[Event]) -> tuple[float, 
     alone = [rate for rate in (read, write) if rate]
     mixed = mixed or sum(alone) / max(1, len(alone))
     return read or mixed, write or mixed, mixed
+
+
+def bandwidths_by_stretch(reads: Iterable[Event], writes: Iterable[Event]) -> tuple[float, float, float]:
+    """As `bandwidths`, from all the bytes of each stretch of time in which something was in flight.
+
+    A transfer that waits for others while both ways are busy, and ends alone, has a low rate over its whole time, which
+    `bandwidths` takes for the rate alone. Here nothing is taken of when a transfer's bytes moved: the three bandwidths
+    are those that explain the bytes of the stretches best (least squares), drawn towards their mean by `_DRAWN` of what
+    was seen, for stretches may be much alike.
+    """
+    turns: list[tuple[float, int, int, float]] = []
+    for way, moves in enumerate((reads, writes)):
+        for move in moves:
+            if move.end > move.start:
+                turns += [(move.start, 1, way, 0.0), (move.end, -1, way, float(str(move.details["bytes"])))]
+    stretches, flying, before = [np.zeros(4)], [0, 0], 0.0
+    for moment, difference, way, nbytes in sorted(turns):  # an end before a beginning at the same time
+        if any(flying):
+            stretches[-1][2 if all(flying) else 0 if flying[0] else 1] += moment - before
+        flying[way] += difference
+        stretches[-1][3] += nbytes
+        before = moment
+        if not any(flying):
+            stretches.append(np.zeros(4))
+    seconds, arrived = np.hsplit(np.array(stretches), [3])
+    total = seconds.sum()
+    mean = float(arrived.sum() / total) if total else 0.0
+    if not mean:
+        return 0.0, 0.0, 0.0
+    drawn = np.diag(_DRAWN * seconds.sum(axis=0) * total / len(turns) + 1e-12 * total**2)
+    found = np.linalg.solve(seconds.T @ seconds + drawn, seconds.T @ arrived[:, 0] + drawn @ np.full(3, mean))
+    read, write, mixed = (float(rate) for rate in np.clip(found, mean / _APART, mean * _APART))
+    return read, write, mixed
 
 
 def one_batch(accesses: Sequence[Access]) -> tuple[tuple[Access, ...], int]:
