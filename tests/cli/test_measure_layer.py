@@ -108,7 +108,7 @@ def test_a_processor_without_instructions_for_a_dtype_is_timed_on_few_tokens(
         return lambda: None
 
     monkeypatch.setattr(measure_layer, "_layer", train)
-    monkeypatch.setattr(measure_layer, "seconds_of", lambda _: measure_layer._operations(timed[-1]) / rate)
+    monkeypatch.setattr(measure_layer, "seconds_of", lambda _: measure_layer.operations(timed[-1]) / rate)
     few = LayerShape(rows=1, seq=8, width=256, mlp=512)
     assert measure_layer.in_time(torch.bfloat16, CPU, large, 0.25) == (large if whole else few)
     assert measure_layer.in_time(torch.bfloat16, CPU, small, 0.25) == small, "takes no time anyway"

@@ -17,7 +17,8 @@ from swap import SwapIOError
 from tiermem.cli import machines, measure_workload
 from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.measure import measure_machine
-from tiermem.cli.measure_layer import LayerShape, layer_for
+from tiermem.cli.measure_layer import LayerShape, layer_for, operations
+from tiermem.cli.measure_training import Rates
 from tiermem.cli.measure_workload import Stand, stand_for, with_rates_for
 from tiermem.config import Config
 from tiermem.planner.machine import Machine
@@ -85,14 +86,15 @@ def test_a_machine_gets_the_rates_of_a_training_in_its_directories(place: Path, 
     assert list(place.iterdir()) == [], "nothing of the training is left"
     assert torch.equal(torch.random.get_rng_state(), drawn)
     host, before = fitted.host, laptop.host
-    assert (fitted.flops(dtype), host.compute_beside_update, host.update_beside_compute) == (7e9, 0.5, 0.25)
+    assert 0 < fitted.flops(dtype) <= 7e9, "training takes longer than its products"
+    assert (host.compute_beside_update, host.update_beside_compute) == (0.5, 0.25)
     other = "float32" if dtype == "bfloat16" else "bfloat16"
     assert (host.flops[other], host.update_rate[other]) == (before.flops[other], before.update_rate[other])
     for name in ("read", "write", "mixed"):
         assert 0 < getattr(fitted.drive, name) != getattr(laptop.drive, name)
     assert 0 < fitted.update_rate(dtype) != laptop.update_rate(dtype)
     assert 0 < host.step_seconds != before.step_seconds
-    assert 0 <= host.lease_seconds != before.lease_seconds
+    assert host.lease_seconds == 2.5e-4
     assert min(host.tile_seconds, host.compute_beside_io) >= 0
     unchanged = {"host", "drive"}
     assert all(
@@ -100,6 +102,21 @@ def test_a_machine_gets_the_rates_of_a_training_in_its_directories(place: Path, 
         for item in dataclasses.fields(Machine)
         if item.name not in unchanged
     )
+
+
+def test_what_a_layer_takes_in_training_besides_its_products_is_in_its_rate(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not in a lease's seconds, of which a gradient that arrives tile by tile takes many."""
+    monkeypatch.setattr(measure_workload, "median_seconds", lambda *_: 0.010)
+    monkeypatch.setattr(measure_workload, "_train", lambda *_: (0.015, Rates(1e9, 1e-4, 0.1, 1e-3, 3e9, 2e9, 4e9)))
+    laptop = load_profile("laptop")
+    laptop = dataclasses.replace(laptop, host=dataclasses.replace(laptop.host, copy_rate=1e15))
+    fitted = with_rates_for(laptop, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    products = operations(layer_for(SMALL, seq=16)) / 7e9
+    taken = operations(layer_for(SMALL, seq=16)) / fitted.flops("bfloat16")
+    assert taken - products == pytest.approx(0.005 - 3 * 2.5e-4, rel=1e-3)
+    assert (fitted.drive.read, fitted.drive.write, fitted.drive.mixed) == (3e9, 2e9, 4e9)
 
 
 def test_layers_are_trained_in_both_ways_with_the_workloads_types(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +153,7 @@ def test_a_device_that_processors_play_is_as_fast_as_they_are(place: Path) -> No
     assert gpu.device is not None
     played = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, simulated=True, efficiency=1.0))
     fitted = with_rates_for(played, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
-    assert fitted.flops("bfloat16") == fitted.host.flops["bfloat16"] == 7e9
+    assert 0 < fitted.flops("bfloat16") == fitted.host.flops["bfloat16"] <= 7e9
     assert fitted.drive != played.drive
 
 

@@ -88,7 +88,7 @@ def layer_flops(dtype: torch.dtype, device: torch.device, seconds: float, shape:
     """
     shape = in_time(dtype, device, shape, seconds)
     taken = median_seconds(train_layer(dtype, device, shape), seconds)
-    return _operations(shape) / taken
+    return operations(shape) / taken
 
 
 def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds: float) -> LayerShape:
@@ -98,7 +98,7 @@ def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds
     few = replace(shape, rows=1, seq=min(shape.seq, _FEW_TOKENS))
     train = _layer(dtype, device, few)
     taken = min(seconds_of(train), seconds_of(train))
-    slow = _operations(few) / taken < _WITHOUT_INSTRUCTIONS
+    slow = operations(few) / taken < _WITHOUT_INSTRUCTIONS
     return few if slow and taken * shape.rows * shape.seq / few.seq > _LONG * seconds else shape
 
 
@@ -118,7 +118,8 @@ def times_float32(dtype: torch.dtype) -> float:
     return min(slow for _, slow in pairs) / min(fast for fast, _ in pairs)
 
 
-def _operations(shape: LayerShape) -> float:
+def operations(shape: LayerShape) -> float:
+    """Of the layer's forward and backward, as the planner counts them."""
     tokens = shape.rows * shape.seq
     return (1 + BACKWARD_SHARE) * unit_flops(shape.weights, tokens, seq=shape.seq, width=shape.width)
 

@@ -22,7 +22,16 @@ from torch import nn
 import tiermem
 from tiermem.cli.disk import free_together
 from tiermem.cli.measure import SECONDS, slower_together
-from tiermem.cli.measure_layer import LayerShape, decoded, in_time, layer_flops, layer_for, rotations, train_layer
+from tiermem.cli.measure_layer import (
+    LayerShape,
+    decoded,
+    in_time,
+    layer_flops,
+    layer_for,
+    operations,
+    rotations,
+    train_layer,
+)
 from tiermem.cli.measure_training import Rates, rates_of, train_steps
 from tiermem.cli.modelwork import workload_of
 from tiermem.cli.timing import median_seconds
@@ -47,8 +56,9 @@ _FEWEST_LAYERS, _MOST_LAYERS, _MOST_WEIGHTS = 3, 24, 90_000_000
 # Steps with everything in memory, and with bytes that move, which differ more.
 _ALONE, _PAGED = 5, 8
 _BESIDE_PAGES = 192 << 20
-# Forward, backward and the gradients of a unit are leased.
-_LEASES = 3
+# Forward, backward and the gradients of a unit are leased; and what a lease costs where nothing has to move
+# (`planner/README.md`, "The plan, and who carries it out").
+_LEASES, _LEASE_SECONDS = 3, 2.5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +127,23 @@ def with_rates_for(
 def _fitted(
     machine: Machine, workload: Workload, stand: Stand, directories: Sequence[Path], *, seq: int, seconds: float
 ) -> Machine:
-    dtype = _DTYPES[stand.dtype]
-    flops = {**machine.host.flops, stand.dtype: layer_flops(dtype, _CPU, seconds, layer_for(workload, seq=seq))}
-    device = None if machine.device is None else replace(machine.device, flops=flops)
-    machine = replace(machine, host=replace(machine.host, flops=flops), device=device)
+    dtype, like = _DTYPES[stand.dtype], layer_for(workload, seq=seq)
+    rate = layer_flops(dtype, _CPU, seconds, like)
     stand = replace(stand, shape=in_time(dtype, _CPU, stand.shape, seconds))
-    return machine if _nbytes(stand) > _room(directories) else _trained(machine, stand, directories, seconds)
-
-
-def _trained(machine: Machine, stand: Stand, directories: Sequence[Path], seconds: float) -> Machine:
-    dtype = _DTYPES[stand.dtype]
-    layer_seconds = median_seconds(train_layer(dtype, _CPU, stand.shape), seconds)
+    if _nbytes(stand) > _room(directories):
+        return _computing_at(rate, stand.dtype, machine)
+    alone = median_seconds(train_layer(dtype, _CPU, stand.shape), seconds)
     beside = slower_together(dtype, seconds)
     seen, rates = _train(stand, directories, beside)
     copied = stand.shape.weights * dtype.itemsize / machine.host.copy_rate
+    # What a layer takes besides is not a lease's: a gradient that arrives tile by tile is leased many times.
+    besides = max(0.0, seen - alone - copied - _LEASES * _LEASE_SECONDS)
+    count = operations(like)
+    machine = _computing_at(count / (count / rate + besides), stand.dtype, machine)
     host = replace(
         machine.host,
         update_rate={**machine.host.update_rate, stand.dtype: rates.update_rate},
-        lease_seconds=max(0.0, seen - layer_seconds - copied) / _LEASES,
+        lease_seconds=_LEASE_SECONDS,
         step_seconds=rates.step_seconds,
         tile_seconds=rates.tile_seconds,
         compute_beside_update=beside[0],
@@ -144,6 +153,13 @@ def _trained(machine: Machine, stand: Stand, directories: Sequence[Path], second
     )
     moved = {name: rate for name in ("read", "write", "mixed") if (rate := getattr(rates, name))}
     return replace(machine, host=host, drive=replace(machine.drive, **moved))
+
+
+def _computing_at(rate: float, dtype: str, machine: Machine) -> Machine:
+    """The machine whose processors, and the device that they may play, do so many operations a second."""
+    flops = {**machine.host.flops, dtype: rate}
+    device = None if machine.device is None else replace(machine.device, flops=flops)
+    return replace(machine, host=replace(machine.host, flops=flops), device=device)
 
 
 def _train(stand: Stand, directories: Sequence[Path], beside: tuple[float, float]) -> tuple[float, Rates]:
