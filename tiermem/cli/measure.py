@@ -40,8 +40,8 @@ from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.zero3.norms import gradient_norm
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CPU = torch.device("cpu")
 # A tile as training updates it.
 _TILE, _TILES = 1 << 20, 12
 # And beside a device, where threads take long turns at large ones (`optim/README.md`).
@@ -75,13 +75,13 @@ def measure_machine(
     config = config or Config(device="cpu", swap_dirs=[str(directory) for directory in directories])
     beside_device = is_real(config)
     numel, update = _LARGE_TILE if beside_device else _TILE, functools.partial(_update, beside_device=beside_device)
-    shape = in_time(torch.bfloat16, _CPU, ANY_LAYER, seconds)
-    train, renew = train_layer(torch.bfloat16, _CPU, shape), update(torch.bfloat16)
+    shape = in_time(torch.bfloat16, CPU, ANY_LAYER, seconds)
+    train, renew = train_layer(torch.bfloat16, CPU, shape), update(torch.bfloat16)
     with nullcontext() if beside_device else _repeating(train):
         drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
     products, updates, copies = {}, {}, {}
-    for name, dtype in _DTYPES.items():
-        products[name] = layer_flops(dtype, _CPU, seconds, ANY_LAYER)
+    for name, dtype in DTYPES.items():
+        products[name] = layer_flops(dtype, CPU, seconds, ANY_LAYER)
         updates[name] = numel / median_seconds(update(dtype), seconds)
         copies[name] = _TILE * dtype.itemsize / median_seconds(_move_gradient(dtype), seconds)
     beside_update, beside_compute = _beside(train, renew, seconds)
@@ -124,7 +124,7 @@ def with_room_now(machine: Machine, directories: Sequence[Path], config: Config)
 
 def slower_together(dtype: torch.dtype, seconds: float = SECONDS) -> tuple[float, float]:
     """How much longer computation takes beside the update, and the update beside computation: see `Host`."""
-    return _beside(train_layer(dtype, _CPU, in_time(dtype, _CPU, ANY_LAYER, seconds)), _update(dtype), seconds)
+    return _beside(train_layer(dtype, CPU, in_time(dtype, CPU, ANY_LAYER, seconds)), _update(dtype), seconds)
 
 
 def _host_memory() -> int:

@@ -21,7 +21,7 @@ from torch import nn
 
 import tiermem
 from tiermem.cli.disk import free_together
-from tiermem.cli.measure import SECONDS, slower_together
+from tiermem.cli.measure import CPU, DTYPES, SECONDS, slower_together
 from tiermem.cli.measure_layer import (
     LayerShape,
     decoded,
@@ -35,7 +35,7 @@ from tiermem.cli.measure_layer import (
 from tiermem.cli.measure_training import Rates, rates_of, train_steps
 from tiermem.cli.modelwork import workload_of
 from tiermem.cli.timing import median_seconds
-from tiermem.config import Config
+from tiermem.config import Config, Update
 from tiermem.memory.machine import available_host_memory
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.design import least_host_memory
@@ -44,8 +44,6 @@ from tiermem.planner.machine import Machine
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.workload import Workload
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_CPU = torch.device("cpu")
 # A layer of the model that stands for another is no wider than this.
 _MOST_WIDTH = 1024
 # Of parameters and state in memory while bytes are to move, which makes so many tiles.
@@ -71,18 +69,13 @@ class Stand:
     moments: str
     tile_nbytes: int
 
-    @property
-    def numel(self) -> int:
-        """Parameters."""
-        return self.layers * self.shape.weights
-
 
 def stand_for(workload: Workload, *, seq: int, tile_nbytes: int) -> Stand | None:
     """The model that stands for a workload of sequences of `seq` tokens; None for dtypes that processors imitate.
 
     `tile_nbytes`: bytes of state in a tile of the run. What a drive gives depends on it.
     """
-    if workload.dtype not in _DTYPES:
+    if workload.dtype not in DTYPES:
         return None
     shape = layer_for(workload, seq=seq)
     if shape.width > _MOST_WIDTH:
@@ -127,12 +120,12 @@ def with_rates_for(
 def _fitted(
     machine: Machine, workload: Workload, stand: Stand, directories: Sequence[Path], *, seq: int, seconds: float
 ) -> Machine:
-    dtype, like = _DTYPES[stand.dtype], layer_for(workload, seq=seq)
-    rate = layer_flops(dtype, _CPU, seconds, like)
-    stand = replace(stand, shape=in_time(dtype, _CPU, stand.shape, seconds))
+    dtype, like = DTYPES[stand.dtype], layer_for(workload, seq=seq)
+    rate = layer_flops(dtype, CPU, seconds, like)
+    stand = replace(stand, shape=in_time(dtype, CPU, stand.shape, seconds))
     if _nbytes(stand) > _room(directories):
         return _computing_at(rate, stand.dtype, machine)
-    alone = median_seconds(train_layer(dtype, _CPU, stand.shape), seconds)
+    alone = median_seconds(train_layer(dtype, CPU, stand.shape), seconds)
     beside = slower_together(dtype, seconds)
     seen, rates = _train(stand, directories, beside)
     copied = stand.shape.weights * dtype.itemsize / machine.host.copy_rate
@@ -169,14 +162,15 @@ def _train(stand: Stand, directories: Sequence[Path], beside: tuple[float, float
     share = round(_SHARE * work.parameters * (work.itemsize + work.state_itemsize))
     paged = max(share, 2 * least_host_memory(work, 1))  # with room for more than one update at a time
     settings: dict[str, Any] = {"device": "cpu", "param_dtype": stand.dtype, "moments": stand.moments, "commits": False}
+    ways: tuple[tuple[int, Update, int], ...] = ((whole, "step", _ALONE), (paged, "backward", _PAGED))
 
-    def config(nbytes: int, update: str) -> Config:
+    def config(nbytes: int, update: Update) -> Config:
         tile = min(stand.tile_nbytes, max(paged // _TILES, SMALLEST_TILE * work.state_itemsize))
         ahead = plan_footprint(unit_sizes(work), nbytes, tile).look_ahead
         return Config(
             swap_dirs=list(directories),
             host_memory=nbytes,
-            update=update,  # type: ignore[arg-type]  # one of its words
+            update=update,
             tile_size=tile,
             look_ahead=ahead,  # and not refined meanwhile
             **settings,
@@ -185,7 +179,7 @@ def _train(stand: Stand, directories: Sequence[Path], beside: tuple[float, float
     model = _Model(stand)
     alone, moving = (
         train_steps(model.make, model.backward, _optimizer, config(nbytes, update), steps, coalesce=0)
-        for nbytes, update, steps in ((whole, "step", _ALONE), (paged, "backward", _PAGED))
+        for nbytes, update, steps in ways
     )
     seen = alone.observed
     layer = median(seen.forward[unit] + seen.backward[unit] for unit in seen.forward)
@@ -228,7 +222,7 @@ class _Model:
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
-        shape, dtype = stand.shape, _DTYPES[stand.dtype]
+        shape, dtype = stand.shape, DTYPES[stand.dtype]
         self._inputs = torch.randn(shape.rows, shape.seq, shape.width).to(dtype).requires_grad_()
 
     def make(self) -> nn.Module:
@@ -254,7 +248,7 @@ class _Layer(nn.Module):
     def __init__(self, stand: Stand) -> None:
         super().__init__()
         self.heads = stand.shape.heads
-        self.turns = rotations(stand.shape, _DTYPES[stand.dtype], _CPU)
+        self.turns = rotations(stand.shape, DTYPES[stand.dtype], CPU)
         self.qkv, self.out, self.gated, self.down = (
             nn.Linear(inside, out, bias=False) for out, inside in stand.shape.sizes
         )
