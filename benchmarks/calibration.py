@@ -41,6 +41,9 @@ MODELS = {
 TINY = {"tiny": Workload(layers=2, width=64, mlp_width=172, heads=4, vocabulary=256, rows=1, length=8)}
 ROOMY = 8 << 30
 PAGED = 0.25
+# Where everything fits a unit is leased as a whole; with a budget its gradients may come tile by tile, with a lease
+# each (`tiermem/planner/README.md`, "The plan, and who carries it out").
+LEASE_SECONDS = 2.5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
     host = Host(
         update_rate={work.dtype: rates.update_rate},
         copy_rate=1e15,  # is in the seconds of backward
-        lease_seconds=0.0,  # the same
+        lease_seconds=LEASE_SECONDS,
         step_seconds=rates.step_seconds,
         tile_seconds=rates.tile_seconds,
         compute_beside_update=beside_update,
