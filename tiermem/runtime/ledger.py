@@ -263,10 +263,10 @@ class Steps:
             self._open_calls += 1
             return
         self._open_calls = 0
+        self.number += 1  # first: an interrupt may come while the next one is planned, and this one is done
         order = self._ledger.scheduler.order.expected
         self._hurry_in_forward_order(order)
         self._plans.close_step(order)
-        self.number += 1
 
     def _hurry_in_forward_order(self, order: StepOrder | None) -> None:
         """What backward queued last to first is needed first to last, with its parameters still in memory then."""

@@ -64,9 +64,9 @@ class StepPlans:
             arrivals = self._planner.arrivals(order)
             planned = order.accesses, order.touches, order.together, arrivals, acts_as
             if planned != self._planned:
-                self._planned = planned
                 self._choice.begin_anew(order, acts_as)
                 self._follow(self._planner.plan(order, arrivals, acts_as))
+                self._planned = planned  # last: where an interrupt comes before, the next step plans it
                 self._counters.step()
                 return
         self._pager.begin_step()
@@ -77,5 +77,5 @@ class StepPlans:
 
     def _follow(self, schedule: Schedule) -> None:
         nbytes = self._choice.look_ahead.nbytes
-        self._followed = schedule, nbytes
         self._pager.set_schedule(schedule, look_ahead=nbytes)
+        self._followed = schedule, nbytes

@@ -1,0 +1,113 @@
+"""What is planned behind a step, also where an interrupt comes amid that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiermem.ahead import LookAhead
+from tiermem.runtime.ledger import Steps
+from tiermem.runtime.plans import StepPlans
+from tiermem.zero3.order import Access, Phase, StepOrder
+
+ORDER = StepOrder((Access(0, Phase.FORWARD),))
+
+
+class Neighbours:
+    """Pager, planner, counters and look-ahead in one; whoever `interrupted` names is interrupted, once."""
+
+    def __init__(self, interrupted: str | None = None) -> None:
+        self.interrupted = interrupted
+        self.look_ahead = LookAhead(7, 7, "given")
+        self.acts_as = "forward"
+        self.followed: list[tuple[Any, int]] = []
+        self.begun = self.steps = 0
+
+    def _come_to(self, place: str) -> None:
+        if place == self.interrupted:
+            self.interrupted = None
+            raise KeyboardInterrupt
+
+    def arrivals(self, _: StepOrder) -> dict[int, Any]:
+        return {}
+
+    def plan(self, order: StepOrder, *_: Any) -> Any:
+        self._come_to("plan")
+        return order
+
+    def set_schedule(self, schedule: Any, *, look_ahead: int) -> None:
+        self._come_to("set_schedule")
+        self.followed.append((schedule, look_ahead))
+
+    def begin_anew(self, *_: Any) -> None:
+        self._come_to("begin_anew")
+
+    def begin_step(self) -> None:
+        self.begun += 1
+
+    def step_closed(self, seconds: float) -> None:
+        assert seconds == 0.5
+
+    def step(self) -> Any:
+        self.steps += 1
+        return SimpleNamespace(seconds=0.5)
+
+
+def plans_with(neighbours: Any) -> StepPlans:
+    return StepPlans(*[neighbours] * 5)
+
+
+def test_a_step_is_planned_once_and_again_where_the_look_ahead_changes() -> None:
+    neighbours = Neighbours()
+    plans = plans_with(neighbours)
+    for _ in range(3):
+        plans.close_step(ORDER)
+    assert neighbours.followed == [(ORDER, 7)]
+    neighbours.look_ahead = LookAhead(9, 7, "tried")
+    plans.close_step(ORDER)
+    assert neighbours.followed == [(ORDER, 7), (ORDER, 9)]
+    assert (neighbours.begun, neighbours.steps) == (3, 4)
+
+
+@pytest.mark.parametrize("interrupted", ["begin_anew", "plan", "set_schedule"])
+def test_what_was_interrupted_is_planned_behind_the_next_step(interrupted: str) -> None:
+    neighbours = Neighbours(interrupted)
+    plans = plans_with(neighbours)
+    with pytest.raises(KeyboardInterrupt):
+        plans.close_step(ORDER)
+    plans.close_step(ORDER)
+    assert neighbours.followed == [(ORDER, 7)]
+
+
+def test_a_look_ahead_whose_trial_was_interrupted_is_tried_behind_the_next_step() -> None:
+    neighbours = Neighbours()
+    plans = plans_with(neighbours)
+    plans.close_step(ORDER)
+    neighbours.look_ahead, neighbours.interrupted = LookAhead(9, 7, "tried"), "set_schedule"
+    with pytest.raises(KeyboardInterrupt):
+        plans.close_step(ORDER)
+    plans.close_step(ORDER)
+    assert neighbours.followed == [(ORDER, 7), (ORDER, 9)]
+
+
+def test_a_step_counts_whose_planning_was_interrupted() -> None:
+    scheduler = SimpleNamespace(order=SimpleNamespace(expected=ORDER))
+    ledger: Any = SimpleNamespace(
+        scheduler=scheduler,
+        line_up=lambda *_: None,
+        with_gradients=list,
+        require_free=lambda _: None,
+        close_step=lambda *_, **__: True,
+    )
+    done = SimpleNamespace(skipped=False)
+    coordinator: Any = SimpleNamespace(owned={0}, step=lambda *_, **__: done)
+    queue: Any = SimpleNamespace(pending=lambda _: False)
+    steps = Steps(coordinator, ledger, queue, plans_with(Neighbours("plan")))
+    source: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        steps.step(source)
+    assert steps.number == 1
+    assert steps.step(source) is done
+    assert steps.number == 2
