@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import tiermem
-from tiermem.runtime.company import Company, together
+from tiermem.runtime import company
+from tiermem.runtime.company import Company, find_company, together
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.grid import one_copy
 from tiermem.zero3.ranks import Ranks, _group
@@ -98,9 +100,9 @@ class Line(SingleProcess):
 
 def test_ranks_agree_on_the_least_and_leave_both_lines() -> None:
     computing, committing = Line(), Line()
-    company = Company(one_copy(computing), committing)
-    assert (company.least(2), company.least(7)) == (2, 3)
-    company.close("had enough")
+    both = Company(one_copy(computing), committing)
+    assert (both.least(2), both.least(7)) == (2, 3)
+    both.close("had enough")
     assert (computing.reasons, committing.reasons) == (["had enough"], ["had enough"])
 
 
@@ -150,3 +152,34 @@ def test_groups_of_some_are_not_cut_out_of_one_that_is_bound_to_devices(
         _group("gloo", [0], 20.0, common=False)
     assert seen == [(None, device)] * 2
     assert whole.bound_device_id == device, "as the program has bound it, whatever happens"
+
+
+@pytest.mark.parametrize("joined", [0, 1, 2])
+def test_who_cannot_join_all_lines_leaves_those_it_has(
+    joined: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    left: list[str] = []
+
+    class Line:
+        size = 2
+
+        def __init__(self, *_: Any, name: str, **__: Any) -> None:
+            if len(made) == joined:
+                raise tiermem.TiermemError("not joined by all")
+            self.name = name.rpartition("/")[2]
+            made.append(self.name)
+
+        def tell(self, _: Sequence[int]) -> Any:
+            raise tiermem.TiermemError("no word from rank 1")
+
+        def close(self, reason: str) -> None:
+            assert reason
+            left.append(self.name)
+
+    monkeypatch.setattr(company, "Ranks", Line)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(tiermem.TiermemError, match="not joined by all" if joined < 2 else "no word"):
+        find_company(tiermem.Config(host_memory="1MiB", swap_dirs=[str(tmp_path)]))
+    assert sorted(left) == sorted(made) == ["committing", "computing"][2 - joined :]

@@ -33,6 +33,7 @@ from tiermem.zero3.ranks import Ranks, next_name, rows_of
 
 T = TypeVar("T")
 RANK_PREFIX = "rank_"
+_LEFT = "could not join the run"
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,19 @@ def find_company(config: Config, mesh: Any = None) -> Company:
         return alone()
     device = resolve_device(config)
     name = next_name()
-    computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
-    # A rank whose drive is silent in a commit notices after `stall_timeout`, and must then still be listened to.
-    patience = 2 * config.stall_timeout
-    committing = Ranks(members, timeout=patience, device=torch.device("cpu"), name=f"{name}/committing")
-    rows = [[members.index(rank) for rank in row] for row in copies] if members and copies else []
-    grid = _arrange(computing, rows) if len(rows) > 1 else one_copy(computing)
-    host = zlib.crc32(socket.gethostname().encode())
-    neighbours = sum(told[0] == host for told in computing.tell([host]))
-    run = computing.tell([secrets.randbits(62)])[0][0]
+    with contextlib.ExitStack() as joined:  # who cannot join all of them leaves those it has
+        computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
+        joined.callback(computing.close, _LEFT)
+        # A rank whose drive is silent in a commit notices after `stall_timeout`, and must then still be listened to.
+        patience = 2 * config.stall_timeout
+        committing = Ranks(members, timeout=patience, device=torch.device("cpu"), name=f"{name}/committing")
+        joined.callback(committing.close, _LEFT)
+        rows = [[members.index(rank) for rank in row] for row in copies] if members and copies else []
+        grid = _arrange(computing, rows) if len(rows) > 1 else one_copy(computing)
+        host = zlib.crc32(socket.gethostname().encode())
+        neighbours = sum(told[0] == host for told in computing.tell([host]))
+        run = computing.tell([secrets.randbits(62)])[0][0]
+        joined.pop_all()
     return Company(grid, committing, neighbours, run)
 
 
