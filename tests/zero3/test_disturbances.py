@@ -156,6 +156,26 @@ def test_interrupt_that_no_hook_sees():
     check_gradients(sharded, plain)
 
 
+def test_an_error_that_closing_ends_with_leaves_no_parameter_to_be_asked_for():
+    """An interrupted forward had written a weight that it was lent for reading."""
+
+    class Writing(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2)
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(Writing(3, 3), nn.Linear(3, 3))
+    sharded = Sharded(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 3))
+    with pytest.raises(TiermemError, match=r"0\.weight was written in place"):
+        sharded.scheduler.close()
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert sharded.leased() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 class Nested(nn.Module):
     """Checkpoints within a checkpoint, modules with parameters of their own around each."""
 

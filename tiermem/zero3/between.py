@@ -1,8 +1,8 @@
-"""What stays gathered from one call to the next: a coalesced unit, whose uses no single call surrounds.
+"""What stays gathered though no call uses it: for backward, and a coalesced unit, whose uses no single call surrounds.
 
-Owns which unit that is. Does not know the order of units, nor backward's. Guarantees that there is one at most, that it
-is let go of before another unit is gathered, when the model's call ends and whenever the model is at rest, and that
-units of one root are never kept here.
+Owns which units these are. Does not know the order of units. Guarantees that between calls there is one at most, that
+it is let go of before another unit is gathered, when the model's call ends and whenever the model is at rest, and that
+units of one root are never kept there.
 """
 
 from __future__ import annotations
@@ -46,3 +46,16 @@ class Between:
         """A module's call has ended: behind that of the whole model nothing is kept."""
         if module is self._model:
             self.end()
+
+
+class Held(dict[int, None]):
+    """The units gathered for backward, in order of arrival; and `between`, what is so from one call to the next."""
+
+    def __init__(self, divided: ModelUnits, gatherer: Gatherer) -> None:
+        super().__init__()
+        self.between = Between(divided, gatherer, self)
+        self._roots = [id(unit.root) for unit in divided.units]
+
+    def without(self, keep: int | None) -> list[int]:
+        """All but `keep` and what has the same root: its frozen part, or what is trained of it."""
+        return [unit for unit in self if keep is None or self._roots[unit] != self._roots[keep]]

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import TiermemError
 from tiermem.process import HomeProcess
-from tiermem.zero3.between import Between
+from tiermem.zero3.between import Held
 from tiermem.zero3.borrow import Borrowing
 from tiermem.zero3.calls import Call, CallStack, Turn
 from tiermem.zero3.cuts import Arguments
@@ -36,19 +36,6 @@ from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
 from tiermem.zero3.registered import RegisteredParameters
 from tiermem.zero3.units import HookPoint, ModelUnits
-
-
-class _Held(dict[int, None]):
-    """The units gathered for backward, in order of arrival; and `between`, what is so though no call uses it now."""
-
-    def __init__(self, divided: ModelUnits, gatherer: Gatherer) -> None:
-        super().__init__()
-        self.between = Between(divided, gatherer, self)
-        self._roots = [id(unit.root) for unit in divided.units]
-
-    def without(self, keep: int | None) -> list[int]:
-        """All but `keep` and what has the same root: its frozen part, or what is trained of it."""
-        return [unit for unit in self if keep is None or self._roots[unit] != self._roots[keep]]
 
 
 class GatherScheduler:
@@ -80,7 +67,7 @@ class GatherScheduler:
         gatherer.absence.answer = borrowing.answer
         # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
-        self._held = _Held(divided, gatherer)
+        self._held = Held(divided, gatherer)
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
         self._watched: set[int] = set()
@@ -147,8 +134,13 @@ class GatherScheduler:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.settle()
-        self._gatherer.absence.close()
+        try:
+            self.settle()
+        except BaseException:
+            self.settle()  # what the error has kept it from
+            raise
+        finally:
+            self._gatherer.absence.close()
 
     def _install(self, divided: ModelUnits, parameters: Sequence[nn.Parameter]) -> None:
         there = all_gathered(divided, self._gatherer)
