@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.zero3.average import average
+from tiermem.zero3.sums import average
 
 
 @given(seed=st.integers(0, 1000), ranks=st.integers(1, 5), numel=st.integers(1, 200))

@@ -12,13 +12,12 @@ from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.zero3.average import exact_dtype
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.exchange import join
 from tiermem.zero3.grid import Grid, one_copy
 from tiermem.zero3.layout import ParameterInfo, contiguous_stride, plan_layout
 from tiermem.zero3.shards import Shard, bucket_ranges
-from tiermem.zero3.sums import mean_over_ranks
+from tiermem.zero3.sums import exact_dtype, mean_over_ranks
 
 
 class Line:

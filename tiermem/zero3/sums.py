@@ -1,7 +1,8 @@
 """Adding one unit's gradients up over the ranks, tile by tile.
 
 Owns what is sent to whom, and the order of the sum: over the parts of a copy, then over copies. Does not know buckets,
-pages or parameters. Guarantees one rounding whatever the number of ranks, and the same bits in every copy.
+pages or parameters. Guarantees that parts are added in their order, in float32 where they have 16 bits, and rounded
+once, whatever the number of ranks and however they are cut; and the same bits in every copy.
 
 Several copies. A rank has the sum of its slice over the ranks that share its copy. It keeps it in float32 where
 gradients have 16 bits, and adds it to that of the other copies: of those who hold the same slice each adds one piece of
@@ -15,9 +16,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tiermem.zero3.average import add_up, average, exact_dtype
 from tiermem.zero3.grid import Grid
 from tiermem.zero3.shards import Shard, copies_nbytes
+
+# Elements added up at once: what is outside the budget stays small, and in the cache.
+_SLICE = 1 << 16
+# On a device there is no cache to stay in, and each call costs a launch: 16 MiB in float32.
+_DEVICE_SLICE = 1 << 22
 
 
 def mean_over_ranks(
@@ -64,7 +69,9 @@ def _mean_over_copies(
     nbytes = width * number * exact.itemsize
     mine, received = room[:nbytes].view(exact), room[nbytes : 2 * nbytes].view(exact)
     if own:
-        add_up(own, mine[:count])
+        total = mine[:count].copy_(own[0])
+        for part in own[1:]:
+            total.add_(part)
     grid.copies.exchange(received, mine, copies)
     pieces = received.view(number, width)
     sums = [piece for piece, has in zip(pieces, copies, strict=True) if has]
@@ -76,3 +83,19 @@ def _mean_over_copies(
     whole = room[: width * number * dtype.itemsize]  # where the sum that was sent has been
     grid.copies.all_gather(whole, piece.view(torch.uint8))
     return whole.view(dtype)[:count]
+
+
+def average(parts: Sequence[torch.Tensor], ranks: int) -> None:
+    """Put the sum of `parts`, in their order, divided by `ranks` into the first; 16-bit ones are added in float32."""
+    exact = exact_dtype(parts[0].dtype)
+    length = _SLICE if parts[0].device.type == "cpu" else _DEVICE_SLICE
+    for begin in range(0, parts[0].numel(), length):
+        total = parts[0][begin : begin + length].to(exact, copy=True)
+        for part in parts[1:]:
+            total.add_(part[begin : begin + length])
+        parts[0][begin : begin + length] = total.div_(ranks)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what gradients of `dtype` are added up."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
