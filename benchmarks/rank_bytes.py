@@ -45,7 +45,7 @@ def rank_bytes(rank: int, size: int, stage: int, width: int, directory: str) -> 
             optimizer.step()
             optimizer.zero_grad()
         statistics = runtime.statistics()
-        shards = runtime._house.shards  # noqa: SLF001 - measured from inside
+        shards = runtime._house.blueprint.shards  # noqa: SLF001 - measured from inside
         kinds: dict[str, int] = {"param": 0, "grad": 0}
         for shard in shards:
             for key, nbytes in shard.pages():

@@ -158,7 +158,7 @@ def small(update: str, **settings: Any) -> Scenario:
                 optimizer.zero_grad()
             masters = [runtime.master(parameter) for parameter in model.parameters()]
             total = runtime.statistics().total
-            nothing = sum(shard.trainable_numel == 0 for shard in house.shards)
+            nothing = sum(shard.trainable_numel == 0 for shard in house.blueprint.shards)
         return {"losses": losses, "masters": masters, "counts": (total.confirmed, total.redone), "nothing": nothing}
 
     return scenario
@@ -175,7 +175,7 @@ def refused(update: str, *, clip: bool) -> Scenario:
         model, (body, head) = with_a_little()
         config = scenarios.config_for(directory, update=update)
         with tiermem.offload(model, config, coalesce=0, units=[body, head]) as runtime:
-            nothing = sum(shard.trainable_numel == 0 for shard in runtime._house.shards)
+            nothing = sum(shard.trainable_numel == 0 for shard in runtime._house.blueprint.shards)
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9 if clip else None)
             losses, warned = [], []
             for step in range(5):

@@ -18,6 +18,7 @@ from tiermem.zero3.materialize import Materializer, plan_layouts
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.reduce import GradientStore
 from tiermem.zero3.scheduler import GatherScheduler
+from tiermem.zero3.shards import shards_of
 from tiermem.zero3.sources import LocalUnits
 from tiermem.zero3.units import find_units
 
@@ -39,7 +40,7 @@ class Sharded:
         self.changing: set[int] = set()
         placeholders = Placeholders()
         self.parameters = Materializer(self.pager, placeholders, self.store_master, init=init, weights=weights).run(
-            self.divided, self.layouts
+            self.divided, shards_of(self.layouts, 0, whole=False, copies=1)
         )
         source = LocalUnits(self.pager, self.layouts)
         self.counters = Counters()
@@ -50,8 +51,8 @@ class Sharded:
             name: (layout.unit, slot) for layout in self.layouts for slot in layout.slots for name in slot.names
         }
 
-    def store_master(self, unit: int, slot: Slot, values: torch.Tensor) -> None:
-        self.masters[slot.parameter] = values.clone()
+    def store_master(self, unit: int, parameter: int, values: torch.Tensor) -> None:
+        self.masters[parameter] = values.clone()
 
     def unit_needed(self, unit: int) -> None:
         # A unit that is complete may be changing: nobody may want its values before the step is over.

@@ -119,7 +119,7 @@ def test_only_adapters_have_state_and_nothing_frozen_is_written_after_the_beginn
 
 
 def house_pages(house) -> list:
-    pages = [page for shard in house.shards for page in shard.pages()]
+    pages = [page for shard in house.blueprint.shards for page in shard.pages()]
     states = [
         (key, house.states._units[key.unit].state_nbytes(key.tile))
         for key in house.storage.pager.residency()

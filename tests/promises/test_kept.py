@@ -294,7 +294,7 @@ def test_beside_a_device(device, update, clip, tmp_path):
             if key.kind is Kind.PARAM and key.unit in kept:
                 assert Tier.HOST in tiers
         if device == "settled":
-            assert runtime._house.footprint is not None
+            assert runtime._house.blueprint.footprint is not None
             assert kept.isdisjoint(runtime._house.storage.pager.chain.settled)
             assert runtime._house.storage.pager.chain.settled
         within_budgets(runtime.statistics())

@@ -91,7 +91,10 @@ def test_a_buffer_of_another_model_is_an_error(tmp_path: Path) -> None:
         net.scale.mul_(2)
         runtime.commit().wait()
     with pytest.raises(tiermem.ResumeError, match=r"buffer scale: expected \[3\] of torch.float32.*found \[4\]"):
-        tiermem.offload(other(4), config_for(tmp_path, 8 * MIB, "step"), resume=True)
+        tiermem.offload(net := other(4), config_for(tmp_path, 8 * MIB, "step"), resume=True)
+    assert type(net.weight) is nn.Parameter, "nobody is there to be asked for its values"
+    with pytest.raises(tiermem.TiermemError, match="Where offload itself has failed, build the model again"):
+        net(torch.ones(1, 2))
 
 
 def test_statistics_that_a_model_came_with_are_committed_too(tmp_path: Path) -> None:

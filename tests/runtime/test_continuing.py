@@ -69,7 +69,11 @@ def test_pages_are_new_or_those_of_a_commit_and_buffers_go_to_the_computation(re
         torch_device=torch.device("meta"),
     )
     blueprint: Any = SimpleNamespace(
-        divided=SimpleNamespace(model=model), layouts=LAYOUTS, pages=tuple(PAGES.items()), state_pages=((STATE, 100),)
+        divided=SimpleNamespace(model=model),
+        layouts=LAYOUTS,
+        shards=(),
+        pages=tuple(PAGES.items()),
+        state_pages=((STATE, 100),),
     )
     materializer: Any = SimpleNamespace(
         run=lambda *_: ["made"], adopt=lambda *_: ["as committed"], weights=SimpleNamespace()
@@ -86,29 +90,25 @@ class Taker:
     def __init__(self) -> None:
         self.taken: dict[str, Any] = {}
 
-    def resume(self, *given: Any) -> None:
-        self.taken["steps"] = given
-
     def restore(self, given: Any) -> None:
         self.taken["restored"] = given
 
 
 @pytest.fixture
 def record() -> dict[str, Any]:
-    return {"step": 4, "optimizers": [], "buffers": {"b": 1}, "random": None}
+    return {"step": 4, "optimizers": [{"steps": [[3, 7]]}], "buffers": {"b": 1}, "random": None}
 
 
 @pytest.mark.parametrize("states", [None, {"python": 1}])
 def test_counts_buffers_random_states_and_settings_go_on(
     monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], states: Any
 ) -> None:
-    steps, buffers, drawn, settings = Taker(), Taker(), Taker(), Taker()
+    buffers, drawn, settings = Taker(), Taker(), Taker()
     monkeypatch.setattr(continuing, "randomness", drawn)
     monkeypatch.setattr(continuing, "generation_in", lambda model, record: (model, record["step"]))
     monkeypatch.setattr(continuing, "take_generation", lambda _, given: settings.restore(given))
     model: Any = object()
-    take_over({**record, "random": states}, steps, buffers, model)  # type: ignore[arg-type]
-    assert steps.taken["steps"][0] == 4
+    assert take_over({**record, "random": states}, buffers, model) == {3: 7}  # type: ignore[arg-type]
     assert buffers.taken == {"restored": {"b": 1}}
     assert drawn.taken == ({} if states is None else {"restored": states})
     assert settings.taken == {"restored": (model, 4)}
@@ -120,8 +120,8 @@ def test_counts_buffers_random_states_and_settings_go_on(
 def test_counts_that_make_no_sense_change_nothing(
     monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], damage: dict[str, Any]
 ) -> None:
-    steps, buffers = Taker(), Taker()
+    buffers = Taker()
     monkeypatch.setattr(continuing, "generation_in", lambda *_: None)
     with pytest.raises(ResumeError, match="step counts cannot be restored"):
-        take_over({**record, **damage}, steps, buffers, object())  # type: ignore[arg-type]
-    assert steps.taken == buffers.taken == {}
+        take_over({**record, **damage}, buffers, object())  # type: ignore[arg-type]
+    assert buffers.taken == {}

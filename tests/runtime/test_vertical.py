@@ -549,7 +549,7 @@ def test_an_update_that_is_waited_for_has_the_least_budget_for_itself(count, tmp
     nbytes = least_budget(TiedAround(), tmp_path, **settings)
     with tiermem.offload(model, config_for(tmp_path, nbytes, "backward", **settings), coalesce=0) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
-        assert runtime._house.footprint.serial
+        assert runtime._house.blueprint.footprint.serial
         for _ in range(4):
             batches = [torch.randint(131, (4, 1)) for _ in range(count)]
             runtime.forward_backward(batches, lambda batch: squares(model, batch))

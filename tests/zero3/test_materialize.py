@@ -16,6 +16,7 @@ from tiermem.zero3.deferred import deferred_init
 from tiermem.zero3.lend import copies, give
 from tiermem.zero3.materialize import Materializer, plan_layouts
 from tiermem.zero3.placeholder import Placeholders, is_placeholder
+from tiermem.zero3.shards import shards_of
 from tiermem.zero3.units import find_units
 
 transformers = pytest.importorskip("transformers")
@@ -46,10 +47,10 @@ def test_one_unit_at_a_time():
     original = Sharded.store_master
 
     class Watching(Sharded):
-        def store_master(self, unit, slot, values):
+        def store_master(self, unit, parameter, values):
             gc.collect()
             present.append(sum(p.device.type == "cpu" and p.untyped_storage().nbytes() > 8 for p in model.parameters()))
-            original(self, unit, slot, values)
+            original(self, unit, parameter, values)
 
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6)))
@@ -251,8 +252,8 @@ def test_pages_that_exist_are_adopted():
         model = small()
     divided = find_units(model)
     layouts = plan_layouts(divided, dtype=torch.bfloat16, tile_numel=2048)
-    materializer = Materializer(MemoryPager(), Placeholders(), lambda unit, slot, values: None)
-    parameters = materializer.adopt(divided, layouts)
+    materializer = Materializer(MemoryPager(), Placeholders(), lambda unit, parameter, values: None)
+    parameters = materializer.adopt(divided, shards_of(layouts, 0, whole=False, copies=1))
     assert [id(p) for p in parameters] == [id(p) for p in model.parameters()]
     assert all(p.dtype == torch.bfloat16 and p.requires_grad and is_placeholder(p) for p in parameters)
 

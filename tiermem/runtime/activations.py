@@ -33,7 +33,7 @@ def make_store(house: House) -> ActivationStore:
 
     Raises BudgetError if a budget leaves no room to pass them through.
     """
-    footprint, storage = house.footprint, house.storage
+    footprint, device, storage = house.blueprint.footprint, house.blueprint.device, house.storage
     if footprint.passing < PASSING:
         loops = are_wanted(house.config.dtype, house.config.moments)
         enough = budget_with(footprint.least + PASSING, compiled=loops)
@@ -43,14 +43,14 @@ def make_store(house: House) -> ActivationStore:
             f"through: set host_memory to {enough} bytes or more"
         )
     most, at_once = min(footprint.passing // _PIECES, house.config.block_nbytes), _PIECES
-    if house.device is not None:
-        if house.device.passing < PIECE:
+    if device is not None:
+        if device.passing < PIECE:
             raise BudgetError(
-                f"device_memory is {house.device.nbytes} bytes, of which computation and updates may lease "
-                f"{house.device.taken.nbytes} in {house.device.taken.count} pieces; to pass activations through beside "
-                f"them, set device_memory to {house.device.taken.least_for(PIECE)} bytes or more"
+                f"device_memory is {device.nbytes} bytes, of which computation and updates may lease "
+                f"{device.taken.nbytes} in {device.taken.count} pieces; to pass activations through beside "
+                f"them, set device_memory to {device.taken.least_for(PIECE)} bytes or more"
             )
-        most, at_once = min(most, house.device.passing), _PIECES_ABOVE
+        most, at_once = min(most, device.passing), _PIECES_ABOVE
     return ActivationStore(
         storage.pager,
         house.scheduler.order.touch,

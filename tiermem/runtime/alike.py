@@ -18,7 +18,6 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.company import Company
-from tiermem.runtime.record import layout_record
 from tiermem.zero3.collectives import by_rank
 
 
@@ -26,7 +25,7 @@ def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, compan
     """Wait for all ranks; raise ConfigError on all unless they have the same layout, buffers and source of `values`."""
     if company.size == 1:
         return
-    summary = _summary(model, blueprint, config, company.grid.copies.size)
+    summary = _summary(model, blueprint, config)
     told = company.computing.tell_text(f"{summary}, {values}")
     if len(set(told)) > 1:
         raise ConfigError(
@@ -35,10 +34,9 @@ def require_alike(model: nn.Module, blueprint: Blueprint, config: Config, compan
         )
 
 
-def _summary(model: nn.Module, blueprint: Blueprint, config: Config, copies: int) -> str:
+def _summary(model: nn.Module, blueprint: Blueprint, config: Config) -> str:
     """The settings in words, and the rest as sums of which the first that differs says where to look."""
-    tile, small = blueprint.footprint.tile_numel, blueprint.divided.small
-    record = layout_record(blueprint.layouts, config, tile, copies=copies, small=small)
+    record = blueprint.record(config)
     units = record.pop("units")
     slots = [slot for _, inside in units for slot in inside]
     buffers = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_buffers()]

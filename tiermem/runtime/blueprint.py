@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -100,6 +100,16 @@ class Blueprint:
     def beside(self) -> bool:
         """Whether ranks gather the next unit, and add gradients up, beside the computation."""
         return (self.device or self.footprint).beside
+
+    @property
+    def fits(self) -> bool:
+        """Whether host memory has room for all pages at once."""
+        return self.swap_nbytes(1) <= self.host_nbytes
+
+    def record(self, config: Config) -> dict[str, Any]:
+        """Everything on which the meaning of the pages' bytes depends, as a commit holds it."""
+        copies, small = self.shards[0].copies, self.divided.small
+        return layout_record(self.layouts, config, self.footprint.tile_numel, copies=copies, small=small)
 
     def swap_nbytes(self, copies: int) -> int:
         """Bytes that all pages take on disk, those that training changes in `copies` copies: see `copied_nbytes`."""

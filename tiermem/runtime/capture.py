@@ -36,7 +36,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
         "random": randomness.capture(),
         **_record(house, extra),
     }
-    if house.footprint.serial:
+    if house.blueprint.footprint.serial:
         house.coordinator.wait_updates()  # nobody else would carry them out
     house.snapshots.wait_line()
     return house.commits.start(record)
@@ -48,10 +48,10 @@ def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> Pe
     record = {**_record(house, extra), "random": [randomness.capture()], "buffers": house.buffers.capture_odd()}
     buffers = {
         name: buffer.detach().cpu().clone().resolve_conj().resolve_neg()
-        for name, buffer in house.divided.model.named_buffers()
+        for name, buffer in house.model.named_buffers()
         if is_dense(buffer)
     }
-    if house.footprint.serial:
+    if house.blueprint.footprint.serial:
         house.coordinator.wait_updates()
     draft = house.snapshots.begin(path, stall_seconds=house.config.stall_timeout)
     return house.snapshots.start(draft, record, buffers)
@@ -62,6 +62,6 @@ def _record(house: House, extra: Any) -> dict[str, Any]:
         "step": house.steps.number,
         "param_dtype": str(house.config.param_dtype),
         "optimizers": [*optimizer_records(house.coordinator.optimizers()), *house.steps.waiting()],
-        "pretrained": export_record(house.divided.model, house.other_names, house.config.dtype),
+        "pretrained": export_record(house.model, house.other_names, house.config.dtype),
         "extra": extra,
     }

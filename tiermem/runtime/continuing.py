@@ -23,7 +23,6 @@ from tiermem.runtime import randomness
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.devices import move_buffers
-from tiermem.runtime.ledger import Steps
 from tiermem.runtime.record import step_counts
 from tiermem.runtime.storage import Storage
 from tiermem.zero3.layout import UnitLayout
@@ -52,22 +51,22 @@ def fill_pages(
 
     Buffers go to where the computation will be.
     """
-    divided, layouts = blueprint.divided, blueprint.layouts
+    divided = blueprint.divided
     if storage.recovered is not None:
-        add_committed(storage, blueprint.pages, layouts)
-        parameters = materializer.adopt(divided, layouts)
+        add_committed(storage, blueprint.pages, blueprint.layouts)
+        parameters = materializer.adopt(divided, blueprint.shards)
     else:
         for key, nbytes in blueprint.state_pages:
             storage.pager.add_page(key, nbytes)
-        parameters = materializer.run(divided, layouts)
+        parameters = materializer.run(divided, blueprint.shards)
         if isinstance(materializer.weights, SnapshotWeights):
             materializer.weights.fill_moments(states, holdings_of(blueprint.shards))
     move_buffers(divided.model, storage.torch_device)
     return parameters
 
 
-def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch, model: nn.Module) -> None:
-    """Go on with the counts, buffers, random generators and generation settings of `record`.
+def take_over(record: Mapping[str, Any], buffers: BufferWatch, model: nn.Module) -> dict[int, int]:
+    """Go on with the buffers, random generators and generation settings of `record`; returns the update counts.
 
     Raises ResumeError if they do not fit, FormatError for generation settings that are none.
     """
@@ -76,7 +75,7 @@ def take_over(record: Mapping[str, Any], steps: Steps, buffers: BufferWatch, mod
         counts = step_counts(record)
     except (KeyError, TypeError, ValueError) as error:
         raise ResumeError(f"the optimizers' step counts cannot be restored: {error!r}") from error
-    steps.resume(record["step"], counts, record["optimizers"])
     buffers.restore(record["buffers"])
     if record["random"] is not None:
         randomness.restore(record["random"])
+    return counts

@@ -1,11 +1,13 @@
 """Between a rank's pages and the computation: where units come from, and where gradients go to.
 
-Owns the choice: one's own pages where there is one process, the other ranks where there are several. Does not know when
-a unit is due. Guarantees that one process has nothing between its pages and the computation.
+Owns the choice: one's own pages where there is one process, the other ranks where there are several; and the issuer of
+what ranks do together. Does not know when a unit is due. Guarantees that one process has nothing between its pages and
+the computation.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from torch import nn
@@ -25,6 +27,18 @@ from tiermem.zero3.whole import WholeUnits
 # Of the host budget, for gradients that wait beside it for those of the next micro-batch: a unit's, for whose
 # parameters and gradients twice as much has to be in the budget anyway. Those on a device do not wait.
 _PAIRING = 4
+
+
+def open_conductor(storage: Storage, company: Company, names: Sequence[str]) -> Conductor:
+    """The issuer of what all ranks do together. `names`: of the units."""
+
+    def begin() -> None:
+        storage.pager.aside.add(threading.get_ident())
+        if storage.device is not None:
+            storage.device.work_beside()
+
+    counters = storage.counters if company.size > 1 else None
+    return Conductor(company.grid, names, storage.timeline, begin, counters)
 
 
 def open_exchanges(

@@ -53,7 +53,7 @@ class Runtime(Closing):
         self._closed = False
         self._home = HomeProcess()
         self._activations: ActivationStore | None = None
-        self._guards = ModelGuards(house.divided, house.gatherer, watch_optimizers())
+        self._guards = ModelGuards(house.blueprint.divided, house.gatherer, watch_optimizers())
         self._lent = 0  # how many `gathered` are open
         self._writing: list[list[int]] = []  # the units of each open `gathered(write=True)`
         self._places = Places(house)
@@ -71,7 +71,7 @@ class Runtime(Closing):
     @property
     def model(self) -> nn.Module:
         """The model."""
-        return self._house.divided.model
+        return self._house.model
 
     def statistics(self) -> Statistics:
         """What happened in the last step and in total, what tiers hold, what drives moved; the look-ahead in use."""

@@ -8,10 +8,9 @@ leaves no file, thread or hook behind.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ from tiermem.optim.service import UpdateQueue
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
-from tiermem.planner.device import DeviceFootprint
-from tiermem.planner.footprint import Footprint, rounded
+from tiermem.planner.footprint import rounded
 from tiermem.planner.reserved import wanted_copies
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
@@ -43,12 +41,12 @@ from tiermem.runtime.company import Company
 from tiermem.runtime.continuing import fill_pages, take_over
 from tiermem.runtime.devices import open_device
 from tiermem.runtime.ending import Ending, close_rooms
-from tiermem.runtime.exchanges import open_exchanges
+from tiermem.runtime.exchanges import open_conductor, open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.look_ahead import choose_look_ahead
+from tiermem.runtime.paged_moments import PagedMoments
 from tiermem.runtime.plans import StepPlans
 from tiermem.runtime.queues import BackwardThrottle, GatedQueue, LazyQueue
-from tiermem.runtime.record import layout_record
 from tiermem.runtime.snapshots import Snapshots
 from tiermem.runtime.storage import Storage, open_storage
 from tiermem.runtime.undo import choose_schedule, make_speculation
@@ -57,15 +55,14 @@ from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.cuts import Cutting
 from tiermem.zero3.exchange import join
 from tiermem.zero3.gather import Gatherer
-from tiermem.zero3.initialise import Initializer
+from tiermem.zero3.initialise import Init
 from tiermem.zero3.layout import Slot, UnitLayout
 from tiermem.zero3.materialize import Materializer, WeightSource
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.norms import compiled_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
-from tiermem.zero3.shards import Piece, Shard
-from tiermem.zero3.units import ModelUnits
+from tiermem.zero3.shards import Piece
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,7 @@ class House:
     """Every room of one run."""
 
     config: Config
-    divided: ModelUnits
-    layouts: tuple[UnitLayout, ...]
-    footprint: Footprint
-    device: DeviceFootprint | None
+    blueprint: Blueprint
     storage: Storage
     parameters: Sequence[nn.Parameter]
     gatherer: Gatherer
@@ -89,15 +83,23 @@ class House:
     commits: Commits
     buffers: BufferWatch
     snapshots: Snapshots
-    shards: tuple[Shard, ...]
     company: Company
     conductor: Conductor
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, whose parameters are pages."""
+        return self.blueprint.divided.model
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The layouts of all units, by number."""
+        return self.blueprint.layouts
 
     @cached_property
     def layout_record(self) -> dict[str, Any]:
         """What every commit says about the meaning of the pages' bytes."""
-        copies, small = self.company.grid.copies.size, self.divided.small
-        return layout_record(self.layouts, self.config, self.footprint.tile_numel, copies=copies, small=small)
+        return self.blueprint.record(self.config)
 
     @cached_property
     def cutting(self) -> Cutting:
@@ -107,7 +109,7 @@ class House:
     @cached_property
     def other_names(self) -> dict[str, str | None]:
         """What every commit says about the names that parameters are exported under."""
-        return other_names(self.divided.model, [slot for layout in self.layouts for slot in layout.slots])
+        return other_names(self.model, [slot for layout in self.layouts for slot in layout.slots])
 
     @cached_property
     def ending(self) -> Ending:
@@ -121,7 +123,7 @@ class House:
         ranks = f", rank {self.company.rank} of {self.company.size}" if self.company.size > 1 else ""
         tiers = [(tier.name, format_bytes(tier.reserved), format_bytes(tier.budget)) for tier in self.storage.tiers()]
         held = ", ".join(f"{name} {reserved} of {budget}" for name, reserved, budget in tiers)
-        model = type(self.divided.model).__name__
+        model = type(self.model).__name__
         return f"{model}, parameters {numel:,}, units {len(self.layouts)}, steps {self.steps.number}{ranks}; {held}"
 
     def require_between_steps(self, verb: Act) -> None:
@@ -143,13 +145,13 @@ class House:
 
     def owned(self, unit: int, slot: Slot) -> list[Piece]:
         """The pieces of a parameter that this rank answers for: one, or none."""
-        return [piece for piece in self.shards[unit].owned() if piece.slot.parameter == slot.parameter]
+        return [piece for piece in self.blueprint.shards[unit].owned() if piece.slot.parameter == slot.parameter]
 
     def look(self, unit: int, slot: Slot, read: Callable[[], None], whole: torch.Tensor) -> None:
         """Have `read` fill this rank's elements of `whole` in, and complete it from the other ranks."""
 
         def complete(_: None) -> None:
-            join(self.company.grid.shards, self.shards[unit], slot, whole)
+            join(self.company.grid.shards, self.blueprint.shards[unit], slot, whole)
 
         if self.company.size == 1:
             read()
@@ -171,7 +173,7 @@ def build(
     beginning: Beginning,
     company: Company,
     *,
-    init: Initializer | None = None,
+    init: Init | None = None,
     weights: WeightSource | None = None,
     device: Device | None = None,
 ) -> House:
@@ -201,23 +203,23 @@ def _furnish(
     storage: Storage,
     beginning: Beginning,
     company: Company,
-    init: Initializer | None,
+    init: Init | None,
     weights: WeightSource | None,
 ) -> House:
-    pager, footprint, layouts = storage.pager, blueprint.footprint, blueprint.layouts
+    pager, layouts, model = storage.pager, blueprint.layouts, blueprint.divided.model
     states, placeholders = StateStore(pager, blueprint.states), Placeholders()
-    broadcast, store, shards = company.computing.broadcast, states.store_master, blueprint.shards
-    make = partial(Materializer, device=storage.torch_device, shards=shards, broadcast=broadcast)
-    materializer = make(pager, placeholders, lambda u, s, v: store(u, s.parameter, v), init, weights)
-    parameters = fill_pages(blueprint, storage, states, materializer)
+    parameters = _materialize(blueprint, storage, states, placeholders, company.computing.broadcast, init, weights)
+    buffers, past = _watch_buffers(model, weights), beginning.past
+    counts = take_over(past, buffers, model) if past is not None else {}
+    # What can be refused has been: from here on parameters have another class, and modules hooks.
     updater = _updater(blueprint, storage)
     names = [layout.name for layout in layouts]
-    conductor = _conductor(storage, company, names)
+    conductor = open_conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders, storage.counters)
-    schedule = choose_schedule(_update(config, company), footprint, blueprint.swap_nbytes(1), blueprint.host_nbytes)
+    schedule = choose_schedule(_update(config, company), blueprint)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
-    commits = Commits(storage, updater, company, origin=beginning.past)
+    commits = Commits(storage, updater, company, origin=past)
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = _queue(blueprint, updater, gatherer, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
@@ -228,17 +230,13 @@ def _furnish(
     _tell_of_gradients(gatherer, gradients, coordinator)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
-    buffers = _watch_buffers(blueprint.divided.model, weights)
-    if beginning.past is not None:
-        take_over(beginning.past, steps, buffers, blueprint.divided.model)
+    if past is not None:
+        steps.resume(past["step"], counts, past["optimizers"])
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
-    return House(
+    house = House(
         config,
-        blueprint.divided,
-        layouts,
-        footprint,
-        blueprint.device,
+        blueprint,
         storage,
         parameters,
         gatherer,
@@ -251,10 +249,32 @@ def _furnish(
         commits,
         buffers,
         snapshots,
-        blueprint.shards,
         company,
         conductor,
     )
+    steps.connect(PagedMoments(house))
+    return house
+
+
+def _materialize(
+    blueprint: Blueprint,
+    storage: Storage,
+    states: StateStore,
+    placeholders: Placeholders,
+    broadcast: Callable[[torch.Tensor], None],
+    init: Init | None,
+    weights: WeightSource | None,
+) -> list[nn.Parameter]:
+    materializer = Materializer(
+        storage.pager,
+        placeholders,
+        states.store_master,
+        init,
+        weights,
+        device=storage.torch_device,
+        broadcast=broadcast,
+    )
+    return fill_pages(blueprint, storage, states, materializer)
 
 
 def _tell_of_gradients(gatherer: Gatherer, gradients: Gradients, coordinator: UpdateCoordinator) -> None:
@@ -311,16 +331,6 @@ def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
     return DeviceKernels(units, storage.torch_device, storage.device.work_beside, numel)
 
 
-def _conductor(storage: Storage, company: Company, names: Sequence[str]) -> Conductor:
-    def begin() -> None:
-        storage.pager.aside.add(threading.get_ident())
-        if storage.device is not None:
-            storage.device.work_beside()
-
-    counters = storage.counters if company.size > 1 else None
-    return Conductor(company.grid, names, storage.timeline, begin, counters)
-
-
 def _update(config: Config, company: Company) -> str:
     # At stage 1 gradients are added up once a step, behind backward: there is nothing to update in it.
     late = company.size > 1 and config.stage == 1
@@ -335,6 +345,5 @@ def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blu
     }
     # Ranks that have all parameters complete a unit from each other after its update: all of them, or none.
     agreed = any(shard.whole for shard in blueprint.shards)
-    fits = blueprint.swap_nbytes(1) <= blueprint.host_nbytes  # then gradients that wait keep nobody out
-    limit = sys.maxsize if fits else blueprint.footprint.lag
+    limit = sys.maxsize if blueprint.fits else blueprint.footprint.lag  # gradients that wait keep nobody out then
     return BackwardThrottle(coordinator, queue, sizes, limit=limit, agreed=agreed)

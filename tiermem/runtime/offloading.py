@@ -27,11 +27,10 @@ from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import Company, find_company, leave_directories, make_directories, own_directories
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import House, build
-from tiermem.runtime.paged_moments import with_moments
 from tiermem.zero3.collectives import reason_of
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.guards import guard_placeholders, refuse_placeholders, refuse_unfit
-from tiermem.zero3.initialise import Initializer
+from tiermem.zero3.initialise import Init
 from tiermem.zero3.keep import Keep, Keeping
 from tiermem.zero3.materialize import WeightSource
 from tiermem.zero3.units import Wanted
@@ -46,7 +45,7 @@ def offload(
     keep: Keep = None,
     keep_dtype: str | torch.dtype | None = None,
     weights: str | os.PathLike[str] | None = None,
-    init: Initializer | None = None,
+    init: Init | None = None,
     resume: bool | str | os.PathLike[str] = False,
     mesh: Any = None,
 ) -> Runtime:
@@ -104,7 +103,7 @@ def _begin(model: nn.Module, make: Callable[[], House], config: Config) -> Runti
     house = None
     try:
         house = make()
-        return Runtime(with_moments(house), config)
+        return Runtime(house, config)
     except BaseException:
         guard_placeholders(model.modules())  # what had become of it by then
         if house is not None:

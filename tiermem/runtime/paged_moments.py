@@ -7,13 +7,16 @@ tensors come from. Guarantees that nothing is changed where something given does
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.service import Moments
-from tiermem.runtime.house import House
 from tiermem.zero3.layout import Slot
+
+if TYPE_CHECKING:
+    from tiermem.runtime.house import House
 
 
 class PagedMoments:
@@ -74,7 +77,7 @@ class PagedMoments:
 
     def _store(self, unit: int, given: Mapping[int, Moments]) -> None:
         house, layout = self._house, self._house.layouts[unit]
-        states, pieces = house.states, [piece for piece in house.shards[unit].owned() if piece.slot.trainable]
+        states, pieces = house.states, [piece for piece in house.blueprint.shards[unit].owned() if piece.slot.trainable]
         found = {}
         for piece in pieces:
             number = piece.slot.parameter
@@ -89,12 +92,6 @@ class PagedMoments:
                 states.store_master(unit, number, master)
         for number, (first, second) in found.items():
             states.store_moments(unit, number, first, second)
-
-
-def with_moments(house: House) -> House:
-    """The house, of which optimizers can have moments stored."""
-    house.steps.connect(PagedMoments(house))
-    return house
 
 
 def _check(slot: Slot, moments: Moments) -> None:

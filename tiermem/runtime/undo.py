@@ -1,8 +1,8 @@
 """Undoing updates: where the pager, the copies on disk and the commits meet.
 
-Owns the question whether the disk has room for a copy that may be taken back (how many it has room for is said in
-`planner.reserved`). Does not know optimizers or norms. Guarantees that an early update is never begun which
-could run out of room for lack of a copy, and that none begins while a commit is under way.
+Owns the choice of the schedule, and the question whether the disk has room for a copy that may be taken back (for how
+many is said in `planner.reserved`). Does not know optimizers or norms. Guarantees that an early update is never begun
+which could run out of room for lack of a copy, and that none begins while a commit is under way.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tiermem.optim.speculation import Speculation
 from tiermem.optim.updates import Protector
 from tiermem.pager.extents import Extents
 from tiermem.pager.pager import Pager
-from tiermem.planner.footprint import Footprint
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.storage import Storage
 
 
-def choose_schedule(update: str, footprint: Footprint, nbytes: int, budget: int) -> UpdateSchedule:
-    """The schedule called `update`, for `nbytes` bytes of pages and a budget of host memory.
+def choose_schedule(update: str, blueprint: Blueprint) -> UpdateSchedule:
+    """The schedule called `update`.
 
-    Where all of it fits into memory, or updates are not to run beside the computation, updating under backward hides
+    Where all pages fit into memory, or updates are not to run beside the computation, updating under backward hides
     nothing and only costs writes: there "auto" is "forward".
     """
-    return make_schedule(update, worthwhile=not footprint.serial and nbytes > budget)
+    return make_schedule(update, worthwhile=not (blueprint.footprint.serial or blueprint.fits))
 
 
 class Undo:

@@ -53,7 +53,7 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
     seeds = torch.randint(2**63 - 1, (count,), device="cpu").tolist() if count else []
     kept = _generators()
     surroundings = Surroundings()
-    measure = loss if loss is not None else _model_loss(house.divided.model, count)
+    measure = loss if loss is not None else _model_loss(house.model, count)
     cutting = house.cutting
     passages = [
         Passage(measure, batch, seed, surroundings, cutting.cuts(count))
@@ -72,7 +72,7 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
 
 def _resident(house: House) -> frozenset[int]:
     """Units that need not be brought: kept in the memory where the model computes, as a whole."""
-    alone = house.device is None and house.company.size == 1
+    alone = house.blueprint.device is None and house.company.size == 1
     return frozenset(layout.unit for layout in house.layouts if layout.kept) if alone else frozenset()
 
 

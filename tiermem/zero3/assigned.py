@@ -33,7 +33,7 @@ from tiermem.zero3.writes import Writes, begin_anew, copy_writes, writes_of
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
 _RESETS = ("reset_parameters", "_reset_parameters")
-_INITIALIZER = "_init_weights"
+_OWN_INIT = "_init_weights"
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
 # Operations after which nothing is left of the values before, if they go to all elements.
 _OVERWRITE = frozenset(
@@ -276,25 +276,25 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 def _is_repeated_anyway(module: nn.Module, frame: FrameType) -> bool:
     """Whether the module's own `reset_parameters`, or the `_init_weights` of one that is at work, does this."""
-    initializers: set[CodeType] = set()
+    inits: set[CodeType] = set()
     each: FrameType | None = frame
     while each is not None:
         name = each.f_code.co_name
         if name in _RESETS and _first(each) is module:
             return True
-        if name == _INITIALIZER:
-            initializers.add(each.f_code)
-        if initializers and (working := _first(each)) is not None:
-            own = initializer_of(working)
-            if own is not None and getattr(inspect.unwrap(own), "__code__", None) in initializers:
+        if name == _OWN_INIT:
+            inits.add(each.f_code)
+        if inits and (working := _first(each)) is not None:
+            own = own_init(working)
+            if own is not None and getattr(inspect.unwrap(own), "__code__", None) in inits:
                 return True
         each = each.f_back
     return False
 
 
-def initializer_of(module: nn.Module) -> Callable[[nn.Module], object] | None:
+def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:
     """The model's own `_init_weights`, if there is one and it is a function of a module."""
-    own = getattr(module, _INITIALIZER, None)
+    own = getattr(module, _OWN_INIT, None)
     try:
         inspect.signature(own).bind(module)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -20,19 +20,20 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
-from tiermem.zero3.assigned import initializer_of
+from tiermem.zero3.assigned import own_init
+from tiermem.zero3.placeholder import marker_value
 from tiermem.zero3.units import Place
 
-Initializer = Callable[[nn.Module], object]
+Init = Callable[[nn.Module], object]
 
 
 class Initialiser:
     """Calls `init`, or the model's own `_init_weights`, or `reset_parameters`, on the modules of a unit."""
 
-    def __init__(self, model: nn.Module, init: Initializer | None) -> None:
+    def __init__(self, model: nn.Module, init: Init | None) -> None:
         self._init = init
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._own: dict[int, Initializer] = {}
+        self._own: dict[int, Init] = {}
         self._parents: dict[int, list[nn.Module]] = {}
         # Parents of modules that are present would write into them again: only a wholly absent model is walked upwards.
         self._deferred = all(parameter.is_meta for parameter in model.parameters())
@@ -82,10 +83,10 @@ class Initialiser:
             (self._init or self._own.get(id(module)) or _reset)(module)
         self._check_buffers(module, names)
 
-    def _note(self, module: nn.Module, own: Initializer | None, parents: list[nn.Module]) -> None:
+    def _note(self, module: nn.Module, own: Init | None, parents: list[nn.Module]) -> None:
         if id(module) in self._parents:
             return
-        own = initializer_of(module) or own
+        own = own_init(module) or own
         if own is not None:
             self._own[id(module)] = own
         self._parents[id(module)] = parents
@@ -124,9 +125,7 @@ def _untie(module: nn.Module, attribute: str) -> Callable[[], None]:
 
 def mark(values: torch.Tensor) -> torch.Tensor:
     """Fill `values` with what `is_marked` finds again: NaN, or the smallest integer. Returns it."""
-    if values.dtype.is_floating_point or values.dtype.is_complex:
-        return values.fill_(float("nan"))
-    return values.fill_(torch.iinfo(values.dtype).min) if values.dtype.is_signed else values.zero_()
+    return values.fill_(marker_value(values.dtype))
 
 
 def is_marked(values: torch.Tensor) -> bool:

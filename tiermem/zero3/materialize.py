@@ -19,7 +19,7 @@ from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
-from tiermem.zero3.initialise import Initialiser, Initializer, is_marked, mark
+from tiermem.zero3.initialise import Init, Initialiser, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.shards import Piece, Shard
@@ -30,7 +30,7 @@ from tiermem.zero3.writes import forget_writes, give_made, repeat_writes
 # Smaller parameters are not worth a mapping of their own.
 _MAPPED_NBYTES = 64 << 10
 
-StoreMaster = Callable[[int, Slot, torch.Tensor], None]
+StoreMaster = Callable[[int, int, torch.Tensor], None]
 
 
 class WeightSource(Protocol):
@@ -50,25 +50,25 @@ class WeightSource(Protocol):
 class Materializer:
     """How the parameters of a model get their values, and where those go.
 
-    `store_master(unit, slot, values)` is called for each trainable parameter while its unit's page is being written:
-    `values` are the original, uncast values (1-D, in the slot's memory order), valid during the call only.
+    `store_master(unit, parameter, values)` is called for each trainable parameter while its unit's page is being
+    written: `values` are the original, uncast values (1-D, in the slot's memory order), valid during the call only.
     `init` is called on every module whose own parameters have just received storage; None means the model's own
     `_init_weights`, else each module's `reset_parameters`. `weights` win over both. `device` is where the computation
-    will be, hence what placeholders say. `shards`: what this rank keeps of each unit, by default all; then `broadcast`
-    makes the values those of rank 0, whatever the other ranks have come up with.
+    will be, hence what placeholders say. `broadcast` makes the values those of rank 0, whatever other ranks have.
     """
 
     pager: Pager
     placeholders: Placeholders
     store_master: StoreMaster
-    init: Initializer | None = None
+    init: Init | None = None
     weights: WeightSource | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    shards: Sequence[Shard] = ()
     broadcast: Callable[[torch.Tensor], None] = lambda _: None
 
-    def run(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+    def run(self, divided: ModelUnits, shards: Sequence[Shard]) -> list[nn.Parameter]:
         """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
+
+        `shards`: what this rank keeps of each unit, by number.
 
         Raises ConfigError for parameters on other devices than cpu or meta, or made in inference mode, and for a
         parameter or buffer that the initialisation left without values.
@@ -77,9 +77,9 @@ class Materializer:
         initialiser = Initialiser(divided.model, self.init)
         parameters = {member.number: member.parameter for _, member in divided.members()}
         absent = {number for number, parameter in parameters.items() if parameter.is_meta}
-        self._take_places(layouts)
+        self._take_places(shards)
         for unit in divided.units:
-            self._unit(unit, layouts[unit.number], initialiser, parameters, absent)
+            self._unit(unit, shards[unit.number], initialiser, parameters, absent)
             trim_heap()  # what initialising a unit needed lies outside the budget: it is not kept for the next one
         for module in divided.model.modules():
             initialiser.run_buffers(module)
@@ -87,9 +87,9 @@ class Materializer:
             self.broadcast(buffer)
         forget_writes(divided.model)
         # Only now: while others are initialised, an absent parameter has to bear being written (see initialise).
-        return self._stand_in(divided, layouts)
+        return self._stand_in(divided, shards)
 
-    def adopt(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+    def adopt(self, divided: ModelUnits, shards: Sequence[Shard]) -> list[nn.Parameter]:
         """Leave placeholders in place of all parameters, whose pages exist already; returns them by number.
 
         What values the model has are dropped; what is kept by choice is brought to memory. Raises what `run` raises for
@@ -99,31 +99,28 @@ class Materializer:
         initialiser = Initialiser(divided.model, self.init)
         for module in divided.model.modules():
             initialiser.run_buffers(module)
-        for layout in layouts:
-            if layout.kept:
-                self.pager.lease([layout.key], Intent.READ, lane=Lane.UPDATE).release()
-        return self._stand_in(divided, layouts)
+        for shard in shards:
+            if shard.layout.kept:
+                self.pager.lease([shard.layout.key], Intent.READ, lane=Lane.UPDATE).release()
+        return self._stand_in(divided, shards)
 
-    def _take_places(self, layouts: Sequence[UnitLayout]) -> None:
+    def _take_places(self, shards: Sequence[Shard]) -> None:
         """Have what is kept by choice in memory before all else: its frames never leave.
 
         Beside a device that memory is one piece, and what lay in its middle would divide what is left of it.
         """
-        for layout in layouts:
-            if layout.kept:
-                self.pager.add_page(layout.key, self._shard(layout).nbytes)
-                lease = self.pager.lease([layout.key], Intent.FRESH, lane=Lane.UPDATE)
-                lease.tensor(layout.key).zero_()
-                lease.release()
+        for shard in shards:
+            if shard.layout.kept:
+                key = shard.layout.key
+                self.pager.add_page(key, shard.nbytes)
+                with self.pager.lease([key], Intent.FRESH, lane=Lane.UPDATE) as lease:
+                    lease.tensor(key).zero_()
 
-    def _shard(self, layout: UnitLayout) -> Shard:
-        return self.shards[layout.unit] if self.shards else Shard(layout)
-
-    def _stand_in(self, divided: ModelUnits, layouts: Sequence[UnitLayout]) -> list[nn.Parameter]:
+    def _stand_in(self, divided: ModelUnits, shards: Sequence[Shard]) -> list[nn.Parameter]:
         parameters: dict[int, nn.Parameter] = {}
-        for layout, unit in zip(layouts, divided.units, strict=True):
+        for shard, unit in zip(shards, divided.units, strict=True):
             members = {member.number: member for member in unit.members}
-            for slot in layout.slots:
+            for slot in shard.layout.slots:
                 standing = self.placeholders.of(slot.shape, slot.dtype, self.device)
                 member = members[slot.parameter]
                 parameters[slot.parameter] = _replace(member, member.parameter, standing)
@@ -132,14 +129,14 @@ class Materializer:
     def _unit(
         self,
         unit: Unit,
-        layout: UnitLayout,
+        shard: Shard,
         initialiser: Initialiser,
         parameters: dict[int, nn.Parameter],
         absent: set[int],
     ) -> None:
         source = self.weights
         if source is not None and all(source.dtype_of(each.names, each.parameter.dtype) for each in unit.members):
-            self._write(layout, parameters, None)  # nothing to initialise, so one parameter at a time will do
+            self._write(shard, parameters, None)  # nothing to initialise, so one parameter at a time will do
             return
         aside: dict[int, torch.Tensor] = {}
         last = unit.parts[-1][1]
@@ -148,7 +145,7 @@ class Materializer:
             if members is not last:
                 # Absent again at once: initialising the next root may write into this one, and must not find it.
                 aside |= _take_out(members, parameters, absent)
-        self._write(layout, parameters, aside)
+        self._write(shard, parameters, aside)
         _take_out(last, parameters, absent)
 
     def _values(
@@ -197,11 +194,9 @@ class Materializer:
             raise InvariantError(f"the weights of {slot.names[0]} were there and are gone")
         return values
 
-    def _write(
-        self, layout: UnitLayout, parameters: dict[int, nn.Parameter], aside: dict[int, torch.Tensor] | None
-    ) -> None:
+    def _write(self, shard: Shard, parameters: dict[int, nn.Parameter], aside: dict[int, torch.Tensor] | None) -> None:
         """Put the unit's values into its page. `aside`: those of absent parameters, taken out; None: streamed."""
-        shard = self._shard(layout)
+        layout = shard.layout
         for key, nbytes in shard.pages():
             if not (layout.kept and key == layout.key):  # that one has its place already
                 self.pager.add_page(key, nbytes)
@@ -227,7 +222,7 @@ class Materializer:
                     place = base[piece.offset : piece.offset + piece.nbytes].view(slot.dtype)
                     place.copy_(flat[piece.begin : piece.begin + piece.length])
                 for piece in owned.get(slot.parameter, ()) if slot.trainable else ():
-                    self.store_master(layout.unit, slot, flat[piece.begin : piece.begin + piece.length])
+                    self.store_master(layout.unit, slot.parameter, flat[piece.begin : piece.begin + piece.length])
                 # The last reference to the original values, unless their owner keeps one.
                 del flat, values
                 if not parameter.is_meta:

@@ -77,13 +77,15 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     return _is_marker(value.set_(tensor.untyped_storage(), tensor.storage_offset(), (), ()))
 
 
-def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN where there is one; the smallest value of integers, False, as they have none."""
+def marker_value(dtype: torch.dtype) -> float | int | bool:
+    """What stands for no value: NaN where there is one; the smallest of integers, False, as they have none."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((), float("nan"), dtype=dtype, device=device)
-    if dtype == torch.bool:
-        return torch.zeros((), dtype=dtype, device=device)
-    return torch.full((), torch.iinfo(dtype).min, dtype=dtype, device=device)
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), marker_value(dtype), dtype=dtype, device=device)
 
 
 def _watch(scalar: torch.Tensor) -> Callable[[], bool]:
