@@ -54,7 +54,8 @@ class Script:
     def __init__(self, world: World, number: int, way: list[int], back: Sequence[int] = ()) -> None:
         self.world, self.number, self.way = world, number, way
         self.failing: int | None = None
-        self.left = list(reversed(back))
+        self.units = list(reversed(back))
+        self.cuts = self
         self.failing_back: int | None = None
         self.away = True
         self.unwound = False
@@ -75,8 +76,8 @@ class Script:
 
     def go_back(self) -> None:
         assert threading.current_thread() is threading.main_thread()
-        unit = self.left.pop()
-        if len(self.left) == self.failing_back:
+        unit = self.units.pop()
+        if len(self.units) == self.failing_back:
             raise ValueError("mine")
         for needed in (unit, OTHER, unit):
             self.world.lockstep.turn(needed)
@@ -222,7 +223,7 @@ def test_an_error_on_the_way_back_leaves_nothing_held(
     world = World(stacks)
     scripts = [Script(world, number, [7], back) for number, back in enumerate(backs)]
     victim = scripts[who % len(scripts)]
-    if place >= len(victim.left):
+    if place >= len(victim.units):
         world.lockstep.run(scripts)
     else:
         victim.failing_back = place
@@ -346,7 +347,7 @@ class Straying(Script):
             assert lockstep.keeps_one, "the others need it"
 
     def go_back(self) -> None:
-        lockstep, unit = self.world.lockstep, self.left.pop()
+        lockstep, unit = self.world.lockstep, self.units.pop()
         lockstep.turn(unit)
         lockstep.arrived(unit)
         assert lockstep.enter("outer", (), {}) is None

@@ -25,7 +25,7 @@ from tiermem.errors import ConfigError, InvariantError, TiermemError
 from tiermem.interrupts import call_out
 from tiermem.memory.heap import keep_freed_blocks
 from tiermem.runtime.house import House
-from tiermem.zero3.cuts import Arguments, Cuts
+from tiermem.zero3.cuts import Cuts
 from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
 from tiermem.zero3.fibers import OwnStack, OwnThread
 from tiermem.zero3.lockstep import Lockstep, RunIn
@@ -119,14 +119,14 @@ class Surroundings:
 
 
 class Passage:
-    """One micro-batch: forward, loss, backward. `cuts`: what divides its backward; None: it is not divided."""
+    """One micro-batch: forward, loss, backward. `cuts`: what divides its backward."""
 
-    def __init__(self, loss: Loss, micro_batch: Any, seed: int, surroundings: Surroundings, cuts: Cuts | None) -> None:
+    def __init__(self, loss: Loss, micro_batch: Any, seed: int, surroundings: Surroundings, cuts: Cuts) -> None:
+        self.cuts = cuts
         self._loss = loss
         self._micro_batch = micro_batch
         self._seed = seed
         self._surroundings = surroundings
-        self._cuts = cuts
         self._states: list[torch.Tensor] | None = None
         self._result: torch.Tensor | None = None
 
@@ -144,50 +144,14 @@ class Passage:
     def _run(self) -> None:
         with ExitStack() as stack:
             self._surroundings.enter(stack)
-            if self._cuts is not None:
-                self._cuts.begin()
+            self.cuts.begin()
             loss = call_out(self._loss, self._micro_batch)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise TiermemError(f"a loss is a tensor of one element, found {found}; return one from `loss`")
             self._result = loss.detach().clone()
-            if self._cuts is not None:
-                self._cuts.close(loss)
+            self.cuts.close(loss)
             call_out(loss.backward)
-
-    def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """A module of `unit` is called."""
-        return None if self._cuts is None else self._cuts.enter(call, unit, args, kwargs)
-
-    def leave(self, call: object) -> None:
-        """A module's call has ended."""
-        if self._cuts is not None:
-            self._cuts.leave(call)
-
-    def looked_back(self) -> None:
-        """There was a backward through several units."""
-        if self._cuts is not None:
-            self._cuts.looked_back()
-
-    def strayed(self) -> None:
-        """A unit was computed again out of turn."""
-        if self._cuts is not None:
-            self._cuts.strayed()
-
-    @property
-    def left(self) -> list[int | None]:
-        """The units backward has not been through yet."""
-        return [] if self._cuts is None else self._cuts.units
-
-    def keeps_back(self, parameter: torch.Tensor) -> bool:
-        """Whether a gradient that has arrived is to wait for more of this micro-batch."""
-        return self._cuts is not None and self._cuts.keeps_back(parameter)
-
-    def go_back(self) -> None:
-        """Backward through one of them."""
-        if self._cuts is not None:
-            with torch.autograd.set_multithreading_enabled(False):
-                self._cuts.go_back()
 
     def resume(self) -> None:
         """Continue this micro-batch's random numbers."""

@@ -57,9 +57,9 @@ class Cutting:
         self.needed = needed
         self._looked_at = False
 
-    def cuts(self, count: int) -> Cuts | None:
-        """What cuts the graph of one of `count` micro-batches, or notes where; None: it stays in one piece."""
-        return None if count < 2 or self.why_not is not None else Cuts(self, sever=self._looked_at)
+    def cuts(self, count: int) -> Cuts:
+        """What cuts the graph of one of `count` micro-batches, or notes where; or leaves it in one piece."""
+        return Cuts(self, whole=count < 2 or self.why_not is not None, sever=self._looked_at)
 
     def severs(self, count: int) -> bool:
         """Whether it cuts: then nothing is left of a micro-batch that would have to be stopped in its backward."""
@@ -87,10 +87,11 @@ class _Segment:
 
 
 class Cuts:
-    """The cuts in one micro-batch's graph; not `sever`: where they would be. One thread at a time."""
+    """The cuts in one micro-batch's graph; not `sever`: where they would be; `whole`: none. One thread at a time."""
 
-    def __init__(self, cutting: Cutting, *, sever: bool) -> None:
+    def __init__(self, cutting: Cutting, *, whole: bool, sever: bool) -> None:
         self._cutting = cutting
+        self._whole = whole
         self._sever = sever
         self._segments: list[_Segment] = []
         self._entries = 0
@@ -105,8 +106,9 @@ class Cuts:
 
     def begin(self) -> None:
         """What this thread computes from now on is the micro-batch's."""
-        self._segments = [_Segment(None)]
-        self._open = True
+        if not self._whole:
+            self._segments = [_Segment(None)]
+            self._open = True
 
     def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A module of `unit` is called with these; returns what to call it with instead, None: nothing else."""
@@ -138,10 +140,13 @@ class Cuts:
 
     def strayed(self) -> None:
         """Backward computes a unit again that is not its segment's, and so brings it for each micro-batch."""
-        self._cutting.why_no_more = "a checkpoint computes units again that backward has not come to"
+        if not self._whole:
+            self._cutting.why_no_more = "a checkpoint computes units again that backward has not come to"
 
     def close(self, loss: torch.Tensor) -> None:
         """Backward begins at `loss`. Raises TiermemError if the graph was cut and should not have been."""
+        if self._whole:
+            return
         self._open = False
         reason = self._cutting.why_not or self._why_not(loss)
         self._calls.clear()
@@ -177,7 +182,8 @@ class Cuts:
         if roots:
             tensors, gradients = zip(*roots, strict=True)
             del roots
-            call_out(torch.autograd.backward, tensors, gradients)
+            with torch.autograd.set_multithreading_enabled(False):
+                call_out(torch.autograd.backward, tensors, gradients)
 
     def keeps_back(self, parameter: torch.Tensor) -> bool:
         """A gradient of `parameter` has arrived in `parameter.grad`; whether it is kept here, for more will come."""

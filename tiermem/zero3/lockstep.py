@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermem.errors import TiermemError
-from tiermem.zero3.cuts import Arguments
+from tiermem.zero3.cuts import Arguments, Cuts
 from tiermem.zero3.engine import backward_number
 from tiermem.zero3.fibers import Fiber, OwnThread
 from tiermem.zero3.gather import Gatherer
@@ -34,30 +34,11 @@ RunIn = Callable[[Callable[[], None]], Fiber]
 class Computation(Protocol):
     """What runs in lockstep with others, on a thread of its own. `resume` and `pause` surround each piece of it."""
 
+    cuts: Cuts
+    """Its graph: where it can be cut, and what is left of it to go back through."""
+
     def run(self) -> None:
-        """Do it, all but what `left` says then; interrupted wherever it needs another unit."""
-
-    def enter(self, call: object, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """A module is about to be called, the first since it came to `unit`: what to call it with, if not with this."""
-
-    def leave(self, call: object) -> None:
-        """A call has ended, one of these or another."""
-
-    def looked_back(self) -> None:
-        """It came to another unit inside a backward."""
-
-    def strayed(self) -> None:
-        """On its way back it computes a unit again for itself, which others then do, too."""
-
-    @property
-    def left(self) -> Sequence[int | None]:
-        """The units that `go_back` has still to go through, the next one last."""
-
-    def keeps_back(self, parameter: torch.Tensor) -> bool:
-        """A gradient has arrived; whether it is kept until more have been added to it."""
-
-    def go_back(self) -> None:
-        """Go through the next one of these, on the thread that calls."""
+        """Do it, all but what is left of its graph then; interrupted wherever it needs another unit."""
 
     def resume(self) -> None:
         """It goes on: what it left behind in `pause` is to be put back."""
@@ -157,7 +138,7 @@ class Lockstep:
         if unit == walker.unit:
             return
         if backward_number() >= 0:
-            walker.computation.looked_back()
+            walker.computation.cuts.looked_back()
             if not walker.fiber.anywhere:
                 self._let_go()
                 self._passed[unit] = None
@@ -180,17 +161,17 @@ class Lockstep:
         if not walker.fiber.inside:
             return None
         walker.entering = False
-        return walker.computation.enter(call, walker.unit, args, kwargs)
+        return walker.computation.cuts.enter(call, walker.unit, args, kwargs)
 
     def leave(self, call: object) -> None:
         """A call has ended."""
         if self._running is not None:
-            self._running.computation.leave(call)
+            self._running.computation.cuts.leave(call)
 
     def keeps_back(self, parameter: torch.Tensor) -> bool:
         """A gradient of `parameter` has arrived on this thread; whether nobody else is to see it yet."""
         computation = self._returning if self._running is None else self._running.computation
-        return computation is not None and computation.keeps_back(parameter)
+        return computation is not None and computation.cuts.keeps_back(parameter)
 
     def arrived(self, unit: int) -> None:
         """`unit` has been gathered: keep it until all have passed."""
@@ -219,7 +200,7 @@ class Lockstep:
             return
         if walker is not None and walker.fiber.anywhere:
             return
-        computation.strayed()
+        computation.cuts.strayed()
         if walker is None:
             self._let_go()
 
@@ -238,13 +219,13 @@ class Lockstep:
 
     def _go_back(self, computations: Sequence[Computation]) -> None:
         """Take all back through what they have left, unit by unit."""
-        while left := [computation for computation in computations if computation.left]:
-            self._due = max(left, key=lambda computation: len(computation.left)).left[-1]
+        while left := [computation for computation in computations if computation.cuts.units]:
+            self._due = max((computation.cuts.units for computation in left), key=len)[-1]
             for computation in left:
-                if computation.left[-1] == self._due:
+                if computation.cuts.units[-1] == self._due:
                     self._returning = computation
                     computation.resume()
-                    computation.go_back()
+                    computation.cuts.go_back()
                     computation.pause()
             self._let_go()
         self._returning = None
