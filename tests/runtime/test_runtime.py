@@ -36,6 +36,7 @@ from tiermem.errors import CopyError, InvariantError
 from tiermem.memory.arena import LiveFrames
 from tiermem.runtime.house import House
 from tiermem.runtime.storage import close_all
+from tiermem.zero3 import engine
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.placeholder import is_placeholder
 
@@ -973,3 +974,12 @@ def test_rooms_that_raise_the_same_error_are_all_closed_and_closing_ends() -> No
         leave()
     assert closed == ["inner", "outer"]
     assert isinstance(found.value.__context__, ValueError)
+
+
+def test_a_torch_that_lacks_a_name_is_told_before_anything_is_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "_NAMES", ("_C._current_graph_task_id", "_C._no_such_name.inside"))
+    model = nn.Linear(2, 2)
+    with pytest.raises(tiermem.TiermemError, match=r"has no torch\._C\._no_such_name\.inside, which tiermem needs"):
+        tiermem.offload(model, config_for(tmp_path, MIB, "step"))
+    assert not is_placeholder(model.weight)
+    assert [*tmp_path.iterdir()] == []

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiermem.errors import TiermemError
+from tiermem.zero3.engine import require_names
 from tiermem.zero3.thread_state import put_thread_aside
 
 
@@ -132,6 +133,7 @@ def test_what_autocast_remembers_lasts_as_long_as_the_outermost_autocast() -> No
 
 
 def test_a_torch_that_has_moved_something_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_names()
     monkeypatch.delattr(torch._C, "_pop_torch_dispatch_stack")
     with pytest.raises(TiermemError, match=r"no torch\._C\._pop_torch_dispatch_stack"):
-        put_thread_aside()
+        require_names()

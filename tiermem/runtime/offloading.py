@@ -28,7 +28,7 @@ from tiermem.runtime.company import Company, find_company, leave_directories, ma
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import House, build
 from tiermem.zero3.collectives import reason_of
-from tiermem.zero3.engine import outside_inference
+from tiermem.zero3.engine import outside_inference, require_names
 from tiermem.zero3.guards import guard_placeholders, refuse_placeholders, refuse_unfit
 from tiermem.zero3.initialise import Init
 from tiermem.zero3.keep import Keep, Keeping
@@ -125,6 +125,7 @@ def _give_up(error: BaseException, config: Config, company: Company) -> None:
 
 
 def _checked(config: object) -> Config:
+    require_names()
     if not isinstance(config, Config):
         raise ConfigError(f"offload expects a tiermem.Config, found {type(config).__name__}")
     return config

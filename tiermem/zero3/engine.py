@@ -1,7 +1,7 @@
 """The few things asked of torch's autograd engine that have no public name.
 
-Owns these calls, and the error of a torch that has moved what is called. Does not know units or pages. Guarantees that
-such a torch is reported by name, as a TiermemError, at the first use and not as wrong numbers later.
+Owns these calls, and the list of the names. Does not know units or pages. Guarantees that a torch which lacks one of
+them is reported by name, as a TiermemError, before a model is touched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,43 @@ Unpack = Callable[[Any], torch.Tensor]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# What this package asks of torch that has no public name.
+_NAMES = (
+    "Tensor._backward_hooks",
+    "Tensor._post_accumulate_grad_hooks",
+    "autograd.Variable._execution_engine.queue_callback",
+    "autograd._unsafe_preserve_version_counter",
+    "autograd.graph.Node._sequence_nr",
+    "_C._DisableTorchDispatch",
+    "_C._autograd._get_sequence_nr",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._current_graph_task_id",
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
+    "_C._functorch.peek_interpreter_stack",
+    "_C._is_fwd_grad_enabled",
+    "_C._len_torch_dispatch_stack",
+    "_C._len_torch_function_stack",
+    "_C._pop_torch_dispatch_stack",
+    "_C._pop_torch_function_stack",
+    "_C._push_on_torch_dispatch_stack",
+    "_C._push_on_torch_function_stack",
+    "_C._set_fwd_grad_enabled",
+    "_C._storage_Use_Count",
+)
+
+
+def require_names() -> None:
+    """Raise TiermemError for a torch that lacks what has no public name; asked before a model is touched."""
+    for name in _NAMES:
+        found: Any = torch
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            raise TiermemError(
+                f"torch {torch.__version__} has no torch.{name}, which tiermem needs; use a torch version that tiermem "
+                "supports"
+            )
+
 
 def top_hooks() -> tuple[Pack, Unpack] | None:
     """Return the pair of saved-tensor hooks autograd would call now on this thread, or None.
@@ -28,11 +65,8 @@ def top_hooks() -> tuple[Pack, Unpack] | None:
     Autograd calls the topmost pair only (see `torch.autograd.graph.saved_tensors_hooks`), hence whoever pushes a pair
     and wants the ones below to go on working has to find them and call them itself.
     """
-    try:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public way to ask
-    except (AttributeError, TypeError) as error:
-        raise moved("torch._C._autograd._top_saved_tensors_default_hooks(bool)") from error
-    return top  # type: ignore[no-any-return,unused-ignore]
+    core: Any = torch._C._autograd  # noqa: SLF001 - no public way to ask
+    return core._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]  # noqa: SLF001
 
 
 def push_hooks(pack: Pack, unpack: Unpack) -> None:
@@ -70,48 +104,31 @@ def remove_hooks(pack: Pack, ours: Callable[[Pack], bool]) -> bool:
 
 def backward_number() -> int:
     """Return the number of the backward running on this thread (nested ones have larger numbers), or -1."""
-    try:
-        return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
-    except AttributeError as error:
-        raise moved("torch._C._current_graph_task_id") from error
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
 
 
 def call_at_backward_end(function: Callable[[], None]) -> None:
     """Have `function` called when the backward running on this thread is through (not if it fails)."""
-    try:
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
-        queue = engine.queue_callback
-    except AttributeError as error:
-        raise moved("torch.autograd.Variable._execution_engine.queue_callback") from error
 
     def end() -> None:
         unseen(function)()
 
-    queue(end)
+    torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001
 
 
 def sequence_number() -> int:
     """Return the number the next node made on this thread will have; they count up."""
-    try:
-        return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
-    except AttributeError as error:
-        raise moved("torch._C._autograd._get_sequence_nr") from error
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
 
 
 def node_number(node: torch.autograd.graph.Node) -> int:
     """Return the `sequence_number` at which a node was made. What accumulates a leaf's gradient is above all others."""
-    try:
-        return int(node._sequence_nr())  # noqa: SLF001 - torch documents it, under this name
-    except AttributeError as error:
-        raise moved("torch.autograd.graph.Node._sequence_nr") from error
+    return int(node._sequence_nr())  # noqa: SLF001 - torch documents it, under this name
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody wants to see the gradient of `parameter`; one hook behind its accumulation is our own."""
-    try:
-        before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
-    except AttributeError as error:
-        raise moved("torch.Tensor._backward_hooks or _post_accumulate_grad_hooks") from error
+    before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
     return bool(before) or len(behind or ()) > 1
 
 
@@ -123,10 +140,7 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
     if "torch._dynamo" not in sys.modules:  # importing it costs seconds
         return function
-    try:
-        watching = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
-    except AttributeError as error:
-        raise moved("torch._C._dynamo.eval_frame.get_eval_frame_callback") from error
+    watching = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
     return torch.compiler.disable(function) if watching else function  # type: ignore[no-untyped-call]
 
 
@@ -149,11 +163,7 @@ def unwatched(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def carried_out(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            guard = torch._C._DisableTorchDispatch()  # noqa: SLF001 - no public way
-        except AttributeError as error:
-            raise moved("torch._C._DisableTorchDispatch") from error
-        with guard:
+        with torch._C._DisableTorchDispatch():  # noqa: SLF001 - no public way
             return function(*args, **kwargs)
 
     return carried_out
@@ -176,11 +186,8 @@ def _ordinary() -> Iterator[None]:
 
 def viewers(tensor: torch.Tensor) -> int:
     """Return how many tensors and storages hold on to the bytes of `tensor`."""
-    try:
-        count = torch._C._storage_Use_Count  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
-        return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001
-    except AttributeError as error:
-        raise moved("torch._C._storage_Use_Count") from error
+    count = torch._C._storage_Use_Count  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+    return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -191,31 +198,17 @@ def version(tensor: torch.Tensor) -> int:
 def share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether a write into one of two tensors counts as one into the other, as with views of one tensor."""
     before = version(other)
-    try:
-        preserved = torch.autograd._unsafe_preserve_version_counter(one)  # type: ignore[attr-defined]  # noqa: SLF001
-    except AttributeError as error:
-        raise moved("torch.autograd._unsafe_preserve_version_counter") from error
-    with preserved:
+    with torch.autograd._unsafe_preserve_version_counter(one):  # type: ignore[attr-defined]  # noqa: SLF001
         torch.autograd.graph.increment_version(one)
         return version(other) != before
 
 
 def is_transformed() -> bool:
     """Whether this runs inside torch.func.grad, jvp or another transform that wraps tensors; vmap is not counted."""
-    try:
-        functorch = torch._C._functorch  # noqa: SLF001
-        top = functorch.peek_interpreter_stack()
-        return top is not None and top.key() != functorch.TransformType.Vmap
-    except AttributeError as error:
-        raise moved("torch._C._functorch.peek_interpreter_stack") from error
+    functorch = torch._C._functorch  # noqa: SLF001
+    top = functorch.peek_interpreter_stack()
+    return top is not None and top.key() != functorch.TransformType.Vmap
 
 
 def _unused(_: Any) -> Any:
     raise InvariantError("these hooks are never active")
-
-
-def moved(name: str) -> TiermemError:
-    """The error of a torch that has no such name any more."""
-    return TiermemError(
-        f"torch {torch.__version__} has no {name}, which tiermem needs; use a torch version that tiermem supports"
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiermem.zero3.engine import moved, pop_hooks, push_hooks, top_hooks
+from tiermem.zero3.engine import pop_hooks, push_hooks, top_hooks
 
 KINDS = ("cpu", "cuda")  # of devices that autocast is switched on for, each by itself
 
@@ -51,7 +51,7 @@ def _switches() -> list[tuple[Callable[[Any], Any], Callable[[], Any], Any]]:
     # Torch's context managers set these at once; used as such they would have to be left in order.
     return [
         (torch.set_grad_enabled, torch.is_grad_enabled, True),
-        (_core("_set_fwd_grad_enabled"), _core("_is_fwd_grad_enabled"), True),
+        (torch._C._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled, True),  # noqa: SLF001 - no public way
         (torch.autograd.set_multithreading_enabled, torch.autograd.is_multithreading_enabled, True),
         (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled, True),
         *((_setter(kind), _getter(kind), (False, torch.get_autocast_dtype(kind))) for kind in KINDS),
@@ -72,20 +72,13 @@ def _getter(kind: str) -> Callable[[], tuple[bool, torch.dtype]]:
 
 def _stacks() -> list[tuple[Callable[[], object], Callable[[], Any], Callable[[Any], Any]]]:
     """Of each stack: whether there is something on it, how to take the top, how to put something on top."""
-    push_function, push_dispatch = _core("_push_on_torch_function_stack"), _core("_push_on_torch_dispatch_stack")
-    pop_dispatch = partial(_core("_pop_torch_dispatch_stack"), None)
+    core: Any = torch._C  # noqa: SLF001 - no public way
+    pop_dispatch = partial(core._pop_torch_dispatch_stack, None)  # noqa: SLF001
     return [
         (top_hooks, _pop_pair, lambda pair: push_hooks(*pair)),
-        (_core("_len_torch_function_stack"), _core("_pop_torch_function_stack"), push_function),
-        (_core("_len_torch_dispatch_stack"), pop_dispatch, push_dispatch),
+        (core._len_torch_function_stack, core._pop_torch_function_stack, core._push_on_torch_function_stack),  # noqa: SLF001
+        (core._len_torch_dispatch_stack, pop_dispatch, core._push_on_torch_dispatch_stack),  # noqa: SLF001
     ]
-
-
-def _core(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] | None = getattr(torch._C, name, None)  # noqa: SLF001 - no public way
-    if function is None:
-        raise moved(f"torch._C.{name}")
-    return function
 
 
 def _pop_pair() -> Any:
