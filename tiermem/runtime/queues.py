@@ -7,7 +7,7 @@ twice, and that the errors of the updater reach whoever asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from tiermem.future import Future
 from tiermem.optim.coordinator import UpdateCoordinator
@@ -35,6 +35,8 @@ class BackwardThrottle:
 
         `agreed`: whether ranks update the same units early; else each does as it can.
         """
+        self.unit_needed = coordinator.unit_needed
+        self.known_since = coordinator.late.known_since
         self._agreed = agreed
         self._coordinator = coordinator
         self._queue = queue
@@ -42,10 +44,6 @@ class BackwardThrottle:
         self._limit = limit
         self._lagging: dict[int, None] = {}
         self._lagging_nbytes = 0
-
-    def unit_needed(self, unit: int) -> None:
-        """Wait for a pending update of a unit that is about to be used."""
-        self._coordinator.unit_needed(unit)
 
     def may_update(self, unit: int) -> bool:
         """Whether this rank has nothing against an update of the unit; asked only where all have to be of one mind."""
@@ -65,10 +63,6 @@ class BackwardThrottle:
             self._queue.wait(oldest)
             self._caught_up(oldest)
         return begun
-
-    def known_since(self) -> Sequence[int]:
-        """Pass it on."""
-        return self._coordinator.late.known_since()
 
     def _caught_up(self, unit: int) -> None:
         del self._lagging[unit]

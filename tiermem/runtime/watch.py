@@ -20,7 +20,10 @@ class ComputeWatch:
 
     def __init__(self, listener: Listener, timeline: Timeline, names: Sequence[str]) -> None:
         """`names`: of the units, by number."""
-        self._listener = listener
+        self._needed = listener.unit_needed
+        self.may_update = listener.may_update
+        self.gradients_complete = listener.gradients_complete
+        self.known_since = listener.known_since
         self._timeline = timeline
         self._names = names
         self._title = ""
@@ -38,19 +41,7 @@ class ComputeWatch:
         if number >= 0 and number != self._backward:
             self._backward = number
             call_at_backward_end(self.close)
-        self._listener.unit_needed(unit)
-
-    def may_update(self, unit: int) -> bool:
-        """Pass it on."""
-        return self._listener.may_update(unit)
-
-    def gradients_complete(self, unit: int) -> bool:
-        """Pass it on."""
-        return self._listener.gradients_complete(unit)
-
-    def known_since(self) -> Sequence[int]:
-        """Pass it on."""
-        return self._listener.known_since()
+        self._needed(unit)
 
     def close(self) -> None:
         """The unit that was last needed is no longer what is computed."""
