@@ -311,9 +311,6 @@ def _copy_out(pager: Pager, shard: Shard, start: int, out: torch.Tensor) -> None
         tile, inside = divmod(start + done, shard.layout.tile_numel)
         count = min(shard.tile_length(tile) - inside, out.numel() - done)
         key = shard.layout.gradient_key(tile)
-        lease = pager.lease([key], Intent.READ)
-        try:
+        with pager.lease([key], Intent.READ) as lease:
             out[done : done + count].copy_(lease.tensor(key).view(out.dtype)[inside : inside + count])
-        finally:
-            lease.release()
         done += count

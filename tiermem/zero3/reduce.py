@@ -169,15 +169,13 @@ class GradientStore(StepGradients):
         layout = self._layouts[unit]
         whole: torch.Tensor | None = None
         for piece in layout.ranges(slot):
-            lease = self._pager.lease([layout.gradient_key(piece.tile)], Intent.READ)
-            try:
-                page = lease.tensor(layout.gradient_key(piece.tile)).view(slot.dtype)
+            key = layout.gradient_key(piece.tile)
+            with self._pager.lease([key], Intent.READ) as lease:
+                page = lease.tensor(key).view(slot.dtype)
                 if whole is None:
                     whole = page.new_empty(slot.numel)
                 kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
                 whole[piece.begin : piece.begin + piece.length].copy_(kept)
-            finally:
-                lease.release()
         if whole is None:
             whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
         return whole

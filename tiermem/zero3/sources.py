@@ -183,13 +183,11 @@ class _Gathered:
         """Keep this rank's part if it may have been written; every rank keeps its own."""
         try:
             if self.writable:
-                own = self._pager.lease([self._shard.layout.key], Intent.WRITE)
-                try:
-                    for mine, whole in sections(self._shard, own.tensor(self._shard.layout.key), self.base):
+                key = self._shard.layout.key
+                with self._pager.lease([key], Intent.WRITE) as own:
+                    for mine, whole in sections(self._shard, own.tensor(key), self.base):
                         start = self._shard.rank * mine.numel()
                         mine.copy_(whole[start : start + mine.numel()])
-                finally:
-                    own.release()
         finally:
             self.base = _NOTHING
             self._pager.start_discard([self._shard.gathered_key])
