@@ -74,12 +74,10 @@ class Borrowing:
         """Carry out an operation on absent parameters, with what it reads gathered."""
         read = _read(function, args, kwargs)
         units = dict.fromkeys(self._own(read))
-        if not units:  # at most what was detached of a parameter at rest
+        # Without units it is at most what was detached of a parameter at rest.
+        if not units or not self._is_computing((*args, *kwargs.values())):
             if next(absent_in(read), None) is not None:
                 _warn(function)
-            return operation()
-        if not self._is_computing((*args, *kwargs.values())):
-            _warn(function)
             return operation()
         try:
             self._before(None, tuple(units))

@@ -25,7 +25,7 @@ from tiermem.zero3.absent import Absence
 from tiermem.zero3.engine import outside_inference, unwatched, viewers
 from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.layout import Slot, UnitLayout, slot_of, typed_views
-from tiermem.zero3.looks import FirstLooks, written_through
+from tiermem.zero3.looks import FirstLooks, written_unasked
 from tiermem.zero3.placeholder import Placeholders, converted, reshaped
 from tiermem.zero3.replaced import part, replaced, take_in
 from tiermem.zero3.sources import HeldUnit, UnitSource
@@ -221,10 +221,7 @@ class Gatherer:
             self._looks.forget(unit)
         free = state.held is None or self._try_release(state)
         if written is not None:
-            raise TiermemError(
-                f"parameter {written} was written in place while it was gathered for reading; the write may be lost. "
-                "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
-            )
+            raise written_unasked(written, "in place")
         return free
 
     def require_free(self, unit: int) -> None:
@@ -305,7 +302,7 @@ class Gatherer:
         state.held = None
         self._lingering.discard(state.layout.unit)
         if written is not None:
-            raise written_through(written)
+            raise written_unasked(written)
         return True
 
     def _check_converted(self, state: _UnitState) -> None:

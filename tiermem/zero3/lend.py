@@ -16,7 +16,7 @@ from tiermem.interrupts import empty_all_frames
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.layout import Slot, UnitLayout
-from tiermem.zero3.looks import sum_of_bits, written_through
+from tiermem.zero3.looks import sum_of_bits, written_unasked
 
 Written = Callable[[int, Slot, torch.Tensor], None]
 
@@ -108,7 +108,7 @@ def _refuse_written(layout: UnitLayout, base: torch.Tensor, before: Sequence[int
     """Raise TiermemError if the bytes of a parameter that was lent for reading have changed."""
     for slot, expected in zip(layout.slots, before, strict=True):
         if sum_of_bits(base, slot) != expected:
-            raise written_through(slot.names[0])
+            raise written_unasked(slot.names[0])
 
 
 def _report(layout: UnitLayout, now: torch.Tensor, before: torch.Tensor, written: Written) -> None:

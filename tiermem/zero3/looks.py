@@ -63,10 +63,10 @@ class FirstLooks:
         return None
 
 
-def written_through(name: str) -> TiermemError:
-    """The error that says so."""
+def written_unasked(name: str, how: str = "through its .data") -> TiermemError:
+    """The error of a parameter that was written without permission."""
     return TiermemError(
-        f"parameter {name} was written through its .data while it was gathered for reading; the write may be lost. "
+        f"parameter {name} was written {how} while it was gathered for reading; the write may be lost. "
         "Use `with runtime.gathered(module_or_parameters, write=True):` around it"
     )
 
