@@ -33,6 +33,10 @@ from tiermem.runtime.company import RANK_PREFIX, Company
 from tiermem.runtime.record import FORMAT
 
 SPACE_NAME = "tiermem"
+_IN_ORDER = (
+    "give all the directories of that run, in its order, or start anew with resume=False and Config(overwrite=True) "
+    "(tiermem train --overwrite)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +225,6 @@ def _is_first(beginning: Beginning, config: Config, company: Company) -> bool:
     own = [-1, -1] if manifest is None else [int(manifest.user.get("run", -1)), manifest.generation]
     told = company.computing.tell(own)
     return -1 not in told[0] and all(each == told[0] for each in told)
-
-
-_IN_ORDER = (
-    "give all the directories of that run, in its order, or start anew with resume=False and Config(overwrite=True) "
-    "(tiermem train --overwrite)"
-)
 
 
 def _refuse_other_order(config: Config) -> None:

@@ -115,16 +115,16 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 def _refuse_overlaps(model: nn.Module) -> None:
     """Refuse two parameters of which one has memory of the other, unless both are frozen, and views of trained ones."""
-    reaching: list[_Place] = []  # what begins before the next one, and ends behind its beginning
-    for place in sorted(_places(model), key=lambda found: found.begin):
-        reaching = [other for other in reaching if other.end > place.begin]
+    reaching: list[_Span] = []  # what begins before the next one, and ends behind its beginning
+    for span in sorted(_spans(model), key=lambda found: found.begin):
+        reaching = [other for other in reaching if other.end > span.begin]
         for other in reaching:
-            if (place.trained or other.trained) and place.shares(other):
-                raise ConfigError(_why_refused(other, place))
-        reaching.append(place)
+            if (span.trained or other.trained) and span.shares(other):
+                raise ConfigError(_why_refused(other, span))
+        reaching.append(span)
 
 
-class _Place:
+class _Span:
     """Where a tensor lies."""
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
@@ -141,13 +141,13 @@ class _Place:
             "version": 3,
         }
 
-    def shares(self, other: _Place) -> bool:
+    def shares(self, other: _Span) -> bool:
         """Whether they have a byte in common; columns in turn have none. True also where that is hard to tell."""
         # The limit may be any number, though numpy's stubs say otherwise.
         return np.may_share_memory(np.asarray(self), np.asarray(other), max_work=_TRIES)  # type: ignore[arg-type]
 
 
-def _why_refused(one: _Place, other: _Place) -> str:
+def _why_refused(one: _Span, other: _Span) -> str:
     if one.kind == other.kind == "parameter":
         return (
             f"parameters {one.name} and {other.name} are two parameters in one memory (tied by `.data`, or part of "
@@ -161,10 +161,10 @@ def _why_refused(one: _Place, other: _Place) -> str:
     )
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _spans(model: nn.Module) -> Iterator[_Span]:
     for kind, name, tensor in (*(("parameter", *named) for named in model.named_parameters()), *_beside(model)):
         if (kind == "parameter" or type(tensor) is torch.Tensor) and _lies(tensor):
-            yield _Place(kind, name, tensor)
+            yield _Span(kind, name, tensor)
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -78,8 +78,7 @@ def _within(seconds: float, action: Callable[[], None]) -> None:
 
 
 def _store() -> Any:
-    """The store of torch.distributed, or None if this torch keeps it elsewhere."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    """The store of torch.distributed; None: that is closed."""
     with contextlib.suppress(RuntimeError, ValueError):
-        return find() if find is not None else None
+        return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - as in ranks.py
     return None
