@@ -485,6 +485,20 @@ def test_restoring_that_fails_closes_nothing_and_can_be_done_again(error, tmp_pa
         assert torch.equal(left, right)
 
 
+def test_behind_a_close_that_raises_the_model_can_be_offloaded_again(tmp_path, monkeypatch):
+    both = Both(Stack, tmp_path, "step")
+    both.step(tokens_batch, 2)
+
+    def fail():
+        raise OSError("the commit failed: no space left")
+
+    monkeypatch.setattr(both.runtime._house.commits, "close", fail)
+    with pytest.raises(OSError, match="no space left"):
+        both.runtime.close(restore_model=True)
+    with tiermem.offload(both.model, config_for(tmp_path, "1MiB", "step")) as again:
+        assert torch.equal(again.parameter(both.model.shift), both.plain.shift)
+
+
 def test_an_interrupt_while_values_are_given_back_keeps_none_of_them(tmp_path, monkeypatch):
     both = Both(Stack, tmp_path, "step")
     both.step(tokens_batch, 2)
@@ -983,3 +997,4 @@ def test_a_torch_that_lacks_a_name_is_told_before_anything_is_touched(tmp_path, 
         tiermem.offload(model, config_for(tmp_path, MIB, "step"))
     assert not is_placeholder(model.weight)
     assert [*tmp_path.iterdir()] == []
+

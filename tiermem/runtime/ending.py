@@ -66,9 +66,11 @@ def close_rooms(house: House, *, remove: bool | None) -> None:
         beside = [] if house.storage.device is None else [house.storage.device.work_beside]
         close_all([*beside, house.updater.close, close_storage, house.company.close])
 
+    def forget() -> None:
+        for parameter in house.parameters:
+            registry.detach(parameter)
+
     house.steps.close()
     # The conductor first, so that others who wait for this rank in vain know it soon.
     actions = [house.conductor.close, house.coordinator.wait_updates, house.snapshots.close, house.commits.close]
-    close_all([*actions, house.scheduler.close, lambda: house.ending.run(end)])
-    for parameter in house.parameters:
-        registry.detach(parameter)
+    close_all([*actions, house.scheduler.close, lambda: house.ending.run(end), forget])
