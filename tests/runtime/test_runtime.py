@@ -998,3 +998,15 @@ def test_a_torch_that_lacks_a_name_is_told_before_anything_is_touched(tmp_path, 
     assert not is_placeholder(model.weight)
     assert [*tmp_path.iterdir()] == []
 
+
+def test_a_loan_that_is_interrupted_as_it_begins_is_none(tmp_path):
+    class Interrupted(list):
+        def append(self, each):
+            super().append(each)
+            raise KeyboardInterrupt
+
+    with tiermem.offload(model := nn.Linear(4, 4), config_for(tmp_path, MIB, "step")) as runtime:
+        runtime._writing = Interrupted()
+        with pytest.raises(KeyboardInterrupt), runtime.gathered(model, write=True):
+            pass
+        runtime.commit().wait()

@@ -242,21 +242,21 @@ class Runtime(Closing):
             house.coordinator.settle_early()
             house.snapshots.wait_open()
             house.scheduler.saved.may_change(units)
-            self._writing.append(units)
-        self._lent += 1
         changed: list[tuple[int, Slot, torch.Tensor]] = []
 
         def note(unit: int, slot: Slot, values: torch.Tensor) -> None:
             changed.append((unit, slot, values.clone()))
 
+        self._lent += 1
         try:
+            if write:
+                self._writing.append(units)
             needed, written, watched = house.coordinator.unit_needed, note if write else None, not self._writing
             with lend(house.gatherer, house.layouts, units, needed=needed, written=written, watched=watched):
                 yield
         finally:
             self._lent -= 1
-            if write:
-                self._writing.remove(units)
+            self._writing = [each for each in self._writing if each is not units]
             house.scheduler.saved.were_written(slot.parameter for _, slot, _ in changed)
             for unit, slot, values in changed:
                 for piece in house.owned(unit, slot) if slot.trainable else ():
