@@ -79,7 +79,7 @@ def test_a_partition_is_described_by_its_disk(tmp_path: Path) -> None:
     assert is_rotational(tmp_path, tmp_path / "empty") is None
 
 
-DRIVE = DriveReport("/nvme0", True, True, 1200 * 10**9, "ext4", True, False, 512, "Fast 2TB")
+DRIVE = DriveReport("/nvme0", True, True, 1400 * 10**9, "ext4", True, False, 512, "Fast 2TB")
 
 
 @pytest.mark.parametrize(

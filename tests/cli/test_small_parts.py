@@ -14,6 +14,9 @@ from doubles_python import WarmPython
 
 from tiermem.cli import disk, main, process_memory
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
+from tiermem.cli.subject import Subject
+from tiermem.cli.text import ByteTokens, Corpus
+from tiermem.config import Config
 from tiermem.errors import ConfigError
 
 
@@ -134,3 +137,26 @@ def test_names_that_stdout_has_no_letters_for_are_written_all_the_same(
     assert done.stderr == b""
     assert (b"/\\xfc" if encoding == "ascii" else b"/\xc3\xbc") in done.stdout
     assert b"/\\udcff" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "copied", "once"),
+    [
+        ({}, 12, 2),
+        ({"moments": "int8"}, 6, 2),
+        ({"param_dtype": "float32"}, 12, 4),
+        ({"param_dtype": "float16"}, 14, 2),
+    ],
+)
+def test_the_disk_needs_room_for_parameters_state_and_gradients_as_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], copied: int, once: int
+) -> None:
+    subject = Subject(None, 1000, source=ByteTokens(Corpus([Path(__file__)])))
+    config = Config(swap_dirs=[tmp_path], **settings)
+    for update, commits, copies in (("step", False, 1), ("backward", True, 3)):
+        needed = 1000 * (copies * copied + once)
+        monkeypatch.setattr(disk, "free_bytes", lambda directory, free=needed: free)
+        subject.check_space(config, update, commits=commits)
+        monkeypatch.setattr(disk, "free_bytes", lambda directory, free=needed - 1: free)
+        with pytest.raises(ConfigError, match=f"swapping needs .*{needed} bytes"):
+            subject.check_space(config, update, commits=commits)

@@ -130,13 +130,13 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
 def test_ranks_of_several_machines_need_room_for_their_own_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four ranks, two of them here: half of the state of 1,000 parameters, 6,000 bytes."""
+    """Four ranks, two of them here: half of what 1,000 parameters take, 7,000 bytes."""
     subject = Subject(None, 1000, source=ByteTokens(Corpus([Path(__file__)])))
     config = tiermem.Config(swap_dirs=[tmp_path])
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 6000)
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: 7000)
     subject.check_space(config, "step", commits=False, launch=Launch(0, 4, neighbours=2))
     for launch in (None, Launch(0, 2, neighbours=2), Launch(0, 4, neighbours=3)):
-        with pytest.raises(tiermem.ConfigError, match=r"swapping needs .*6000 bytes\) free"):
+        with pytest.raises(tiermem.ConfigError, match=r"swapping needs .*7000 bytes\) free"):
             subject.check_space(config, "step", commits=False, launch=launch)
 
 

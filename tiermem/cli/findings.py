@@ -13,7 +13,7 @@ from tiermem.cli.drives import DriveReport
 from tiermem.memory.sizes import format_bytes
 
 ENOUGH_FILES = 256
-BYTES_PER_PARAMETER = 12  # on disk, without commits
+BYTES_PER_PARAMETER = 14  # on disk, in bfloat16 and without commits: itself, its gradient, its state
 _MUCH_MEMORY = 8 << 30
 _FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 _WIDE = ("avx512f", "avx2", "asimd", "neon")

@@ -21,13 +21,11 @@ from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, f
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.sizes import format_bytes
+from tiermem.optim.tiles import master_dtypes
 from tiermem.planner.reserved import wanted_copies
 
 # The update computes in float32, and divides the rate by less than 1 in its first steps.
 LARGEST_LR = 1e30
-# Two moments, and the weight in fp32: whole, or split into a 16-bit parameter and its remainder. What is kept in
-# memory needs no disk, but its room is reserved all the same.
-SWAP_BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +69,14 @@ class Subject:
     def check_space(self, config: tiermem.Config, update: str, *, commits: bool, launch: Launch | None = None) -> None:
         """Raise ConfigError unless the swap directories have room for the model's state as often as a run wants it.
 
-        `launch`: the ranks, of which those on this machine share the directories. What of the state each has whole, at
-        stages 1 and 2, is left to the runtime to ask for.
+        What is kept in memory needs no disk, but its room is reserved all the same. `launch`: the ranks, of which those
+        on this machine share the directories. What of the state each has whole, at stages 1 and 2, and what 8-bit
+        moments take beside their codes, is left to the runtime to ask for.
         """
-        nbytes = self.parameters * SWAP_BYTES_PER_PARAMETER * wanted_copies(update, commits=commits)
+        gradient = config.dtype.itemsize
+        moments = 2 if config.moments == "int8" else 8
+        durable = config.dtype.itemsize + sum(kept.itemsize for kept in master_dtypes(config.dtype)) + moments
+        nbytes = self.parameters * (durable * wanted_copies(update, commits=commits) + gradient)
         check_space(config.swap_paths, (launch or Launch()).on_machine(nbytes))
 
 
