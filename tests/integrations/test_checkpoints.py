@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -357,6 +358,23 @@ def test_buffers_are_loaded_with_the_weights_or_neither_is(tmp_path: Path) -> No
         assert torch.equal(runtime.parameter(model[0].weight), plain_values["0.weight"])
         assert torch.equal(model[1].running_mean, plain_values["1.running_mean"])
         assert torch.equal(model.mask, plain_values["mask"])
+
+
+def test_a_drive_that_fails_while_weights_are_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a memory map of the file it would be a signal, which ends the process."""
+    model, read = nn.Linear(2, 2), swap.SystemCalls.preadv
+
+    def failing(self: swap.SystemCalls, fd: int, data: memoryview, offset: int) -> int:
+        if offset and os.readlink(f"/proc/self/fd/{fd}").endswith("model.safetensors"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, fd, data, offset)
+
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    config = tiermem.Config(host_memory="64MiB", swap_dirs=[tmp_path], param_dtype="float32", device="cpu")
+    with tiermem.offload(model, config) as runtime:
+        monkeypatch.setattr(swap.SystemCalls, "preadv", failing)
+        with pytest.raises(swap.SwapIOError, match=r"model\.safetensors"):
+            load_weights(runtime, tmp_path)
 
 
 def test_an_optimizer_s_state_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:

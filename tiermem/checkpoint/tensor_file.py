@@ -77,6 +77,14 @@ class TensorFile:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
 
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own. Raises SwapIOError, FormatError where the file ends before."""
+        info = self.tensors[name]
+        values = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+        with self.reading() as reader:
+            reader.read(bytes_of(values), info.offset)
+        return values
+
     @contextmanager
     def reading(self, system: SystemCalls | None = None) -> Iterator[TensorReader]:
         """Open the file for reads. Raises SwapIOError, also for a drive that does not answer."""

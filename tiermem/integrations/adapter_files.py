@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from tiermem.checkpoint.tensor_file import open_tensors
@@ -58,8 +57,8 @@ def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             raise ResumeError(
                 f"expected {_FILE} in {str(path.parent)!r}, found none; pass a checkpoint of this Trainer"
             )
-        open_tensors(path)  # which says what is damaged
-        saved = load_file(path)
+        file = open_tensors(path)
+        saved = {name: file.load(name) for name in file.tensors}
         shapes = {(name, tuple(values.shape)) for name, values in saved.items()} - frozen
         wanted = {(name, tuple(values.shape)) for name, values in own.items()}
         if shapes != wanted:

@@ -14,18 +14,17 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from tiermem.checkpoint.restoring import fill_buffer
-from tiermem.checkpoint.tensor_file import open_tensors
+from tiermem.checkpoint.tensor_file import TensorFile, open_tensors
 from tiermem.errors import ResumeError
 from tiermem.integrations.ranks import by_first, is_first
 from tiermem.output_file import write_whole
@@ -262,7 +261,8 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
     A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one, or a buffer, of
     another shape, swap.FormatError if a file of it is damaged, before anything is changed.
     """
-    files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in open_tensors(path).tensors}
+    opened = map(open_tensors, sorted(folder.glob("*.safetensors")))
+    files = {name: file for file in opened for name in file.tensors}
     found = _match(runtime.model, files, folder)
     buffers = [(buffer, name) for name, buffer in runtime.model.named_buffers() if name in files]
     for values, name in (*found, *buffers):
@@ -271,16 +271,16 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
         # What is frozen is written once, and SWAP has no room for it beside what a commit holds: it is the same.
         frozen = [pair for pair in layer if not pair[0].requires_grad]
         with runtime.gathered([parameter for parameter, _ in frozen]):
-            same = {name for parameter, name in frozen if torch.equal(parameter, _read(files[name], name))}
+            same = {name for parameter, name in frozen if torch.equal(parameter, files[name].load(name))}
         group = [pair for pair in layer if pair[1] not in same]
         with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
             for parameter, name in group:
-                parameter.copy_(_read(files[name], name))
+                parameter.copy_(files[name].load(name))
     for buffer, name in buffers:
-        fill_buffer(runtime.model, name, buffer, _read(files[name], name))
+        fill_buffer(runtime.model, name, buffer, files[name].load(name))
 
 
-def _match(model: nn.Module, files: Mapping[str, Path], folder: Path) -> list[tuple[nn.Parameter, str]]:
+def _match(model: nn.Module, files: Container[str], folder: Path) -> list[tuple[nn.Parameter, str]]:
     """Every parameter with the one name, of those it has, under which the files hold it."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -296,13 +296,12 @@ def _match(model: nn.Module, files: Mapping[str, Path], folder: Path) -> list[tu
     return found
 
 
-def _require_shape(values: torch.Tensor, name: str, path: Path) -> None:
-    with safe_open(path, framework="pt") as file:
-        shape = tuple(file.get_slice(name).get_shape())
+def _require_shape(values: torch.Tensor, name: str, file: TensorFile) -> None:
+    shape = file.tensors[name].shape
     if shape != tuple(values.shape):
         raise ResumeError(
-            f"expected {name} of shape {tuple(values.shape)} in {str(path.parent)!r}, found {shape}; these are the "
-            "weights of another model"
+            f"expected {name} of shape {tuple(values.shape)} in {str(file.path.parent)!r}, found {shape}; these are "
+            "the weights of another model"
         )
 
 
@@ -313,9 +312,3 @@ def _layers(found: list[tuple[nn.Parameter, str]]) -> Iterator[list[tuple[nn.Par
         numbered = re.match(r"(.*?\.\d+)\.", name)
         layers.setdefault(numbered[1] if numbered else name, []).append((parameter, name))
     yield from layers.values()
-
-
-def _read(path: Path, name: str) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        values: torch.Tensor = file.get_tensor(name)
-    return values
