@@ -22,7 +22,7 @@ from tiermem.errors import ConfigError
 from tiermem.planner.design import Design, PlanSettings, UnitTimes
 from tiermem.planner.footprint import Footprint, UnitSize
 from tiermem.planner.lines import DriveSpeed
-from tiermem.planner.workload import ITEM_BYTES, UnitWork, Workload, state_itemsize
+from tiermem.planner.workload import UnitWork, Workload, itemsize, state_itemsize
 from tiermem.stats import READ_EDGE, WRITE_EDGE
 from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 from tiermem.zero3.order import Access, Phase
@@ -222,9 +222,7 @@ def observed_design(
             both.append(taken / count if count else 0.0)
             unseen += 0.0 if count else taken
         times.append(UnitTimes(both[0], both[1], 0.0, 0.0))
-    itemsize = ITEM_BYTES[types[0]]
-    narrow = state_itemsize(*types)
-    works = [_work(unit, itemsize, narrow, runs.get(number, ())) for number, unit in enumerate(units)]
+    works = [_work(unit, types, runs.get(number, ())) for number, unit in enumerate(units)]
     return Design(
         workload=Workload("observed", tuple(works), order, 1, batches, types[0], types[1]),
         settings=settings,
@@ -247,9 +245,9 @@ def observed_design(
     )
 
 
-def _work(unit: UnitSize, itemsize: int, narrow: int, runs: Sequence[tuple[int, int]]) -> UnitWork:
-    numel = unit.param_nbytes // itemsize
+def _work(unit: UnitSize, types: tuple[str, str], runs: Sequence[tuple[int, int]]) -> UnitWork:
+    numel = unit.param_nbytes // itemsize(types[0])
     # Where they lie is not known here, how many there are is enough.
-    wide = unit.trainable_numel if unit.state_itemsize > narrow else unit.wide_numel
+    wide = unit.trainable_numel if unit.state_itemsize > state_itemsize(*types) else unit.wide_numel
     exact = ((0, wide),) if wide else ()
     return UnitWork(unit.name, numel, unit.trainable_numel, 0.0, kept=unit.kept, runs=tuple(runs), exact=exact)

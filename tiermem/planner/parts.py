@@ -15,7 +15,7 @@ from typing import Any
 from tiermem.config import parse_dtype
 from tiermem.errors import ConfigError
 from tiermem.optim.blocks import block_count
-from tiermem.optim.tiles import aligned
+from tiermem.optim.tiles import aligned, master_dtypes
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import ALIGN_NUMEL
 from tiermem.planner.footprint import UnitSize, rounded
@@ -73,7 +73,7 @@ def shard_of(workload: Workload, unit: int, division: Division, tile_numel: int)
 
 def state_nbytes(workload: Workload, unit: UnitWork, begin: int, numel: int) -> int:
     """Bytes of a STATE tile, elements [begin, begin + numel) of a unit; as `optim.tiles.UnitState` has them."""
-    planes = {"bfloat16": [2 * numel], "float16": [4 * numel], "float32": []}[workload.dtype]
+    planes = [kept.itemsize * numel for kept in master_dtypes(parse_dtype("dtype", workload.dtype))]
     coded, blocks = _coded(unit, begin, numel) if workload.moments == "int8" else (0, 0)
     if coded:
         marks = [coded // 8] if workload.dtype == "bfloat16" else []

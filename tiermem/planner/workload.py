@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tiermem.config import parse_dtype
 from tiermem.errors import ConfigError
+from tiermem.optim import tiles
 from tiermem.zero3.order import Access, Phase
 
-# Bytes of one element, of a parameter and of its optimizer state, by dtype: two fp32 moments, and for bfloat16 a 16-bit
-# remainder, for float16 a master in fp32 (see optim/README.md).
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_STATE_BYTES = {"bfloat16": 10, "float16": 12, "float32": 8}
-# Two codes, a 64th for each scale, an eighth for bfloat16's mark, instead of two float32; rounded up to whole bytes.
-_INT8_SAVES = 5
 # Backward computes two products for each one of forward.
 BACKWARD_SHARE = 2.0
 _VOCABULARY = 32_000
@@ -78,8 +74,9 @@ class Workload:
     counted: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES or self.moments not in ("float32", "int8"):
-            raise ConfigError(f"expected a dtype of {', '.join(ITEM_BYTES)}, found {self.dtype!r}, {self.moments!r}")
+        parse_dtype("dtype", self.dtype)  # which refuses others
+        if self.moments not in ("float32", "int8"):
+            raise ConfigError(f"moments: expected float32 or int8, found {self.moments!r}")
         if any(not 0 <= access.unit < len(self.units) for access in self.order):
             raise ConfigError(f"the order of {self.name} uses a unit that is not among its {len(self.units)}")
 
@@ -96,7 +93,7 @@ class Workload:
     @property
     def itemsize(self) -> int:
         """Bytes of a parameter, and of a gradient."""
-        return ITEM_BYTES[self.dtype]
+        return itemsize(self.dtype)
 
     @property
     def state_itemsize(self) -> int:
@@ -114,9 +111,14 @@ class Workload:
         return self.order * self.batches
 
 
+def itemsize(dtype: str) -> int:
+    """Bytes of a parameter of `dtype`, and of its gradient."""
+    return parse_dtype("dtype", dtype).itemsize
+
+
 def state_itemsize(dtype: str, moments: str) -> int:
     """Bytes of optimizer state for one parameter of `dtype`."""
-    return _STATE_BYTES[dtype] - (_INT8_SAVES if moments == "int8" else 0)
+    return tiles.state_itemsize(parse_dtype("dtype", dtype), quantized=moments == "int8")
 
 
 def order_of(calls: Sequence[tuple[int, bool]]) -> tuple[Access, ...]:
