@@ -317,14 +317,15 @@ def test_the_plan_says_what_is_done_and_why() -> None:
     design = make_design(work, MACHINE, PlanSettings(host_memory=20 * MIB))
     result = simulate(design, with_plan=True)
     assert result.plan is not None
-    fetched = sum(action.nbytes for action in result.plan.of("fetch"))
+    doing = {verb: [each for each in result.plan.actions if each.verb == verb] for verb in ("fetch", "evict", "update")}
+    fetched = sum(action.nbytes for action in doing["fetch"])
     assert fetched == pytest.approx(result.bytes_read, rel=0.3), "one more step like those before"
-    assert all(action.reason and action.edge == "swap->host" for action in result.plan.of("fetch"))
-    assert all("used last" in action.reason for action in result.plan.of("evict"))
+    assert all(action.reason and action.edge == "swap->host" for action in doing["fetch"])
+    assert all("used last" in action.reason for action in doing["evict"])
     times = [action.seconds for action in result.plan.actions]
     assert times == sorted(times)
     assert sum(result.plan.kept.values()) <= 20 * MIB
-    updated = {action.page.unit for action in result.plan.of("update")}
+    updated = {action.page.unit for action in doing["update"]}
     assert updated == set(range(5))
 
 

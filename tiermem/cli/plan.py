@@ -20,6 +20,7 @@ from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
+from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.compiled import are_wanted
 from tiermem.planner.design import PlanSettings, least_host_memory
@@ -129,7 +130,7 @@ def plan_settings(
     if host - beside < least_host_memory(workload, ranks, copies=copies, device=machine.device is not None):
         beside = 0
     return PlanSettings(
-        host_memory=(host - beside) // 4096 * 4096,
+        host_memory=(host - beside) // FRAME_ALIGNMENT * FRAME_ALIGNMENT,
         beside_pages=beside,
         device_memory=config.device_nbytes,
         # Without room on disk for the copies that commits need there is none to take an update back either.

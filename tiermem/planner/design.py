@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
@@ -33,7 +34,6 @@ from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import BACKWARD_SHARE, Workload
 from tiermem.zero3.shards import Shard, copies_nbytes
 
-_FRAME = 4096
 # Seconds of the update's worker for a parameter on a real device: what asking takes beside a computation that asks,
 # too, hardly what is asked for. Measured on an H100 (README.md, "How a budget is shared out"); no profile knows it.
 _UPDATE_ABOVE = 1.1e-10
@@ -92,8 +92,7 @@ class Design:
         wires: (bytes a second to the device, to the host), None without a device.
         slower: see `lines.Cores`.
         lease_seconds, step_seconds: of the compute thread, for each lease and each step.
-        device_budget: bytes for pages there, None without a device.
-        device: how they are shared out; None without one.
+        device: how device memory is shared out; None without one.
         update_above_seconds: as `update_seconds`, where a unit is updated on the device.
         undone: whether updates under backward may have to be undone: the old bytes are in SWAP before, and gradients
             stay until that is known.
@@ -110,7 +109,6 @@ class Design:
     slower: tuple[float, float, float, float]
     lease_seconds: float
     step_seconds: float
-    device_budget: int | None
     tile_seconds: float = 0.0
     device: DeviceFootprint | None = None
     update_above_seconds: float = 0.0
@@ -123,6 +121,11 @@ class Design:
         if self.settings.update == "auto":
             return "backward" if self.undone else "forward"
         return self.settings.update
+
+    @property
+    def device_budget(self) -> int | None:
+        """Bytes for pages on the device; None without one."""
+        return None if self.device is None else self.device.nbytes
 
     @property
     def hold_tiles(self) -> bool:
@@ -222,8 +225,8 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
     Raises BudgetError where a tier cannot hold what it must at one time, ConfigError for ranks that do not fill nodes,
     or do not divide into copies.
     """
-    _, per_node = machine.divided(settings.ranks)
-    budget = device_memory(workload, machine, settings) // _FRAME * _FRAME if machine.device is not None else None
+    per_node = machine.on_each_node(settings.ranks)
+    budget = device_memory(workload, machine, settings) if machine.device is not None else None
     footprint, device = _shared_out(workload, settings, budget)
     drive, rates = machine.drive, machine.host
     drives = drive.count / per_node
@@ -248,7 +251,6 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         slower=beside if contended else (0.0, 0.0, 0.0, rates.update_beside_io),
         lease_seconds=rates.lease_seconds,
         step_seconds=rates.step_seconds,
-        device_budget=budget,
         tile_seconds=rates.tile_seconds,
         device=device,
         update_above_seconds=update_seconds if contended else _UPDATE_ABOVE,
@@ -284,12 +286,15 @@ def _shared_out(
 
 def device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:
     """Bytes of device memory that one rank uses: as `runtime.devices.device_budget` has it; zero without a device."""
-    if machine.device is None or settings.device_memory:
-        return 0 if machine.device is None else settings.device_memory or 0
-    sizes, settle = unit_sizes(workload, settings.division, each=True), settings.update_on == "auto"
-    tile, host = settings.tile_nbytes, settings.host_memory
-    tile = tile or wished_tile(sizes, host, host + settings.beside_pages, settle=settle)
-    return min(machine.device.memory, device_most(sizes, settle=settle, tile_nbytes=tile))
+    if machine.device is None:
+        return 0
+    nbytes = settings.device_memory
+    if not nbytes:
+        sizes, settle = unit_sizes(workload, settings.division, each=True), settings.update_on == "auto"
+        tile, host = settings.tile_nbytes, settings.host_memory
+        tile = tile or wished_tile(sizes, host, host + settings.beside_pages, settle=settle)
+        nbytes = min(machine.device.memory, device_most(sizes, settle=settle, tile_nbytes=tile))
+    return nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
 
 
 def least_device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:

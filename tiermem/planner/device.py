@@ -74,7 +74,6 @@ class DeviceFootprint:
         beside: whether ranks gather the next unit, and add gradients up, beside the computation.
         reserve: bytes that fetching ahead leaves for demands.
         look_ahead: bytes fetched ahead at most.
-        least: the smallest budget that would work, bytes.
         settled: units whose parameters, gradients and state stay on the device, where they are updated, by number.
         taken: what may be leased at most while something small comes and goes (activations).
     """
@@ -84,7 +83,6 @@ class DeviceFootprint:
     beside: bool
     reserve: int
     look_ahead: int
-    least: int
     settled: tuple[int, ...] = ()
     taken: Leased = Leased(0, 0)
 
@@ -163,7 +161,6 @@ def _plan_above(
         beside=roomy and not alone,
         reserve=max((_tile(unit, tile_numel) for unit in units), default=0),
         look_ahead=max(spare, left // 2),
-        least=device_least(units),
         settled=settled,
         taken=_taken(units, tile_numel, roomy=roomy, updated=[units[number] for number in settled]),
     )

@@ -8,19 +8,18 @@ the error names the largest unit and the least budget that works.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from tiermem.errors import BudgetError
+from tiermem.memory.arena import round_up
 from tiermem.memory.sizes import format_bytes
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.tilesizes import good_tiles, tile_sizes
 from tiermem.zero3.shards import arriving_nbytes
 
-# As frames are cut (`tiermem.memory.arena`): memory pages are larger than 4096 bytes on some arm64 systems.
-_PAGE = max(4096, mmap.PAGESIZE)
+rounded = round_up  # bytes, as a frame takes them
 Way = tuple[bool, int, bool, bool]  # hold_tiles, depth, serial, beside
 # From the fastest down.
 _ALONE = ((True, 3, False, False), (True, 2, False, False), (False, 2, False, False), (False, 1, True, False))
@@ -115,11 +114,6 @@ class Footprint:
         not, room kept for it would cost as many bytes in every step.
         """
         return self.lag // 2
-
-
-def rounded(nbytes: int) -> int:
-    """`nbytes` as a frame takes it: whole blocks of 4096 bytes (or of a memory page, where that is larger)."""
-    return -(-nbytes // _PAGE) * _PAGE
 
 
 def least_budget(units: Sequence[UnitSize], *, gaps: bool = False) -> int:

@@ -128,8 +128,8 @@ class Machine:
         """How many ranks share a node's memory, drives and processors when the node is full."""
         return self.device.count if self.device is not None else 1
 
-    def divided(self, ranks: int) -> tuple[int, int]:
-        """(nodes, ranks on each) for so many ranks. Raises ConfigError if nodes would differ, and without a [link]."""
+    def on_each_node(self, ranks: int) -> int:
+        """How many of so many ranks a node has. Raises ConfigError if nodes would differ, and without a [link]."""
         per_node = min(ranks, self.ranks_per_node)
         if ranks % per_node:
             raise ConfigError(f"expected a multiple of the node's {per_node} ranks, found {ranks}")
@@ -138,7 +138,7 @@ class Machine:
                 f"{self.name}: for {ranks} ranks, expected a [link] in the profile (bytes a second), found none; it is "
                 "not measured: write a profile like tiermem/planner/profiles/dgx-h100.toml and name it with --machine"
             )
-        return ranks // per_node, per_node
+        return per_node
 
     def flops(self, dtype: str) -> float:
         """Operations a second of one rank's matrix products in `dtype`. Raises ConfigError if that is not known."""

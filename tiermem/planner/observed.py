@@ -241,7 +241,6 @@ def observed_design(
         slower=(0.0, 0.0, 0.0, 0.0),
         lease_seconds=0.0,
         step_seconds=unseen,
-        device_budget=None,
     )
 
 

@@ -6,23 +6,24 @@ pages, and no more than an eighth of what is beyond goes to others.
 
 from __future__ import annotations
 
+from tiermem.memory.arena import FRAME_ALIGNMENT
+
 # Resident memory, measured on x86-64 with numba 0.66: importing it takes 14 MB, its registries 15, the loops and their
 # tables 5, the code of its and LLVM's libraries 10. The record of the latest moves is 13 MB (`tiermem.timeline`).
 _LOOPS_NBYTES = 44 << 20
 _RECORD_NBYTES = 12 << 20
 _ALL_PAGES = 64 << 20
 _SHARE = 8
-_PAGE = 4096
 
 
 def beside_pages(budget: int, *, compiled: bool) -> int:
     """Bytes of a host budget that are not for pages; `compiled`: whether the update has machine code of its own."""
     taken = _RECORD_NBYTES + (_LOOPS_NBYTES if compiled else 0)
-    return min(taken, max(0, budget - _ALL_PAGES) // _SHARE) // _PAGE * _PAGE
+    return min(taken, max(0, budget - _ALL_PAGES) // _SHARE) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
 
 
 def budget_with(pages: int, *, compiled: bool) -> int:
-    """The smallest host budget of which so many bytes are for pages (whole blocks of 4096)."""
+    """The smallest host budget of which so many bytes are for pages (whole frame alignments)."""
     budget = pages
     while (missing := pages - (budget - beside_pages(budget, compiled=compiled))) > 0:
         budget += missing

@@ -105,7 +105,7 @@ def predict(
 
     Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.
     """
-    _, per_node = machine.divided(settings.ranks)
+    per_node = machine.on_each_node(settings.ranks)
     least = least_host_memory(workload, settings.ranks, copies=settings.copies, device=machine.device is not None)
     missing: dict[str, int] = {}
     if settings.host_memory < least:

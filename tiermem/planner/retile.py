@@ -32,13 +32,13 @@ def retiled(design: Design, factor: int) -> Design:
     depth = min(design.drive.depth, 2 * footprint.depth) if small and footprint.serial else design.drive.depth
     # What arrives of other ranks, on the tier of the computation.
     arrives = max(received_nbytes(size, tile) - received_nbytes(size, footprint.tile_numel) for size in sizes)
-    arrives, device = arrives if design.several else 0, design.device_budget
+    arrives, device = arrives if design.several else 0, design.device
     host = design.settings.host_memory + grown * (footprint.depth + 2) + (arrives if device is None else 0)
     return replace(
         design,
         settings=replace(design.settings, host_memory=host),
         footprint=larger,
-        device_budget=None if device is None else device + 2 * grown + arrives,
+        device=device and replace(device, nbytes=device.nbytes + 2 * grown + arrives),
         drive=replace(design.drive, block=block, depth=depth),
         tile_seconds=design.tile_seconds * tile / footprint.tile_numel,
     )

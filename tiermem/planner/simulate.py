@@ -31,10 +31,6 @@ class StepPlan:
     actions: tuple[Action, ...]
     kept: Mapping[str, int]
 
-    def of(self, verb: str) -> list[Action]:
-        """The actions of one verb."""
-        return [action for action in self.actions if action.verb == verb]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
@@ -49,7 +45,6 @@ class Simulation:
         reading, writing: seconds in which the drives read, wrote.
         edges: bytes over each edge.
         tiers: budget, bytes at the end, and high-water mark of each memory tier.
-        events: leases, moves, hits: the counters of the last step.
         plan: what the last step did; None if nobody asked.
     """
 
@@ -62,7 +57,6 @@ class Simulation:
     writing: float
     edges: Mapping[str, float]
     tiers: tuple[TierStatistics, ...]
-    events: StepStatistics
     plan: StepPlan | None = None
 
     @property
@@ -138,7 +132,6 @@ def simulating(design: Design, *, with_plan: bool = False) -> Generator[None, No
             TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
             for tier, arena in sorted(world.residency.chain.arenas.items())
         ),
-        events=steps[-1],
         plan=StepPlan(tuple(actions), _kept(world)) if with_plan else None,
     )
 

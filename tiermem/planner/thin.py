@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 from tiermem.pager.page import Kind
 from tiermem.planner.design import Design, UnitTimes
-from tiermem.planner.device import EXPOSED, leased_nbytes
+from tiermem.planner.device import EXPOSED, DeviceFootprint, leased_nbytes
 from tiermem.planner.footprint import rounded
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.simulate import Simulation
 from tiermem.planner.workload import UnitWork, Workload
-from tiermem.stats import StepStatistics, TierStatistics
+from tiermem.stats import TierStatistics
 from tiermem.zero3.order import Phase
 
 # A repetition is of at most so many units (attention and feed-forward apart, say), and comes at least so many times.
@@ -139,23 +139,23 @@ def _without(design: Design, gone: set[int], times: Sequence[UnitTimes]) -> Desi
     shared = design.settings.host_memory - stays
     host = left + _less(shared, _in_use(design), design.nbytes(*_HOST) - stays, thin.nbytes(*_HOST) - left)
     thin = replace(thin, settings=replace(design.settings, host_memory=host))
-    return _with_less_device(thin, design) if design.device_budget is not None else thin
+    return thin if design.device is None else _with_less_device(thin, design, design.device)
 
 
-def _with_less_device(thin: Design, design: Design) -> Design:
+def _with_less_device(thin: Design, design: Design, device: DeviceFootprint) -> Design:
     """`thin` with the share of the device's memory that `design` has, and as large a part of its units settled there.
 
     What is settled takes its bytes, as what is kept in host memory does.
     """
-    budget, whole, part = design.device_budget or 0, design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE)
+    whole, part = design.nbytes(*_DEVICE), thin.nbytes(*_DEVICE)
     trained, of = _could_settle(thin), len(_could_settle(design))
     count = len(design.settled) * len(trained) // max(1, of)
-    settled = tuple(trained[: max(count, min(EXPOSED, len(design.settled)))])
-    thin = replace(thin, device=design.device and replace(design.device, settled=settled))
+    less = replace(device, settled=tuple(trained[: max(count, min(EXPOSED, len(design.settled)))]))
+    thin = replace(thin, device=less)
     taken, left = _settled_nbytes(design), _settled_nbytes(thin)
-    shared, whole, part = budget - taken[0], whole - taken[1], part - left[1]
+    shared, whole, part = device.nbytes - taken[0], whole - taken[1], part - left[1]
     rest = _less(shared, min(shared, _on_device(design)), whole, part) if whole > 0 and part > 0 else shared
-    return replace(thin, device_budget=left[0] + rest)
+    return replace(thin, device=replace(less, nbytes=left[0] + rest))
 
 
 def _trained(design: Design) -> list[int]:
@@ -244,7 +244,6 @@ def drawn_out(
         writing=number(one.writing, other.writing),
         edges=table(one.edges, other.edges),
         tiers=tuple(_tiers(one.tiers, other.tiers, whole, number)),
-        events=_events(one.events, other.events, number),
         plan=other.plan,
     )
 
@@ -261,27 +260,3 @@ def _tiers(
         reserved = min(budget, round(number(first.reserved, second.reserved)))
         high_water = min(budget, round(number(first.high_water, second.high_water)))
         yield TierStatistics(first.name, budget, reserved, max(reserved, high_water))
-
-
-def _events(one: StepStatistics, other: StepStatistics, number: Number) -> StepStatistics:
-    names = dict.fromkeys(edge.name for edge in (*one.edges, *other.edges))
-    edges = []
-    for name in names:
-        first, second = one.edge(name), other.edge(name)
-        moved = round(number(first.nbytes, second.nbytes)), round(number(first.moves, second.moves))
-        edges.append(
-            replace(
-                second, nbytes=moved[0], moves=moved[1], busy_seconds=number(first.busy_seconds, second.busy_seconds)
-            )
-        )
-    counted = [
-        item.name
-        for item in dataclasses.fields(StepStatistics)
-        if item.name not in ("edges", "seconds", "stall_seconds")
-    ]
-    return StepStatistics(
-        seconds=number(one.seconds, other.seconds),
-        stall_seconds=number(one.stall_seconds, other.stall_seconds),
-        edges=tuple(edges),
-        **{name: round(number(getattr(one, name), getattr(other, name))) for name in counted},
-    )

@@ -7,7 +7,7 @@ less than a hundredth, and that the choice is never slower, by the model, than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import CapacityError
@@ -43,11 +43,6 @@ class Tuning:
         """The settings that were there to begin with."""
         return self.trials[0]
 
-    @property
-    def is_default_best(self) -> bool:
-        """Whether nothing tried is faster by more than a hundredth."""
-        return self.chosen is self.default
-
     def best(self, count: int) -> list[Trial]:
         """The fastest trials with different settings, the chosen one first."""
         found: dict[PlanSettings, Trial] = {self.chosen.settings: self.chosen}
@@ -59,7 +54,7 @@ class Tuning:
 Seconds = Callable[[PlanSettings], float]
 
 
-def tune(workload: Workload, machine: Machine, settings: PlanSettings, *, updates: Iterable[str] = ()) -> Tuning:
+def tune(workload: Workload, machine: Machine, settings: PlanSettings, *, updates: Sequence[str] = ()) -> Tuning:
     """Search around `settings` by simulation. `updates`: update schedules to choose from besides the present one.
 
     Raises CapacityError if the settings to begin with do not fit.
@@ -67,7 +62,7 @@ def tune(workload: Workload, machine: Machine, settings: PlanSettings, *, update
     return search(settings, lambda tried: seconds_of_step(workload, machine, tried), updates=updates)
 
 
-def search(settings: PlanSettings, seconds: Seconds, *, updates: Iterable[str] = ()) -> Tuning:
+def search(settings: PlanSettings, seconds: Seconds, *, updates: Sequence[str] = ()) -> Tuning:
     """The search itself; `seconds` is asked once for each settings, and raises CapacityError for what does not fit."""
     default = Trial("", settings, seconds(settings))
     trials = [default]
@@ -96,7 +91,7 @@ def _ask(seconds: Seconds, settings: PlanSettings) -> float | None:
         return None
 
 
-def _neighbours(settings: PlanSettings, knob: str, updates: Iterable[str]) -> list[PlanSettings]:
+def _neighbours(settings: PlanSettings, knob: str, updates: Sequence[str]) -> list[PlanSettings]:
     """What a knob can be set to. Look-ahead is also the split of the budget: what is not read ahead is kept."""
     host = settings.host_memory
     if knob == "update":

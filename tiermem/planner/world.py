@@ -249,9 +249,9 @@ class World:
                 lambda nbytes, priority, done: drive.start(rounded(nbytes), write=True, priority=priority, done=done)
             ),
         }
-        if self.design.device_budget is not None:
+        if self.design.device is not None:
             up, down = self.wires
-            arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device_budget)
+            arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device.nbytes)
             edges[Tier.HOST, Tier.DEVICE] = SimulatedEdge(
                 lambda nbytes, priority, done: up.start(nbytes, priority=priority, done=done)
             )
@@ -262,11 +262,10 @@ class World:
         return Chain(arenas=arenas, edges=edges, settled=design.settled, kept=design.kept, alignment=rounded(1))
 
     def _appetite(self) -> dict[Tier, Appetite]:
-        footprint, device, budget = self.design.footprint, self.design.device, self.design.device_budget
+        footprint, device = self.design.footprint, self.design.device
         appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lead)}
-        if budget is not None:
-            ahead, reserve = (budget // 2, 0) if device is None else (device.look_ahead, device.reserve)
-            appetite[Tier.DEVICE] = Appetite(look_ahead=min(ahead, budget), reserve=reserve)
+        if device is not None:
+            appetite[Tier.DEVICE] = Appetite(look_ahead=min(device.look_ahead, device.nbytes), reserve=device.reserve)
         return appetite
 
     def _ended(self, page: Page, move: Move, error: BaseException | None) -> None:

@@ -227,7 +227,7 @@ def draw(
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)
     loops = are_wanted(config.dtype, config.moments)
-    beside = beside_pages(host_nbytes, compiled=loops) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    beside = beside_pages(host_nbytes, compiled=loops)
     share = partial(share_out, config, sizes, tile=beginning.tile_numel, least=company.least)
     try:
         footprint, device = share(host_nbytes - beside, beside=beside)
