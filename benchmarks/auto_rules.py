@@ -11,15 +11,13 @@ the machine itself. That measured steps may take a choice back is not in it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from common import RESULTS, report
+from common import arguments_of, report
 
 from tiermem.errors import CapacityError
 from tiermem.optim.schedules import make_schedule
@@ -55,9 +53,7 @@ LOST = 0.02
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate; print the table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small model, one drive, no result file")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    parser = arguments_of(__doc__, quick="one small model, one drive", swaps=False)
     options = parser.parse_args(arguments)
     grid = itertools.product(PARAMETERS, TOKENS, DRIVES, SHARES)
     cases = [case for part in REFINED for case in itertools.product(*part)]
@@ -68,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     refined = [refine(*case) for case in cases]
     body = f"{table(rows)}\n\n{refined_table(refined)}"
     raw = {"rows": rows, "refined": refined}
-    report(THEME, PACKAGES, body, raw, options.results or (None if options.quick else RESULTS))
+    report(THEME, PACKAGES, body, raw, options)
     return 0
 
 

@@ -7,7 +7,6 @@ Belady's algorithm with the recorded order, where a page may be kept in part: no
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, report
+from common import arguments_of, report
 from workloads import Workload
 
 import tiermem
@@ -46,10 +45,7 @@ MACHINE = Machine(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Count; print the table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one schedule, no result file")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    parser = arguments_of(__doc__, quick="a tiny model, one schedule")
     options = parser.parse_args(arguments)
     model, updates = (TINY, UPDATES[:1]) if options.quick else (MODEL, UPDATES)
     rows = [
@@ -58,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for share in SHARES
     ]
     body = table(rows, model)
-    report(THEME, PACKAGES, body, {"rows": rows}, options.results or (None if options.quick else RESULTS))
+    report(THEME, PACKAGES, body, {"rows": rows}, options)
     return 0
 
 

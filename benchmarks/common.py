@@ -7,6 +7,7 @@ was measured on, with what, when and by which command.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime as dt
 import json
@@ -167,6 +168,22 @@ def thread_seconds() -> dict[str, float]:
     return found
 
 
+def arguments_of(description: str | None, *, quick: str, swaps: bool = True) -> argparse.ArgumentParser:
+    """What every benchmark takes; `quick`: what is less with `--quick`, `swaps`: whether there are swap files."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, no result file: does it run")
+    if swaps:
+        parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
+    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    return parser
+
+
+def result_folder(options: argparse.Namespace) -> Path | None:
+    """Where the result goes; None: nowhere, of a quick run for which no folder is named."""
+    folder: Path | None = options.results or (None if options.quick else RESULTS)
+    return folder
+
+
 def write_result(
     theme: str, surroundings: Surroundings, body: str, raw: Mapping[str, Any], folder: Path = RESULTS
 ) -> Path:
@@ -179,13 +196,18 @@ def write_result(
     return path
 
 
-def report(theme: str, packages: Sequence[str], body: str, raw: Mapping[str, Any], folder: Path | None) -> None:
-    """Print `body`, and write it and `raw` as one result where there is a folder for it."""
+def report(
+    theme: str, packages: Sequence[str], body: str, raw: Mapping[str, Any], options: argparse.Namespace
+) -> Path | None:
+    """Print `body`, and write it and `raw` as one result; return its Markdown, None if it goes nowhere."""
     print(body)
-    if folder is not None:
-        surroundings = describe_surroundings(packages)
-        whole = {"surroundings": surroundings.to_markdown(), **raw}
-        print(f"\nwritten: {write_result(theme, surroundings, body, whole, folder)}")
+    folder = result_folder(options)
+    if folder is None:
+        return None
+    surroundings = describe_surroundings(packages)
+    path = write_result(theme, surroundings, body, {"surroundings": surroundings.to_markdown(), **raw}, folder)
+    print(f"\nwritten: {path}")
+    return path
 
 
 def on_ranks(target: Callable[..., None], size: int, *arguments: object, seconds: float) -> list[dict[str, Any]]:

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import memory_group
-from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, peak_resident_bytes, write_result
+from common import (
+    arguments_of,
+    describe_surroundings,
+    earlier_result,
+    end_on_sigterm,
+    peak_resident_bytes,
+    result_folder,
+    write_result,
+)
 from train_step import DRIVE, IDEAL, Contender, Plan, held_against, profile, rate_of, run_all, table
 
 THEME = "goals"
@@ -62,20 +70,17 @@ class Figure:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the command line asks for; print the tables, write the result; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny models, no result file: does it run")
+    parser = arguments_of(__doc__, quick="tiny models")
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of two steps each, at least five")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     parser.add_argument("--activations", metavar="WORKLOAD", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.activations:
         print(activation_bytes(options.activations))
         return 0
     surroundings = describe_surroundings(PACKAGES)
-    results = options.results or (None if options.quick else RESULTS)
+    results = result_folder(options)
     raw = earlier_result(THEME, surroundings, results) if results is not None else {}
     if raw.get("revision") != surroundings.revision:
         raw = {"revision": surroundings.revision, "commands": []}

@@ -8,17 +8,15 @@ holds every loss of both, and that a run of fewer steps than asked for is no res
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, describe_surroundings, write_result
-from curves import draw, running_mean
-
-sys.path.insert(0, str(HERE.parent))
+from common import arguments_of, report
 
 import tiermem
 from tiermem.cli.subject import TrainOptions, find_subject
@@ -33,24 +31,36 @@ LAST, WINDOW = 50, 20  # steps of the final mean, and of the running mean in the
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train twice as the command line says, print the comparison, write the result; return the exit code."""
     options = parse(arguments)
-    surroundings = describe_surroundings(PACKAGES)
     losses = {moments: train(options, moments) for moments in MOMENTS}
-    body = report(options, losses)
-    print(body)
-    if options.results is not None:
-        raw = {"options": {k: v for k, v in vars(options).items() if k != "results"}, "losses": losses}
-        path = write_result(THEME, surroundings, body, raw, options.results)
+    raw = {"options": {k: v for k, v in vars(options).items() if k != "results"}, "losses": losses}
+    result = report(THEME, PACKAGES, comparison(options, losses), raw, options)
+    if result is not None and importlib.util.find_spec("matplotlib") is not None:
         smooth = {f"{name} moments": running_mean(values, WINDOW) for name, values in losses.items()}
-        picture = draw(smooth, title=f"{options.model}, running mean of {WINDOW} steps")
-        path.with_suffix(".svg").write_text(picture, encoding="utf-8")
-        print(f"\nwritten: {path}")
+        draw(smooth, result.with_suffix(".svg"), title=f"{options.model}, running mean of {WINDOW} steps")
     return 0
+
+
+def draw(curves: Mapping[str, Sequence[float]], path: Path, *, title: str) -> None:
+    """Draw losses over steps, a line for each name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, losses in curves.items():
+        axes.plot(range(1, len(losses) + 1), losses, label=name)
+    axes.set(title=title, xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and the ones before it, `window` in all (fewer at the beginning)."""
+    return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to show that it works")
+    parser = arguments_of(__doc__, quick="a tiny model and few steps", swaps=False)
     parser.add_argument("--model", default="llama-5m", help="a preset of tiermem train")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=4)
@@ -58,12 +68,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--param-dtype", default="float32")
-    parser.add_argument("--results", type=Path, help=f"folder for the result (default: {RESULTS.name}/, none if quick)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.steps, options.batch, options.seq = "llama-tiny", 6, 2, 32
-    elif options.results is None:
-        options.results = RESULTS
     return options
 
 
@@ -92,7 +99,7 @@ def train(options: argparse.Namespace, moments: Any) -> list[float]:
             training.close()
 
 
-def report(options: argparse.Namespace, losses: dict[str, list[float]]) -> str:
+def comparison(options: argparse.Namespace, losses: dict[str, list[float]]) -> str:
     """The comparison as Markdown."""
     exact, coded = losses["float32"], losses["int8"]
     last = min(LAST, options.steps)

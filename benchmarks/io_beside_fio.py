@@ -14,10 +14,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import fio
-from common import RESULTS, describe_surroundings, earlier_result, write_result
+from common import arguments_of, describe_surroundings, earlier_result, result_folder, write_result
 
 from swap import DATA_OFFSET
 from swap.bench import PATTERNS, Case, Ground, Pattern
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Contender(engine, size, huge_pages=huge) for engine in ENGINES for size in sizes for huge in (False, True)
         ]
     surroundings = describe_surroundings(("numpy",))
-    results = options.results or (None if options.quick else RESULTS)
+    results = result_folder(options)
     earlier = earlier_result(THEME, surroundings, results) if options.add and results is not None else {}
     runs = [Run(**run) for run in earlier.get("runs", []) if run["pattern"] not in patterns]
     runs += run_all(options, program, contenders, patterns)
@@ -95,9 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small file, one round, no result file: does it run")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the file goes (default: here)")
+    parser = arguments_of(__doc__, quick="a small file, one round")
     parser.add_argument("--mebibytes", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each run, after half a second of ramp")
     parser.add_argument("--rounds", type=int, default=5)
@@ -105,7 +102,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, help="only these (default: all)")
     parser.add_argument("--add", action="store_true", help="keep the other patterns of today's result")
     parser.add_argument("--fio", default="fio", help="the fio to run")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     return parser.parse_args(arguments)
 
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from train_step import DRIVE, IDEAL
 
-from tiermem.cli.bench_plot import draw
 from tiermem.cli.live import WIDTH, render
 from tiermem.cli.plan import PlanOptions, plan
 from tiermem.cli.plan_plot import plot_plan
@@ -44,38 +43,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the pictures go")
     options = parser.parse_args(arguments)
     options.pictures.mkdir(parents=True, exist_ok=True)
-    drawn = 0
-    for result in sorted(options.results.glob("live_view_*.json")):
-        drawn += 1
+    live_views = sorted(options.results.glob("live_view_*.json"))
+    for result in live_views:
         path = options.pictures / "live_view.svg"
         path.write_text(live_view(json.loads(result.read_text(encoding="utf-8"))), encoding="utf-8")
         print(f"{path.name} from {result.name}")
-    for result in sorted(options.results.glob("bench_*.json")):
-        if importlib.util.find_spec("matplotlib") is None:
-            print(f"{result.name}: skipped, matplotlib is not installed (the extra `plots`)")
-            continue
-        drawn += 1
-        draw(json.loads(result.read_text(encoding="utf-8")), options.pictures / "bench.png")
-        print(f"bench.png from {result.name}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("the others: skipped, matplotlib is not installed (the extra `plots`)")
+        return 0 if live_views else 1
     beside = latest_record(options.results)
-    if beside is not None and importlib.util.find_spec("matplotlib") is None:
-        print("side_by_side.png: skipped, matplotlib is not installed (the extra `plots`)")
-    elif beside is not None:
-        drawn += 1
+    if beside is not None:
         record = json.loads(beside.read_text(encoding="utf-8"))
         runs = [run for part in COMPARED for run in record[part]]
         side_by_side(runs, options.pictures / "side_by_side.png")
         print(f"side_by_side.png from {beside.name}")
-    looks = sorted(options.results.glob("step_timeline_*.json"))[-1:]  # the latest
-    for result in looks if importlib.util.find_spec("matplotlib") is not None else ():
-        drawn += 1
+    for result in sorted(options.results.glob("step_timeline_*.json"))[-1:]:  # the latest
         step_timeline(json.loads(result.read_text(encoding="utf-8"))["cases"], options.pictures / "step_timeline.png")
         print(f"step_timeline.png from {result.name}")
-    if importlib.util.find_spec("matplotlib") is not None:
-        drawn += 1
-        plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
-        print("plan.png from the profile rtx4090")
-    return 0 if drawn else 1
+    plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
+    print("plan.png from the profile rtx4090")
+    return 0
 
 
 def latest_record(results: Path) -> Path | None:

@@ -7,15 +7,13 @@ and that every case is planned several times and the median reported.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from common import RESULTS, report
+from common import arguments_of, report
 
 from tiermem.cli.machines import load_profile
 from tiermem.planner.design import Design, PlanSettings, make_design
@@ -42,9 +40,7 @@ MACHINE = Machine(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; print the table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer units and parameters, once, no result file")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    parser = arguments_of(__doc__, quick="fewer units and parameters, once", swaps=False)
     options = parser.parse_args(arguments)
     rounds = 1 if options.quick else 5
     rows = []
@@ -52,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += unit_rows(16 if options.quick else 1000, update, rounds)
         rows.append(trillion_row(TRILLION // 10_000 if options.quick else TRILLION, update, rounds))
     body = table(rows)
-    report(THEME, PACKAGES, body, {"rows": rows}, options.results or (None if options.quick else RESULTS))
+    report(THEME, PACKAGES, body, {"rows": rows}, options)
     return 0
 
 

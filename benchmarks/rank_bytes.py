@@ -8,7 +8,6 @@ raw numbers.
 
 from __future__ import annotations
 
-import argparse
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, on_ranks, report
+from common import arguments_of, on_ranks, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
@@ -80,9 +79,7 @@ def _taken(found: dict[str, Any]) -> tuple[int, int]:
 
 def main() -> None:
     """Measure; print the table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one rank and two, a tiny model, no result file")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    parser = arguments_of(__doc__, quick="one rank and two, a tiny model", swaps=False)
     given = parser.parse_args()
     sizes, width = ((1, 2), 32) if given.quick else ((1, 2, 4), 256)
     rows, worlds = [], {}
@@ -100,7 +97,7 @@ def main() -> None:
         "| disk | together to arithmetic |\n" + "|---" * 10 + "|"
     )
     body = "\n".join(["Bytes on the rank that keeps most; gloo, bfloat16.", "", head, *rows])
-    report("rank_bytes", ["torch"], body, {"worlds": worlds}, given.results or (None if given.quick else RESULTS))
+    report("rank_bytes", ["torch"], body, {"worlds": worlds}, given)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ within a round. "cached": the budget holds everything. "paged": a quarter of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, on_ranks, report
+from common import arguments_of, on_ranks, report
 from torch import nn
 
 import tiermem
@@ -140,12 +139,8 @@ def rows(raw: list[dict[str, Any]], cases: list[Case], sizes: list[int | str]) -
 
 def main() -> None:
     """Measure in rounds, print, and write a result file unless it is quick."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of a tiny tower, no result file")
+    parser = arguments_of(__doc__, quick="one round of a tiny tower", swaps=False)
     parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help=f"where the result goes (default: {RESULTS.name}/)"
-    )
     given = parser.parse_args()
     rounds, steps = (1, 2) if given.quick else (given.rounds, 5)
     models = ["tower 8x16"] if given.quick else ["tower 64x128", "resnet 3-4-6-3"]
@@ -165,7 +160,7 @@ def main() -> None:
             raise SystemExit(f"{case}: the losses differ")
     note = f"gloo, float32, {rounds} rounds of {steps} steps, medians; the same losses whatever is coalesced."
     body = "\n".join([note, "", *rows(raw, cases, sizes)])
-    report("small_units", ["torch"], body, {"runs": raw}, None if given.quick else given.results)
+    report("small_units", ["torch"], body, {"runs": raw}, given)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ A move counts from its request on, so with many in flight the rates of neighbour
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, end_on_sigterm, report
+from common import arguments_of, end_on_sigterm, report
 from train_step import Contender, Plan, run_one
 
 THEME = "step_timeline"
@@ -78,11 +77,8 @@ class Means:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train each case, print what its last step looked like, write the result; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, no result file: does it run")
+    parser = arguments_of(__doc__, quick="a tiny model")
     parser.add_argument("--steps", type=int, default=5, help="after two that are not looked at; the last is shown")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
     looks, failed = [], False
     for name, (workload, settings) in (QUICK if options.quick else CASES).items():
@@ -98,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
         looks.append({"name": name, "workload": workload, "settings": settings, **look(events)})
     body = "\n\n".join(map(text_of, looks))
-    report(THEME, PACKAGES, body, {"cases": looks}, options.results or (None if options.quick else RESULTS))
+    report(THEME, PACKAGES, body, {"cases": looks}, options)
     return 1 if failed else 0
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, end_on_sigterm, report
+from common import HERE, arguments_of, end_on_sigterm, report
 from turns import Player, PlayerError, take_turns
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -80,14 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = run_all(plan)
     by_workload = {name: [run for run in runs if run["workload"] == name] for name in plan.workloads}
     body = "\n\n".join(f"## {name}\n\n{table(own)}\n\n{profile(own)}" for name, own in by_workload.items())
-    report(THEME, PACKAGES, body, {"runs": runs}, options.results or (None if quick else RESULTS))
+    report(THEME, PACKAGES, body, {"runs": runs}, options)
     return 0 if all(run["error"] is None for run in runs) else 1
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no result file: does it run")
+    parser = arguments_of(__doc__, quick="a tiny model, one round")
     parser.add_argument("--workload", action="append", choices=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2)
@@ -112,8 +111,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="replaces entries of its zero_optimization and aio",
     )
     parser.add_argument("--fio", action="store_true", help="let fio show what the drive gives, in the same rounds")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     return parser.parse_args(arguments)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration import MODELS, TINY, Case, calibrate, host_bytes, train_steps, work_of
-from common import RESULTS, end_on_sigterm, report
+from common import arguments_of, end_on_sigterm, report
 
 from tiermem.cli.measure import measure_drive
 from tiermem.planner.design import PlanSettings
@@ -38,10 +38,7 @@ UPDATES = ("forward", "backward", "step")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Choose under both conditions, measure under both; print the table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, no result file: does it run")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
+    parser = arguments_of(__doc__, quick="a tiny model")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is not None:
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="tiermem-throttled-", dir=options.directory) as name:
         body, raw = compare(Path(name), options.quick)
-    report(THEME, PACKAGES, body, raw, options.results or (None if options.quick else RESULTS))
+    report(THEME, PACKAGES, body, raw, options)
     return 0
 
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common import RESULTS, report
+from common import arguments_of, report
 from torch import nn
 
 import tiermem
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs += [measure(case, units, turn, options) for case in (cases if turn % 2 == 0 else cases[::-1])]
     different = [run for run in runs if run.losses != _plain_losses(runs, run.units)]
     raw = {"runs": [asdict(run) for run in runs]}
-    report(THEME, PACKAGES, table(runs, options.units), raw, options.results or (None if options.quick else RESULTS))
+    report(THEME, PACKAGES, table(runs, options.units), raw, options)
     for run in different:
         print(f"{run.case}, {run.units} units: other losses than plain PyTorch", file=sys.stderr)
     return 1 if different else 0
@@ -92,15 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few units, one round, no result file: does it run")
+    parser = arguments_of(__doc__, quick="few units, one round")
     parser.add_argument("--units", type=int, nargs="+", help="how many units (default: 10 100 1000)")
     parser.add_argument("--rounds", type=int, help="rounds (default: 3)")
     parser.add_argument("--steps", type=int, help="measured steps in a run (default: 10)")
     parser.add_argument("--update", default="auto", help="Config.update")
     parser.add_argument("--coalesce", default="auto", help="offload's coalesce; 0: each layer is a unit of its own")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
     options.units = options.units or ([4, 12] if options.quick else [10, 100, 1000])
     options.rounds = options.rounds or (1 if options.quick else 3)
