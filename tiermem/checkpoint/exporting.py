@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swap import FormatError
-from tiermem.checkpoint.manifest import BUFFER, MASTER, TRAINED, VALUE, Kept, is_dense
+from tiermem.checkpoint.manifest import BUFFER, MASTER, TRAINED, VALUE, Kept, is_dense, is_file_name
 from tiermem.checkpoint.reading import Snapshot, blocks_of
 from tiermem.checkpoint.shard import MarkedPages
 from tiermem.checkpoint.tensor_file import DTYPES, bytes_of
@@ -45,7 +45,7 @@ def recorded(record: Mapping[str, Any]) -> Recorded:
     try:
         found = record.get("pretrained", {})
         files = {str(name): str(text) for name, text in found.get("files", {}).items()}
-        if any("/" in name or "\0" in name or name in ("", ".", "..") for name in files):
+        if not all(map(is_file_name, files)):
             raise ValueError(f"expected names of files, found {sorted(files)}")
         names = {str(name): None if other is None else str(other) for name, other in found.get("names", {}).items()}
         return Recorded(files, names, frozenset(map(str, found.get("buffers", ()))))

@@ -177,7 +177,7 @@ def _decode(body: Any) -> SnapshotManifest:
 
 
 def _file(name: Any, rank: Any, nbytes: Any, header: Any) -> DataFile:
-    if not isinstance(name, str) or name in ("", ".", "..", NAME) or "/" in name or "\0" in name:
+    if not is_file_name(name) or name == NAME:
         raise ValueError(f"expected the name of a file in the snapshot, found {name!r}")
     return DataFile(name, _count(rank), _count(nbytes), _digest(header))
 
@@ -201,6 +201,11 @@ def _kept(row: Any, files: Sequence[DataFile]) -> Kept:
         if begin != numel:
             raise ValueError(f"{names[0]}: expected pieces of {numel} elements together, found {begin}")
     return Kept(row["kind"], names, shape, stride, _text(row["dtype"]), planes)
+
+
+def is_file_name(name: object) -> bool:
+    """Whether it names a file in a folder, and nothing outside of that."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from swap import FormatError
 from tiermem.checkpoint.conversion import find_origins
 from tiermem.checkpoint.generation import generation_beside, take_generation
+from tiermem.checkpoint.manifest import is_file_name
 from tiermem.checkpoint.naming import Expected, Match, Rules, fits, match
 from tiermem.checkpoint.pieces import Piece
 from tiermem.checkpoint.restoring import fill_buffer
@@ -206,7 +207,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise TypeError("expected an object weight_map with names and files")
         for name in weight_map.values():
-            if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            if not is_file_name(name):
                 raise ValueError(f"expected the name of a file in this folder, found {name!r}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"expected {str(path)!r} to be an index of safetensors files: {error!r}") from error
