@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from swap import SwapIOError
 from tiermem.cli import machines, measure_workload
 from tiermem.cli.machines import load_profile, machine_for
-from tiermem.cli.measure import measure_machine
-from tiermem.cli.measure_layer import LayerShape, layer_for, operations
+from tiermem.cli.measure import BESIDES_SECONDS, measure_machine
+from tiermem.cli.measure_layer import LayerShape, layer_for, operations, slowed
 from tiermem.cli.measure_training import Rates
 from tiermem.cli.measure_workload import Stand, stand_for, with_rates_for
 from tiermem.config import Config
@@ -164,9 +164,36 @@ def test_what_would_not_fit_is_not_trained(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(measure_workload, scarce, lambda *_: 1 << 20)
     monkeypatch.setattr(measure_workload, "train_steps", None)
     fitted = with_rates_for(laptop, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
-    assert fitted.flops("bfloat16") == 7e9
+    assert fitted.flops("bfloat16") == slowed(7e9, layer_for(SMALL, seq=16), BESIDES_SECONDS) < 7e9
     assert dataclasses.replace(fitted.host, flops=laptop.host.flops) == laptop.host
     assert fitted.drive == laptop.drive
+    assert fitted.source.startswith(f"{laptop.source}; no layers trained: ")
+
+
+def test_what_was_not_trained_for_lack_of_room_is_trained_once_there_is_some(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trained: list[object] = []
+
+    def train(stand: Stand, *_: object) -> tuple[float, Rates]:
+        trained.append(stand)
+        return 0.015, Rates(1e9, 1e-4, 0.1, 1e-3, 3e9, 2e9, 4e9)
+
+    def planned(room: int, *, again: bool = False) -> tuple[int, bool]:
+        monkeypatch.setattr(measure_workload, "_room", lambda _: room)
+        machine = machine_for(SMALL, config, seq=16, again=again)
+        assert ("no layers trained" in machine.source) is (machine.drive.read != 3e9)
+        return len(trained), machine.drive.read == 3e9
+
+    monkeypatch.setattr(machines, "measure_machine", lambda *_: load_profile("laptop"))
+    monkeypatch.setattr(measure_workload, "_train", train)
+    config = Config(device="cpu", host_memory="1GiB", swap_dirs=[place])
+    assert planned(0) == (0, False)
+    assert planned(1 << 40) == (1, True)
+    assert planned(0) == (1, True), "kept"
+    assert planned(0, again=True) == (1, False)
+    assert planned(1 << 40) == (2, True), "what was to be measured again is not taken for it later"
 
 
 def test_an_error_of_the_training_comes_to_the_caller_and_leaves_nothing(
@@ -224,4 +251,5 @@ def test_the_measurement_of_this_machine_can_be_fitted(place: Path, small_measur
     fitted = with_rates_for(measured, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
     assert fitted.source == measured.source
     assert fitted.drive.capacity == measured.drive.capacity
+    assert fitted.host.lease_seconds == measured.host.lease_seconds, "what a layer takes besides is in its rate"
     assert list(place.iterdir()) == []

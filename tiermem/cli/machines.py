@@ -31,7 +31,7 @@ from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import Workload
 
 # Raised where something else is measured, or in another way: what an older version has kept is not taken for it.
-_HOW = 3
+_HOW = 4
 
 
 def profile_names() -> list[str]:
@@ -86,13 +86,20 @@ def machine_for(workload: Workload, config: Config, *, seq: int, again: bool = F
         f"{rates_key(config)} {stand_for(workload, seq=seq, tile_nbytes=tile)}",
         again=again,
         measure=lambda: with_rates_for(machine, workload, directories, seq=seq, tile_nbytes=tile),
+        lasts=lambda found: found.source == machine.source,
     )
 
 
 def _kept(
-    directories: Sequence[Path], config: Config, key: str, *, again: bool, measure: Callable[[], Machine]
+    directories: Sequence[Path],
+    config: Config,
+    key: str,
+    *,
+    again: bool,
+    measure: Callable[[], Machine],
+    lasts: Callable[[Machine], bool] = lambda _: True,
 ) -> Machine:
-    """What was measured under this key, with the room that there is now; or what `measure` finds, which is kept."""
+    """What was measured under this key, with the room there is now; else what `measure` finds, kept if it `lasts`."""
     file = cache_file(directories, key)
     if file is None:
         return measure()
@@ -102,6 +109,9 @@ def _kept(
             return with_room_now(machine_from_dict(json.loads(file.read_text(encoding="utf-8"))), directories, config)
     machine = measure()
     with contextlib.suppress(OSError):  # a home that cannot be written: the measurement is good all the same
+        if not lasts(machine):
+            file.unlink(missing_ok=True)  # else what was to be measured again would be back the next time
+            return machine
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(machine_to_dict(machine), indent=1) + "\n", encoding="utf-8")

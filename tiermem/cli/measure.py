@@ -26,7 +26,7 @@ from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import check_directory, free_together
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
-from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, train_layer
+from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, slowed, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -49,9 +49,12 @@ _LARGE_TILE, _LARGE_TILES = 8 << 20, 4
 # What a tile costs the update besides its elements, where it is not found by training (`measure_workload.py`): 0.4 to
 # 1.4 ms with two cores, as `benchmarks/prediction.py` found.
 _TILE_SECONDS = 7e-4
-# And what forward, backward and the gradients of a unit cost each: in memory, a decoder layer's forward took 1.4 ms
-# longer than in plain PyTorch, and its backward 3 (two cores; nine parameters, width 512).
-_LEASE_SECONDS = 1e-3
+# Forward, backward and the gradients of a unit are leased; and what a lease costs where nothing has to move
+# (`planner/README.md`, "The plan, and who carries it out").
+LEASES, LEASE_SECONDS = 3, 2.5e-4
+# What a layer takes in training besides its products, where it is not found by training: in memory its forward took
+# 1.4 ms longer than in plain PyTorch, and its backward 3 (two cores; nine parameters, width 512), leases included.
+BESIDES_SECONDS = 4.4e-3 - LEASES * LEASE_SECONDS
 SECONDS = 0.25
 _DRIVE_SECONDS = 0.7
 _PROBE_BYTES = 256 << 20
@@ -81,13 +84,13 @@ def measure_machine(
         drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
     products, updates, copies = {}, {}, {}
     for name, dtype in DTYPES.items():
-        products[name] = layer_flops(dtype, CPU, seconds, ANY_LAYER)
+        products[name] = slowed(layer_flops(dtype, CPU, seconds, ANY_LAYER), ANY_LAYER, BESIDES_SECONDS)
         updates[name] = numel / median_seconds(update(dtype), seconds)
         copies[name] = _TILE * dtype.itemsize / median_seconds(_move_gradient(dtype), seconds)
     beside_update, beside_compute = _beside(train, renew, seconds)
     alone = [mean_seconds(work, seconds) for work in (train, renew)]
     with _moving(directories[0]):
-        slowed = [mean_seconds(work, seconds) for work in (train, renew)]
+        beside_io = [mean_seconds(work, seconds) for work in (train, renew)]
     products["float16"], updates["float16"] = products["bfloat16"], updates["bfloat16"]
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
     conditions = [f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", rates_key(config)]
@@ -100,11 +103,11 @@ def measure_machine(
             flops=products,
             update_rate=updates,
             copy_rate=min(copies.values()),
-            **({} if beside_device else {"lease_seconds": _LEASE_SECONDS, "tile_seconds": _TILE_SECONDS}),
+            **({} if beside_device else {"lease_seconds": LEASE_SECONDS, "tile_seconds": _TILE_SECONDS}),
             compute_beside_update=beside_update,
             update_beside_compute=beside_compute,
-            compute_beside_io=max(0.0, slowed[0] / alone[0] - 1),
-            update_beside_io=max(0.0, slowed[1] / alone[1] - 1),
+            compute_beside_io=max(0.0, beside_io[0] / alone[0] - 1),
+            update_beside_io=max(0.0, beside_io[1] / alone[1] - 1),
         ),
         drive=drive,
         device=measure_device(config, products, seconds=seconds),

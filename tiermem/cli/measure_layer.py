@@ -91,6 +91,12 @@ def layer_flops(dtype: torch.dtype, device: torch.device, seconds: float, shape:
     return operations(shape) / taken
 
 
+def slowed(rate: float, shape: LayerShape, besides: float) -> float:
+    """Operations a second of a layer that takes `besides` seconds more than it would at `rate`."""
+    count = operations(shape)
+    return count / (count / rate + besides)
+
+
 def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds: float) -> LayerShape:
     """The layer on a few of its tokens where a processor lacks instructions for `dtype` and all would take long."""
     if device.type != "cpu":

@@ -2,7 +2,7 @@
 
 Owns the model that stands for a workload's, and the machine that is fitted to it. Does not measure what any workload
 has (`measure.py`), and keeps nothing (`machines.py` does). Guarantees that what is trained fits into what is free, of
-memory and of the disks; where nothing does, the machine is as it was.
+memory and of the disks; where nothing does, one layer is timed alone, and the source of the machine says so.
 
 A layer by itself says what products take. What training takes besides, leases, tiles, moving bytes on cores that
 compute, and what a drive gives to requests that wait for such cores, only training says.
@@ -21,15 +21,15 @@ from torch import nn
 
 import tiermem
 from tiermem.cli.disk import free_together
-from tiermem.cli.measure import CPU, DTYPES, SECONDS, slower_together
+from tiermem.cli.measure import BESIDES_SECONDS, CPU, DTYPES, LEASE_SECONDS, LEASES, SECONDS, slower_together
 from tiermem.cli.measure_layer import (
     LayerShape,
     decoded,
     in_time,
     layer_flops,
     layer_for,
-    operations,
     rotations,
+    slowed,
     train_layer,
 )
 from tiermem.cli.measure_training import Rates, rates_of, train_steps
@@ -37,6 +37,7 @@ from tiermem.cli.modelwork import workload_of
 from tiermem.cli.timing import median_seconds
 from tiermem.config import Config, Update
 from tiermem.memory.machine import available_host_memory
+from tiermem.memory.sizes import format_bytes
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.design import least_host_memory
 from tiermem.planner.footprint import plan_footprint
@@ -54,9 +55,6 @@ _FEWEST_LAYERS, _MOST_LAYERS, _MOST_WEIGHTS = 3, 24, 90_000_000
 # Steps with everything in memory, and with bytes that move, which differ more.
 _ALONE, _PAGED = 5, 8
 _BESIDE_PAGES = 192 << 20
-# Forward, backward and the gradients of a unit are leased; and what a lease costs where nothing has to move
-# (`planner/README.md`, "The plan, and who carries it out").
-_LEASES, _LEASE_SECONDS = 3, 2.5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,8 @@ def with_rates_for(
     """The machine with the rates at which its processors and drives train this workload.
 
     They depend by a factor of four on a layer's width and on the tokens. Where a device computes, and for a dtype that
-    processors have no fast operations for, the machine as it is.
+    processors have no fast operations for, the machine as it is. With another `source`, which says why, where there is
+    no room to train layers: a later look may find more.
 
     Args:
         machine: as `measure_machine` found it.
@@ -123,20 +122,21 @@ def _fitted(
     dtype, like = DTYPES[stand.dtype], layer_for(workload, seq=seq)
     rate = layer_flops(dtype, CPU, seconds, like)
     stand = replace(stand, shape=in_time(dtype, CPU, stand.shape, seconds))
-    if _nbytes(stand) > _room(directories):
-        return _computing_at(rate, stand.dtype, machine)
+    if (nbytes := _nbytes(stand)) > _room(directories):
+        lacks = f"no layers trained: {format_bytes(2 * nbytes)} of memory and disk have to be free"
+        machine = _computing_at(slowed(rate, like, BESIDES_SECONDS), stand.dtype, machine)
+        return replace(machine, source=f"{machine.source}; {lacks}")
     alone = median_seconds(train_layer(dtype, CPU, stand.shape), seconds)
     beside = slower_together(dtype, seconds)
     seen, rates = _train(stand, directories, beside)
     copied = stand.shape.weights * dtype.itemsize / machine.host.copy_rate
     # What a layer takes besides is not a lease's: a gradient that arrives tile by tile is leased many times.
-    besides = max(0.0, seen - alone - copied - _LEASES * _LEASE_SECONDS)
-    count = operations(like)
-    machine = _computing_at(count / (count / rate + besides), stand.dtype, machine)
+    besides = max(0.0, seen - alone - copied - LEASES * LEASE_SECONDS)
+    machine = _computing_at(slowed(rate, like, besides), stand.dtype, machine)
     host = replace(
         machine.host,
         update_rate={**machine.host.update_rate, stand.dtype: rates.update_rate},
-        lease_seconds=_LEASE_SECONDS,
+        lease_seconds=LEASE_SECONDS,
         step_seconds=rates.step_seconds,
         tile_seconds=rates.tile_seconds,
         compute_beside_update=beside[0],
