@@ -23,10 +23,11 @@ from tiermem.errors import ConfigError
 from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.compiled import are_wanted
-from tiermem.planner.design import PlanSettings, least_host_memory
+from tiermem.planner.design import least_host_memory
 from tiermem.planner.machine import Machine
 from tiermem.planner.overhead import beside_pages
 from tiermem.planner.predict import Prediction, Relief, predict
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.simulate import StepPlan
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.zero_table import ZeroRow, zero_table

@@ -21,8 +21,8 @@ from rich.table import Table
 from tiermem.cli.plan import plan_settings
 from tiermem.config import Config
 from tiermem.memory.sizes import exact_bytes
-from tiermem.planner.design import PlanSettings
 from tiermem.planner.machine import Machine
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.tuning import WORTH_WHILE, Trial, Tuning, tune
 from tiermem.planner.workload import Workload
 

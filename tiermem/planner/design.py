@@ -20,7 +20,6 @@ from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
 from tiermem.planner.parts import (
-    Division,
     division_of,
     pages_nbytes,
     reserved_nbytes,
@@ -29,6 +28,7 @@ from tiermem.planner.parts import (
     unit_sizes,
 )
 from tiermem.planner.resting import resting_units
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.steps import plan_step
 from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import BACKWARD_SHARE, Workload
@@ -37,33 +37,6 @@ from tiermem.zero3.shards import Shard, copies_nbytes
 # Seconds of the update's worker for a parameter on a real device: what asking takes beside a computation that asks,
 # too, hardly what is asked for. Measured on an H100 (README.md, "How a budget is shared out"); no profile knows it.
 _UPDATE_ABOVE = 1.1e-10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
-
-    `host_memory` and `device_memory` are one rank's, for pages. `update`, `update_on`: as `Config` takes them.
-    `copies`: how many copies of the model all `ranks` keep together.
-    """
-
-    host_memory: int
-    device_memory: int | None = None
-    update: str = "forward"
-    tile_nbytes: int | None = None
-    look_ahead: int | None = None
-    block_size: int = 8 << 20
-    queue_depth: int = 8
-    ranks: int = 1
-    update_on: str = "host"
-    beside_pages: int = 0  # what else is in the host budget
-    copies: int = 1
-    clips: bool = False  # whether gradients are clipped: "backward" then updates what may have to be undone
-
-    @property
-    def division(self) -> Division:
-        """How the ranks divide the model. Raises ConfigError where they cannot."""
-        return division_of(self.ranks, self.copies)
 
 
 @dataclass(frozen=True, slots=True)

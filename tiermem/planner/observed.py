@@ -19,9 +19,10 @@ from types import MappingProxyType
 import numpy as np
 
 from tiermem.errors import ConfigError
-from tiermem.planner.design import Design, PlanSettings, UnitTimes
+from tiermem.planner.design import Design, UnitTimes
 from tiermem.planner.footprint import Footprint, UnitSize
 from tiermem.planner.lines import DriveSpeed
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.workload import UnitWork, Workload, itemsize, state_itemsize
 from tiermem.stats import READ_EDGE, WRITE_EDGE
 from tiermem.timeline import COMPUTE_LANE, STALL, STEP_LANE, UPDATE_LANE, Event

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from tiermem.planner.design import (
     Design,
-    PlanSettings,
     device_memory,
     least_device_memory,
     least_host_memory,
@@ -25,6 +24,7 @@ from tiermem.planner.footprint import mean_state_itemsize
 from tiermem.planner.machine import Machine
 from tiermem.planner.parts import reserved_nbytes, unit_sizes
 from tiermem.planner.retile import retiled
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, thinned, with_batches
 from tiermem.planner.tilesizes import planned_tile, tile_sizes

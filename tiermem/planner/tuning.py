@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import CapacityError
-from tiermem.planner.design import PlanSettings
 from tiermem.planner.machine import Machine
 from tiermem.planner.predict import seconds_of_step
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.workload import Workload
 
 WORTH_WHILE = 0.01

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiermem.planner.settings import require_whole
+
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 2
 STATE_BYTES = 12
@@ -30,8 +32,10 @@ def zero_table(parameters: int, gpus: int, *, gpus_per_node: int = 8) -> list[Ze
     """All stages, each with what can be offloaded in it: the optimizer (with gradients), in stage 3 parameters too.
 
     Offloaded optimizer state takes the gradients along, as in ZeRO-Offload; a stage 3 GPU then holds only what it
-    works on, which is a layer and not in this table.
+    works on, which is a layer and not in this table. Raises ConfigError for numbers that are not whole and positive.
     """
+    for name, number in {"parameters": parameters, "gpus": gpus, "gpus_per_node": gpus_per_node}.items():
+        require_whole(name, number, 1)
     per_node = min(gpus, gpus_per_node)
     rows = []
     for stage in range(4):

@@ -15,10 +15,10 @@ from typing import Protocol
 from tiermem.ahead import LookAhead
 from tiermem.config import Config
 from tiermem.errors import TiermemError
-from tiermem.planner.design import PlanSettings
 from tiermem.planner.footprint import kept_nbytes
 from tiermem.planner.observed import observe, observed_design
 from tiermem.planner.refining import COUNTED, LookAheadControl, Stage, foreseeing
+from tiermem.planner.settings import PlanSettings
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.timeline import Timeline
 from tiermem.zero3.order import StepOrder
