@@ -477,6 +477,27 @@ def test_clearing_gradients_by_hand_is_refused_where_some_would_stay(update, tmp
                     parameter.grad = None
 
 
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+def test_clearing_by_hand_what_was_assigned_to_grad_says_that_the_gradient_is_elsewhere(update, tmp_path):
+    model = mlp()
+    with tiermem.offload(model, config_for(tmp_path, MIB, update)):
+        optimizer, weight = tiermem.AdamW(model.parameters()), model[0].weight
+        model(torch.randn(3, 6)).sum().backward()
+        weight.grad = torch.ones(weight.shape)
+        with pytest.raises(tiermem.ConfigError, match=r"has a .grad, which would be ignored.*zero_grad\(\) first"):
+            optimizer.step()
+        for by in ("p.grad = None", "Module.zero_grad"):
+            with pytest.raises(
+                tiermem.TiermemError,
+                match=f"{by} finds not the gradients, but what was assigned to p.grad: .* Use optimizer.zero_grad",
+            ):
+                model.zero_grad() if by == "Module.zero_grad" else setattr(weight, "grad", None)
+        optimizer.zero_grad()
+        assert weight.grad is None
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+
+
 def test_forward_called_past_the_hooks_gives_nan(tmp_path):
     """Of a module that owns parameters; one that calls others as modules may be called so."""
     model = mlp()

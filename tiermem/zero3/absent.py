@@ -106,7 +106,7 @@ class _Absent:
             _refuse_division(sys._getframe().f_back)  # noqa: SLF001 - documented
         elif function == _GRAD.__set__ and args[1] is None and cls.absence.has_gradient(args[0]):
             instead = "optimizer.zero_grad(), or for some parameters requires_grad_(False) before forward"
-            raise _nothing_found("p.grad = None", instead)
+            raise _nothing_found("p.grad = None", instead, args[0])
         return unseen(_operate)(function, args, kwargs or {})
 
     def __repr__(self: Any) -> str:
@@ -165,7 +165,7 @@ def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType |
         return
     if asking == _CLEARING:
         if frame.f_code.co_name == "zero_grad":
-            raise _nothing_found("Module.zero_grad", "optimizer.zero_grad()")
+            raise _nothing_found("Module.zero_grad", "optimizer.zero_grad()", parameter)
         return
     while frame is not None and frame.f_globals.get("__name__") == _CLIPPING:
         if absence.is_clipped() or frame.f_locals.get("max_norm") == math.inf:  # a norm is asked for
@@ -173,7 +173,7 @@ def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType |
         frame = frame.f_back
     del frame  # the error would keep it, and it the error
     use = "optimizer.clip_grad_norm_(max_norm), or tiermem.AdamW(..., max_grad_norm=). By value there is none"
-    raise _nothing_found("torch.nn.utils.clip_grad_*", use)
+    raise _nothing_found("torch.nn.utils.clip_grad_*", use, parameter)
 
 
 def _refuse_division(frame: FrameType | None) -> None:
@@ -185,10 +185,12 @@ def _refuse_division(frame: FrameType | None) -> None:
         )
 
 
-def _nothing_found(by: str, use: str) -> TiermemError:
-    return TiermemError(
-        f"{by} finds no gradients: those of an offloaded model are pages, and p.grad is None. Use {use}"
-    )
+def _nothing_found(by: str, use: str, parameter: nn.Parameter) -> TiermemError:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the public way to say so
+        assigned = parameter.grad is not None
+    found = "not the gradients, but what was assigned to p.grad" if assigned else "no gradients"
+    beside = "" if assigned else ", and p.grad is None"
+    return TiermemError(f"{by} finds {found}: gradients of an offloaded model are pages{beside}. Use {use}")
 
 
 def _through_edges(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operation | None:

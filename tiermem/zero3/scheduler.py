@@ -290,9 +290,11 @@ class GatherScheduler:
         if self._touched.get(unit):
             self._listener.unit_needed(unit)  # may have the update undone
         if self._touched.get(unit):
+            name = next(slot.names[0] for _, slot in self._gatherer.slots.values() if slot.parameter == parameter)
             raise TiermemError(
-                f"a gradient arrived for unit {unit} after its update had begun: this step brought more gradients than "
-                'the one before (more micro-batches, or a second backward). Use update="forward" for such training'
+                f"a gradient of {name} arrived after the update of its unit had begun: update='backward' updates what "
+                "has as many gradients as in the step before, and this step brought more (more micro-batches, a second "
+                "backward, or a parameter that had none then). Choose update='auto', 'forward' or 'step' instead"
             )
         if unit not in self._touched:
             self._listener.unit_needed(unit)
