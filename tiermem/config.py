@@ -53,6 +53,7 @@ class Config:
         is committed. Kept as a tuple of text.
     param_dtype: what forward and backward compute in; a torch dtype is accepted and kept as its name.
     moments: how AdamW's moments are kept: "float32", or "int8" in blocks (small ones and embeddings stay float32).
+        Blocks begin where tiles do, and tiles follow the budget: with "int8" another budget has other bits.
     update: when a unit is updated: "backward", "forward", "step" or "auto". The same bits, other overlap.
     update_on: where: in "host" memory; "auto": on the device, too, for units whose state fits there beside the rest. On
         a GPU these have the bits of its own fused AdamW instead of the processor's.
