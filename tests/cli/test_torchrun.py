@@ -119,6 +119,8 @@ def test_without_a_swap_directory_all_ranks_keep_their_commits_in_one(warm_pytho
         assert done.returncode == 0, done.stderr
         made = list(tmp_path.glob("tiermem-swap-*"))
         assert len(made) == len(keep)
+        assert done.stderr.count("the run is kept in ") == len(keep)
+        assert all(f"kept in {directory}: --resume --swap-dir {directory.name}" in done.stderr for directory in made)
     assert sorted(path.name for path in made[0].glob("*/*.manifest")) == ["tiermem.00000000000000000001.manifest"] * 2
 
 

@@ -32,6 +32,11 @@ def remove_uncommitted(made: Path) -> bool:
     return sum(_clear(Path(folder)) for folder, _, _ in os.walk(made, topdown=False)) > 0
 
 
+def is_committed(made: Path) -> bool:
+    """Whether something is committed in a directory made for a run, or in a folder of it, as each rank has one."""
+    return any(_has_manifest(Path(folder)) for folder, _, _ in os.walk(made))
+
+
 def _is_own(path: Path) -> bool:
     try:
         return path.is_dir() and path.lstat().st_uid == os.geteuid() and not path.is_symlink()
@@ -52,7 +57,7 @@ def _clear(folder: Path) -> bool:
             return False
         try:
             # Its own lock besides, which a lock file that was removed does not tell of.
-            found = lock_holder(str(file), swap.SystemCalls()) is None and _is_uncommitted(folder)
+            found = lock_holder(str(file), swap.SystemCalls()) is None and not _has_manifest(folder)
             if found:
                 file.unlink(missing_ok=True)
         except OSError:
@@ -65,8 +70,8 @@ def _clear(folder: Path) -> bool:
     return found
 
 
-def _is_uncommitted(folder: Path) -> bool:
+def _has_manifest(folder: Path) -> bool:
     try:
-        return swap.find_leftovers([folder], name=SPACE_NAME).manifest is None
+        return swap.find_leftovers([folder], name=SPACE_NAME).manifest is not None
     except swap.SwapError:  # damaged, or not ours: for people to look at
-        return False
+        return True

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swap import SystemCalls, file_system_of
-from tiermem.cli.abandoned import remove_abandoned, remove_uncommitted
+from tiermem.cli.abandoned import is_committed, remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
 from tiermem.settings_file import form_of
@@ -27,7 +27,11 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 @contextmanager
 def swap_directories(
-    given: Sequence[Path], *, keep: bool, once: Callable[[Callable[[], str]], str] | None = None
+    given: Sequence[Path],
+    *,
+    keep: bool,
+    once: Callable[[Callable[[], str]], str] | None = None,
+    first: bool = True,
 ) -> Iterator[list[Path]]:
     """Yield the directories to swap to: the given ones, or without any a new one here, removed on leaving.
 
@@ -38,7 +42,7 @@ def swap_directories(
     `once`: has one of several processes make the new one for all (`Launch.once`), each of which removes what is its
     own, and the last one the directory: what they commit belongs together.
 
-    Where a single process has committed something in it, stderr says under which name it stays.
+    Where something was committed in it, stderr says under which name it stays; of several processes the `first` does.
     """
     if given:
         for directory in given:
@@ -53,8 +57,8 @@ def swap_directories(
             remove_uncommitted(made)
             try:
                 made.rmdir()
-            except OSError:  # not empty: something was committed
-                if once is None:  # of several processes, one that is through finds what the others have yet to remove
+            except OSError:  # not empty: something was committed, or other processes are not through yet
+                if once is None or (first and is_committed(made)):
                     sys.stderr.write(f"the run is kept in {made}: --resume --swap-dir {made.name} goes on from there\n")
         else:
             shutil.rmtree(made, ignore_errors=True)

@@ -194,7 +194,7 @@ def train_in(
         raise ConfigError(f"--resume needs the --swap-dir of the run to continue: {file} names no swap_dirs")
     with launched() as launch:
         once = launch.once if launch.size > 1 else None
-        with swap_directories(asked, keep=options.commits, once=once) as chosen:
+        with swap_directories(asked, keep=options.commits, once=once, first=launch.local == 0) as chosen:
             settings = make_config(file, chosen, overrides)
             report = train(options, settings, launch.progress(), launch)
     return report if launch.rank == 0 else None
