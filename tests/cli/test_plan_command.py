@@ -131,17 +131,10 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected a model or --parameters"),
-        (["llama-tiny", "--parameters", "1B"], "one of the two"),
-        (["--parameters", "lots"], "expected a number of parameters"),
-        (["99999", "--machine", "laptop"], "expected a model of 100,000 to 1,000T parameters, found 99999"),
-        (["1e16", "--machine", "laptop"], "expected a model of 100,000 to 1,000T parameters"),
         (["llama-tiny", "--machine", "rtx409"], "no profile and no file 'rtx409'; profiles: dgx-h100, laptop, rtx4090"),
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
         (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "expected a [link] in the profile"),
         (["no-such-model", "--machine", "laptop"], "or a number of parameters such as 70B"),
-        (["llama-tiny", "--machine", "dgx-h100", "--ranks", "8", "--copies", "3"], "keep 3 copies of the model"),
-        (["llama-tiny", "--machine", "dgx-h100", "--copies", "2"], "keep 2 copies of the model"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,21 +146,18 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["llama-8b", "--model", "config.json"], 2, "expected MODEL or --model, one of the two"),
-        (["llama-8b", "--plot", "none/plan.png"], 1, "none is not a directory; make it first"),
-        (["llama-8b", "--plot", "plan.jpg"], 1, "expected a file ending in .png, .svg, .pdf"),
-        (["llama-8b", "--plot", "folder.png"], 1, "found the directory folder.png"),
+        (["llama-8b", "--plot", "none/plan.png"], "none is not a directory; make it first"),
+        (["llama-8b", "--plot", "folder.png"], "found the directory folder.png"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_the_work(
-    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    pytest.importorskip("matplotlib", reason="needs the extra `plots`")
     (tmp_path / "folder.png").mkdir()
-    assert main.run(["plan", *arguments, "--machine", "laptop", "--json"]) == code
+    assert main.run(["plan", *arguments, "--machine", "laptop", "--json"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err

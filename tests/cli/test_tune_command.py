@@ -172,7 +172,6 @@ def test_a_choice_for_which_the_disk_is_too_full_is_printed_all_the_same(
         (["--batch", "99999999999"], "of token numbers alone"),
         (["--text", "none"], "no text file or directory none"),
         (["--model", "llama-70b"], "swapping needs"),
-        (["--output", "run.txt"], "--output: expected a settings file ending in .toml or .json, found run.txt"),
     ],
 )
 def test_what_train_refuses_is_refused_before_anything_is_simulated(

@@ -21,17 +21,27 @@ from swap.blocks import ALIGNMENT, align_down
 from tiermem.cli import options
 from tiermem.cli.copies import measure_copies
 from tiermem.cli.disk import check_output, check_plot
-from tiermem.cli.options import path_option, size_of
+from tiermem.cli.options import checked_option, path_option
 from tiermem.cli.terminal import print_object, terminal
+from tiermem.errors import ConfigError
+from tiermem.memory.sizes import parse_bytes
 from tiermem.output_file import write_whole
+
+
+def _check_size(text: str) -> None:
+    if align_down(parse_bytes(text)) == 0:
+        raise ConfigError(f"expected at least {ALIGNMENT} bytes, found {text!r}")
+
 
 Directories = Annotated[
     list[Path], path_option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
 ]
-Size = Annotated[str, typer.Option("--size", help="Size of the file made in each directory, such as 2GiB.")]
+Size = Annotated[
+    str, checked_option("--size", _check_size, help="Size of the file made in each directory, such as 2GiB.")
+]
 Seconds = Annotated[float, typer.Option("--seconds", help="Seconds for each pattern, shared by its settings.")]
 BlockSizes = Annotated[
-    list[str] | None, typer.Option("--block-size", help="Bytes of a request, such as 8MiB; repeatable.")
+    list[str] | None, checked_option("--block-size", parse_bytes, help="Bytes of a request, such as 8MiB; repeatable.")
 ]
 QueueDepths = Annotated[
     list[int] | None, typer.Option("--queue-depth", help="Requests in flight on each device; repeatable.")
@@ -43,11 +53,12 @@ Quick = Annotated[bool, typer.Option("--quick", help="One setting for each patte
 SteadySeconds = Annotated[
     float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for so long, past the drive's cache.")
 ]
-SteadyBytes = Annotated[str, typer.Option("--steady-bytes", help="Stop overwriting after so many bytes.")]
+SteadyBytes = Annotated[
+    str, checked_option("--steady-bytes", parse_bytes, help="Stop overwriting after so many bytes.")
+]
 SmallPages = Annotated[
     bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, unlike training.")
 ]
-Plot = Annotated[Path | None, path_option("--plot", help="Draw the sweep into this .png, .svg or .pdf (matplotlib).")]
 Out = Annotated[Path | None, path_option("--out", help="Write the JSON to this file, too.")]
 
 
@@ -63,20 +74,20 @@ def bench(
     steady_bytes: SteadyBytes = "0",
     small_pages: SmallPages = False,
     json: options.Json = False,
-    plot: Plot = None,
+    plot: options.Plot = None,
     out: Out = None,
 ) -> None:
     """Measure what the drives of directories give: block size x queue depth x backend; read, write, half and half."""
     order = Order(
         directories=tuple(dir),
-        nbytes=_file_size(size),
+        nbytes=align_down(parse_bytes(size)),
         seconds=seconds,
-        block_sizes=tuple(size_of("--block-size", one) for one in block_size) if block_size else None,
+        block_sizes=tuple(map(parse_bytes, block_size)) if block_size else None,
         queue_depths=tuple(queue_depth) if queue_depth else None,
         backends=tuple(backend) if backend else None,
         quick=quick,
         steady_seconds=steady_seconds,
-        steady_bytes=size_of("--steady-bytes", steady_bytes),
+        steady_bytes=parse_bytes(steady_bytes),
         huge_pages=not small_pages,
     )
     try:
@@ -99,13 +110,6 @@ def bench(
         from tiermem.cli.bench_plot import draw
 
         draw(found, plot)
-
-
-def _file_size(size: str) -> int:
-    nbytes = align_down(size_of("--size", size))
-    if nbytes == 0:
-        raise typer.BadParameter(f"size: expected at least {ALIGNMENT} bytes, found {size!r}")
-    return nbytes
 
 
 def measure(plan: Plan, console: Console) -> BenchReport:

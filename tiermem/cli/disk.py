@@ -20,7 +20,6 @@ from swap import SystemCalls, file_system_of
 from tiermem.cli.abandoned import is_committed, remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
-from tiermem.settings_file import form_of
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -92,22 +91,18 @@ def check_output(option: str, file: Path) -> None:
         raise ConfigError(f"{option}: {file} cannot be written there; choose another place")
 
 
+def check_picture(path: Path) -> None:
+    """Raise `ConfigError` unless the ending of `path` names a picture: matplotlib would draw another, or elsewhere."""
+    if path.suffix not in _PICTURES:
+        raise ConfigError(f"expected a file ending in {', '.join(_PICTURES)}, found {str(path)!r}")
+
+
 def check_plot(path: Path) -> None:
     """Raise `ConfigError` unless a picture can be drawn to `path`, the value of --plot; before there is one to draw."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
-    if path.suffix not in _PICTURES:  # matplotlib would draw another format, or to another name
-        raise ConfigError(f"--plot: expected a file ending in {', '.join(_PICTURES)}, found {str(path)!r}")
+    check_picture(path)
     check_output("--plot", path)
-
-
-def check_settings_output(file: Path) -> None:
-    """Raise `ConfigError` unless settings can be written to `file`, the value of --output: its ending says how."""
-    check_output("--output", file)
-    try:
-        form_of(file)
-    except ConfigError as error:
-        raise ConfigError(f"--output: {error}") from None
 
 
 def check_space(directories: Sequence[Path], nbytes: int) -> None:

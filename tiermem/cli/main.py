@@ -2,7 +2,7 @@
 
 Owns the commands' names and how they fail. Does not do their work, and imports transformers only once a command needs
 it, so that `--help` is quick. Guarantees that errors are one line on stderr, that the exit code is 0 for success, 1 for
-a failure and 2 for wrong usage, and that with `--json` stdout holds one object and nothing else.
+a failure and 2 for wrong usage (see "Promises" in README.md), and that with `--json` stdout holds one object only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """The options of the command line, each written once.
 
 Owns the names, types, ranges and help texts that the commands share. Does not know what a command does with them.
-Guarantees that an option means the same in every command that has it.
+Guarantees that an option means the same in every command that has it, and that a value which it never takes is wrong
+usage, found before anything is done.
 """
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,23 +18,79 @@ import torch
 import typer
 
 import tiermem
+from tiermem.cli.disk import check_picture
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
+from tiermem.settings_file import form_of
+from tiermem.wear import parse_endurance
+
+# The update computes in float32, and divides the rate by less than 1 in its first steps.
+LARGEST_LR = 1e30
 
 
-def _path_of(name: str) -> Callable[[str], Path]:
+def _path_of(name: str, check: Callable[[Path], object] = lambda _: None) -> Callable[[str], Path]:
     def parse(text: str) -> Path:
         if not text:  # which Path takes for the current directory
             expected = "expected a path, found an empty text; write . for the current directory"
             raise typer.BadParameter(expected, param_hint=name)
+        with wrong_usage(name):
+            check(Path(text))
         return Path(text)
 
     return parse
 
 
-def path_option(name: str, *more: str, help: str) -> Any:  # noqa: A002 - typer's word
-    """The option `name`, whose value is a path; wrong usage if it is an empty text."""
-    return typer.Option(name, *more, help=help, metavar="PATH", parser=_path_of(name))
+def path_option(
+    name: str,
+    *more: str,
+    help: str,  # noqa: A002 - typer's word
+    check: Callable[[Path], object] = lambda _: None,
+) -> Any:
+    """The option `name`, whose value is a path; wrong usage if it is an empty text, or one that `check` refuses."""
+    return typer.Option(name, *more, help=help, metavar="PATH", parser=_path_of(name, check))
+
+
+@contextmanager
+def wrong_usage(name: str | None = None) -> Iterator[None]:
+    """What is refused here is wrong usage, of the option `name` if it is of one."""
+    try:
+        yield
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint=name) from None
+
+
+def checked_option(name: str, check: Callable[[str], object], *, help: str) -> Any:  # noqa: A002 - as above
+    """The option `name`, whose value stays the text that is given; wrong usage if `check` refuses it."""
+
+    def parse(text: str) -> str:
+        with wrong_usage(name):
+            check(text)
+        return text
+
+    return typer.Option(name, help=help, metavar="TEXT", parser=parse)
+
+
+def setting_option(name: str, *, help: str) -> Any:  # noqa: A002 - as above
+    """The option `name`, whose value is what `Config` takes by that name."""
+    setting = name.removeprefix("--").replace("-", "_")
+
+    def check(text: str) -> None:
+        try:
+            tiermem.Config(swap_dirs=["."], **{setting: text})  # type: ignore[arg-type]  # it says what it takes
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix(f"{setting}: ")) from None
+
+    return checked_option(name, check, help=help)
+
+
+def _rate(text: Any) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate <= LARGEST_LR:
+        raise typer.BadParameter(f"expected a number from 0 to {LARGEST_LR:g}, found {text}", param_hint="--lr")
+    return rate
 
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
@@ -44,7 +103,9 @@ Accumulate = Annotated[
 Vertical = Annotated[
     bool, typer.Option("--vertical", help="Take all batches of a step through a unit before the next unit.")
 ]
-LearningRate = Annotated[float, typer.Option("--lr", help="Peak learning rate of AdamW.")]
+LearningRate = Annotated[
+    float, typer.Option("--lr", help="Peak learning rate of AdamW.", metavar="FLOAT", parser=_rate)
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the weights and the batches.")]
 Text = Annotated[
     list[Path] | None,
@@ -52,11 +113,11 @@ Text = Annotated[
 ]
 TokenizerFile = Annotated[Path | None, path_option("--tokenizer", help="A tokenizer.json. Default: bytes are tokens.")]
 HostMemory = Annotated[
-    str | None, typer.Option("--host-memory", help="Budget of model state in host memory, such as 512MiB, or auto.")
+    str | None, setting_option("--host-memory", help="Budget of model state in host memory, such as 512MiB, or auto.")
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option("--device-memory", help="Budget of model state on the accelerator, such as 20GiB, or auto."),
+    setting_option("--device-memory", help="Budget of model state on the accelerator, such as 20GiB, or auto."),
 ]
 SwapDir = Annotated[
     list[Path] | None,
@@ -68,14 +129,18 @@ ExaminedSwapDir = Annotated[
     list[Path] | None,
     path_option("--swap-dir", help="Directory to examine for swapping; repeatable. Default: the current one."),
 ]
-Update = Annotated[str | None, typer.Option("--update", help="When states are updated: backward, forward, step, auto.")]
+Update = Annotated[
+    str | None, setting_option("--update", help="When states are updated: backward, forward, step, auto.")
+]
 ParamDtype = Annotated[
-    str | None, typer.Option("--param-dtype", help="What the model computes in: bfloat16, float32, float16.")
+    str | None, setting_option("--param-dtype", help="What the model computes in: bfloat16, float32, float16.")
 ]
 Moments = Annotated[
-    str | None, typer.Option("--moments", help="How AdamW's moments are kept: float32, or int8 in blocks.")
+    str | None, setting_option("--moments", help="How AdamW's moments are kept: float32, or int8 in blocks.")
 ]
-ConfigFile = Annotated[Path | None, path_option("--config", help="A tiermem configuration file; options go on top.")]
+ConfigFile = Annotated[
+    Path | None, path_option("--config", check=form_of, help="A tiermem configuration file; options go on top.")
+]
 GradientCheckpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward instead of keeping them.")
 ]
@@ -109,7 +174,9 @@ SnapshotPath = Annotated[
     ),
 ]
 NewFolder = Annotated[Path, path_option("--to", help="Folder to write; a free name, or an empty folder.")]
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Most bytes of a file of weights, such as 5GB.")]
+MaxShardSize = Annotated[
+    str, checked_option("--max-shard-size", parse_bytes, help="Most bytes of a file of weights, such as 5GB.")
+]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks the snapshot is to have files for.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 WeightsPath = Annotated[
@@ -119,8 +186,9 @@ WeightsPath = Annotated[
 Timeline = Annotated[Path | None, path_option("--timeline", help="Write a Chrome/Perfetto trace to this file.")]
 Endurance = Annotated[
     str | None,
-    typer.Option(
+    checked_option(
         "--endurance",
+        lambda text: parse_endurance(text, capacity=1),
         help="What the drives stand, to say how long they last: 600TB, or 1DWPD@2TB (drive writes per day, capacity).",
     ),
 ]
@@ -156,12 +224,16 @@ Actions = Annotated[
     bool, typer.Option("--actions", help="Also say what is fetched, written and evicted when, and why.")
 ]
 ZeroTable = Annotated[bool, typer.Option("--zero-table", help="Also the bytes a GPU needs by ZeRO stage and offload.")]
-Plot = Annotated[Path | None, path_option("--plot", help="Draw the step into this .png, .svg or .pdf (matplotlib).")]
+Plot = Annotated[
+    Path | None, path_option("--plot", check=check_picture, help="Draw it into this .png, .svg or .pdf (matplotlib).")
+]
 MeasuredSteps = Annotated[
     int, typer.Option("--steps", min=0, help="Measured steps of each candidate; 0: decide by simulation alone.")
 ]
 Best = Annotated[int, typer.Option("--best", min=1, help="How many of the best simulated settings are measured.")]
-Output = Annotated[Path | None, path_option("--output", "-o", help="Write the choice to this .toml or .json file.")]
+Output = Annotated[
+    Path | None, path_option("--output", "-o", check=form_of, help="Write the choice to this .toml or .json file.")
+]
 
 
 def _tell_version(asked: bool) -> None:
@@ -173,11 +245,3 @@ def _tell_version(asked: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the versions and exit.")
 ]
-
-
-def size_of(option: str, text: str) -> int:
-    """Return the bytes that `text`, given for `option`, says. Raises ConfigError, naming the option."""
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from None

@@ -71,8 +71,6 @@ def plan(options: PlanOptions, config: Config, *, with_actions: bool = False) ->
 
 def find_workload(options: PlanOptions, config: Config) -> Workload:
     """The step that the options describe."""
-    if (options.model is None) == (options.parameters is None):
-        raise ConfigError("expected a model or --parameters, one of the two; such as llama-8b, or --parameters 70B")
     dtype = str(config.param_dtype)
     count = options.model if options.model is not None and is_count(options.model) else options.parameters
     if count is not None:

@@ -48,13 +48,15 @@ def plan(
     from tiermem.cli import plan as planning
     from tiermem.cli.disk import check_plot
     from tiermem.cli.train import make_config, named_directories
+    from tiermem.planner.parts import division_of
 
-    if model is not None and model_option is not None:
-        raise typer.BadParameter("expected MODEL or --model, one of the two")
+    named = _named(model, model_option, parameters)
+    with options.wrong_usage():
+        division_of(ranks, copies)
     if plot is not None:
         check_plot(plot)
     what = planning.PlanOptions(
-        model=model_option if model is None else model,
+        model=named,
         parameters=parameters,
         machine=machine,
         measure=measure,
@@ -77,6 +79,23 @@ def plan(
         plan_plot.plot_plan(found, plot)
     if machine is None and found.machine.device is None:
         beginning.say_slow(settings.dtype, terminal(stderr=True))
+
+
+def _named(model: str | None, model_option: str | None, parameters: str | None) -> str | None:
+    """The model that is named, or None for a number of parameters. Wrong usage unless there is one of the two."""
+    from tiermem.cli.modelwork import is_count, parse_count
+    from tiermem.planner.workload import require_plannable
+
+    if (model, model_option, parameters).count(None) != 2:
+        raise typer.BadParameter(
+            "expected one of MODEL, --model and --parameters; such as llama-8b, or --parameters 70B"
+        )
+    named = model_option if model is None else model
+    count = parameters if named is None or not is_count(named) else named
+    with options.wrong_usage():
+        if count is not None:
+            require_plannable(parse_count(count))
+    return named
 
 
 def _show_plan(found: Prediction, *, with_zero_table: bool, json: bool) -> None:
@@ -114,7 +133,7 @@ def tune(
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
     from tiermem.cli import tune_steps
-    from tiermem.cli.disk import check_settings_output, swap_directories
+    from tiermem.cli.disk import check_output, swap_directories
     from tiermem.cli.subject import TrainOptions
     from tiermem.cli.train import make_config, named_directories
 
@@ -133,7 +152,7 @@ def tune(
     # From anywhere: with the names made absolute.
     asked = [directory.absolute() for directory in named_directories(config, swap_dir or ()) or [Path.cwd()]]
     if output is not None:
-        check_settings_output(output)
+        check_output("--output", output)
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:

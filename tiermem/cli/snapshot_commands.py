@@ -15,6 +15,7 @@ import typer
 
 from tiermem.cli import options
 from tiermem.cli.terminal import fail, print_object, terminal
+from tiermem.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from tiermem.cli.snapshot import SnapshotReport, WrittenReport
@@ -53,7 +54,7 @@ def export_command(
     """Write the weights of a commit or a snapshot as safetensors that transformers' from_pretrained reads."""
     from tiermem.cli.snapshot import export
 
-    show(export(paths, to, max_shard_nbytes=options.size_of("--max-shard-size", max_shard_size)), json=json)
+    show(export(paths, to, max_shard_nbytes=parse_bytes(max_shard_size)), json=json)
 
 
 @app.command("reshard")

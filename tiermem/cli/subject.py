@@ -24,9 +24,6 @@ from tiermem.memory.sizes import format_bytes
 from tiermem.optim.tiles import master_dtypes
 from tiermem.planner.reserved import wanted_copies
 
-# The update computes in float32, and divides the rate by less than 1 in its first steps.
-LARGEST_LR = 1e30
-
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
@@ -91,8 +88,6 @@ def find_subject(options: TrainOptions) -> Subject:
 
 def check_numbers(options: TrainOptions) -> None:
     """Raise ConfigError for numbers that no training can be made with, whatever the model."""
-    if not 0 <= options.lr <= LARGEST_LR:
-        raise ConfigError(f"--lr: expected a number from 0 to {LARGEST_LR:g}, found {options.lr}")
     nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
     if nbytes > available:
         raise ConfigError(

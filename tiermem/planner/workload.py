@@ -150,6 +150,12 @@ def unit_flops(numel: int, tokens: int, *, seq: int = 0, width: int = 0) -> floa
     return 2.0 * numel * tokens + 4.0 * seq * width * tokens
 
 
+def require_plannable(parameters: int) -> None:
+    """Raise ConfigError unless a transformer of so many parameters can be made."""
+    if not 100_000 <= parameters <= 10**15:
+        raise ConfigError(f"expected a model of 100,000 to 1,000T parameters, found {parameters}")
+
+
 def transformer(
     parameters: int, *, batch: int, seq: int, batches: int = 1, dtype: str = "bfloat16", moments: str = "float32"
 ) -> Workload:
@@ -158,8 +164,7 @@ def transformer(
     Width is about 128 times depth, as in published models. Raises ConfigError for fewer than 100,000 parameters,
     and for more than 1,000T, whose layers alone would take long to write down.
     """
-    if not 100_000 <= parameters <= 10**15:
-        raise ConfigError(f"expected a model of 100,000 to 1,000T parameters, found {parameters}")
+    require_plannable(parameters)
     width = 64
     while 12 * (2 * width) ** 2 * max(2, 2 * width // 128) <= parameters:
         width *= 2
