@@ -32,8 +32,8 @@ from swap.recovery import Leftovers, Recovered, find_leftovers, find_prepared, r
 from swap.requests import Operation, Priority, Request
 from swap.rereading import take_checksums
 from swap.scratch import ScratchSpace
-from swap.settings import DeviceStatistics, EngineSettings, EngineStatistics
-from swap.space import DirectoryStatistics, SpaceStatistics, SwapSpace
+from swap.settings import DeviceStatistics, DirectoryStatistics, EngineSettings, EngineStatistics, SpaceStatistics
+from swap.space import SwapSpace
 from swap.syscalls import ReadingCalls, SystemCalls
 
 __all__ = [

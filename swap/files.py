@@ -49,7 +49,7 @@ class SwapFile:
         self.direct = False
         self.created = self.reserved = False
         self._failed_sync: OSError | None = None
-        self._before: int | None = None  # bytes of the file that was found; None: they are kept
+        self._before: int | None = None  # bytes of the file that was found, until `begin`; None: its data are kept
         self._fd = fd
         self._lock = lock
         self._system = system
@@ -88,11 +88,13 @@ class SwapFile:
         nbytes: int,
         keep: bool = False,
         identity: Identity | None = None,
+        direct: bool = True,
         system: SystemCalls | None = None,
     ) -> Self:
-        """The first part of `open`: all that may fail for lack of room, or take long. `begin` is the second.
+        """The first part of `open`: all that may be refused, lack room, or take long. `begin` is the second.
 
-        Until then a file that was there is known by the superblock it had. `identity`: None, a new one.
+        Until then a file that was there is what it was. `identity`: None, a new one. `direct`: by O_DIRECT if that can
+        be.
         """
         if nbytes <= 0 or not is_aligned(nbytes):
             raise ValueError(f"expected a positive multiple of {ALIGNMENT} bytes, found {nbytes}")
@@ -114,19 +116,20 @@ class SwapFile:
             file.created = size is None
             file._claim()
             file._reserve_room(keep=keep)
+            if direct:
+                file._choose_direct()
         except BaseException:
             file.close(remove=file.created)
             raise
         return file
 
-    def begin(self, *, direct: bool = True) -> None:
-        """The second part of `open`, with `direct` by O_DIRECT if that can be. Raises SwapFullError and SwapIOError."""
+    def begin(self) -> None:
+        """The second part of `open`: data left there are forgotten. Raises SwapFullError and SwapIOError."""
         if self._before:
             self._write_superblock()
-        if direct:
-            self._choose_direct()
         if self._before is not None and self._before > DATA_OFFSET + self.nbytes:
             self._truncate(DATA_OFFSET + self.nbytes)
+        self._before = None
 
     def fileno(self) -> int:
         """The descriptor. Raises SwapClosedError after `close`."""
@@ -186,6 +189,9 @@ class SwapFile:
                 stack.callback(self._unlock, fd)
             if remove:
                 unlink_if_same(self.path, fd, self._system)
+            elif self._before is not None and self._lock.is_mine:
+                with contextlib.suppress(OSError):  # the room that was made in vain
+                    self._system.truncate(fd, self._before)
 
     def _close_descriptor(self, fd: int, *, waiting: bool) -> None:
         """Close it; `waiting`: transfers are out, for which that may wait."""
@@ -260,7 +266,7 @@ class SwapFile:
             # Without reservation the best that can be done is to look, and to fail later if others fill the disk.
             if self._lacks_room(needed):
                 raise self._full(error) from error
-            self._truncate(needed)
+            self._truncate(max(before, needed))
 
     def _lacks_room(self, needed: int) -> bool:
         try:

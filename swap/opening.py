@@ -2,7 +2,7 @@
 
 Owns the opening of one swap file per directory. Does not know extents, engines or what is done with the files.
 Guarantees that either all files are open, belong to one run and stand in its order, or none is and what was created
-has been removed again; and that what an earlier run has committed is there until all have room.
+has been removed again; and that what an earlier run has committed is there until `begin_files` is asked for.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from swap.blocks import ALIGNMENT, align_down, align_up
-from swap.errors import FormatError, SwapError, SwapIOError
+from swap.errors import DirectIOWarning, FormatError, SwapError, SwapIOError
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.manifest_files import ManifestFiles
@@ -30,7 +31,7 @@ Weights = Sequence[float] | Literal["measure"] | None
 """Bandwidths of the directories to any scale, or how to find them; see `SwapSpace.open`."""
 
 
-def open_files(
+def reserve_files(
     directories: Sequence[Path],
     *,
     name: str,
@@ -40,7 +41,14 @@ def open_files(
     settings: EngineSettings,
     system: SystemCalls | None,
 ) -> tuple[list[SwapFile], tuple[float, ...]]:
-    """The open files and the weights that hold for them. See `SwapSpace.open` for the parameters and the errors."""
+    """The open files and the weights that hold for them. See `SwapSpace.open` for the parameters and the errors.
+
+    Without `keep` nothing may be written to them before `begin_files`: an earlier run's data are there.
+    """
+    if not directories:
+        raise ValueError("expected one or more swap directories, found none")
+    if nbytes <= 0:
+        raise ValueError(f"expected a positive number of bytes, found {nbytes}")
     _check_distinct(directories)
     if weights == "measure":
         weights = measure_weights(directories, name=name, settings=settings, system=system)
@@ -56,14 +64,18 @@ def open_files(
         for index, (directory, share) in enumerate(zip(directories, shares, strict=True)):
             identity = Identity(run_id, index, len(directories))
             files.append(
-                SwapFile.reserve(directory, name=name, nbytes=share, keep=keep, identity=identity, system=patient)
+                SwapFile.reserve(
+                    directory,
+                    name=name,
+                    nbytes=share,
+                    keep=keep,
+                    identity=identity,
+                    direct=settings.direct,
+                    system=patient,
+                )
             )
         if keep:
             _check_kept(files, nbytes)
-        else:  # before the data they speak of are forgotten, and not before there is room for others
-            ManifestFiles(os.fspath(directories[0]), name, patient).discard()
-        for file in files:  # all have room: whoever ends this before leaves them to the run they were of
-            file.begin(direct=settings.direct)
     except BaseException:
         give_back(files)
         raise
@@ -72,11 +84,30 @@ def open_files(
     return files, ratio
 
 
+def begin_files(files: Sequence[SwapFile], manifests: ManifestFiles) -> None:
+    """Forget what an earlier run has committed, by its `manifests`, and then its data."""
+    manifests.discard()
+    for file in files:
+        file.begin()
+
+
 def give_back(files: Sequence[SwapFile]) -> None:
     """Close the files; remove those that were created. Raises nothing: what had them given back is to be raised."""
     for file in files:
         with contextlib.suppress(SwapError):
             file.close(remove=file.created)
+
+
+def warn_of_buffered(files: Sequence[SwapFile]) -> None:
+    """Give one DirectIOWarning to who opens a space, if O_DIRECT was refused. Raises it where warnings are errors."""
+    buffered = [file.path for file in files if not file.direct]
+    if buffered:
+        warnings.warn(
+            f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and outside "
+            "the memory budget; choose a directory on a local file system such as ext4 or xfs",
+            DirectIOWarning,
+            stacklevel=3,
+        )
 
 
 def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:

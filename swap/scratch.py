@@ -15,7 +15,7 @@ from pathlib import Path
 from swap.blocks import align_up
 from swap.errors import SwapClosedError, SwapFullError
 from swap.extents import Extent
-from swap.opening import give_back, open_files
+from swap.opening import give_back, reserve_files
 from swap.space import SwapSpace
 from swap.syscalls import SystemCalls
 
@@ -101,7 +101,7 @@ class ScratchSpace:
                 wanted = max(least, align_up(wanted // _LESS))
 
     def _open(self, nbytes: int) -> SwapSpace:
-        files, weights = open_files(
+        files, weights = reserve_files(
             [Path(directory.path) for directory in self._space.statistics().directories],
             name=NAME,
             nbytes=nbytes,
@@ -112,6 +112,7 @@ class ScratchSpace:
         )
         try:
             for file in files:
+                file.begin()
                 file.forget_name()
         except BaseException:
             give_back(files)

@@ -1,7 +1,7 @@
-"""The engine's settings and its statistics: values, nothing else.
+"""The engine's settings and the statistics of engine and space: values, nothing else.
 
-Owns the defaults and their checks. Does not know the engine. Guarantees that settings which cannot work are refused
-with a ValueError when they are made, not when the first byte moves.
+Owns the defaults and their checks. Does not know engine or space. Guarantees that settings which cannot work are
+refused with a ValueError when they are made, not when the first byte moves.
 """
 
 from __future__ import annotations
@@ -75,3 +75,32 @@ class EngineStatistics:
     blocks_in_flight: int
     high_water_bytes_in_flight: int
     devices: tuple[DeviceStatistics, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatistics:
+    """One directory of a space; bytes. `high_water`: most bytes ever allocated at once.
+
+    `device` finds the traffic in `EngineStatistics.devices`; directories on one file system share it. `weight`: the
+    part of an extent that goes here, of 1.
+    """
+
+    path: str
+    device: int
+    direct: bool
+    nbytes: int
+    allocated: int
+    high_water: int
+    largest_hole: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStatistics:
+    """A swap space at one instant; bytes. `high_water`: most bytes ever allocated at once, all directories together."""
+
+    nbytes: int
+    allocated: int
+    high_water: int
+    directories: tuple[DirectoryStatistics, ...]
+    engine: EngineStatistics

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -21,46 +20,19 @@ from swap.backends.base import Backend
 from swap.blocks import align_up
 from swap.durability import sync_files
 from swap.engine import Engine, OnDone, foreign, make_backend
-from swap.errors import DirectIOWarning, SwapClosedError, SwapError, SwapFullError
+from swap.errors import SwapClosedError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator, Piece
 from swap.files import DATA_OFFSET, SwapFile
-from swap.opening import Weights, give_back, open_files
+from swap.manifest_files import ManifestFiles
+from swap.opening import Weights, begin_files, give_back, reserve_files, warn_of_buffered
+from swap.patience import PatientSystemCalls
 from swap.requests import Operation, Priority, Request, Span, part_of
-from swap.settings import EngineSettings, EngineStatistics
+from swap.settings import DirectoryStatistics, EngineSettings, SpaceStatistics
 from swap.stripes import divide
 from swap.syscalls import SystemCalls
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryStatistics:
-    """One directory of a space; bytes. `high_water`: most bytes ever allocated at once.
-
-    `device` finds the traffic in `EngineStatistics.devices`; directories on one file system share it. `weight`: the
-    part of an extent that goes here, of 1.
-    """
-
-    path: str
-    device: int
-    direct: bool
-    nbytes: int
-    allocated: int
-    high_water: int
-    largest_hole: int
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceStatistics:
-    """A swap space at one instant; bytes. `high_water`: most bytes ever allocated at once, all directories together."""
-
-    nbytes: int
-    allocated: int
-    high_water: int
-    directories: tuple[DirectoryStatistics, ...]
-    engine: EngineStatistics
 
 
 class SwapSpace:
@@ -75,6 +47,8 @@ class SwapSpace:
         self._lock = threading.Lock()
         self._high_water = 0
         self._closed = False
+        self.has_begun = True  # whether what an earlier run left has been forgotten, or was kept
+        self._beginning: Callable[[], None] = lambda: None
         self.company: set[SystemCalls] = set()  # by which others change these directories: the lock covers them, too
 
     @classmethod
@@ -86,6 +60,7 @@ class SwapSpace:
         nbytes: int,
         settings: EngineSettings | None = None,
         keep: bool = False,
+        begin: bool = True,
         weights: Weights = None,
         system: SystemCalls | None = None,
         backend: Backend | None = None,
@@ -96,32 +71,44 @@ class SwapSpace:
         (see `swap.stripes`). "measure" finds them by writing and reading a little in each directory. None means equal,
         or as in the run whose files are kept. A directory without room for its part leaves the rest to the others.
         `keep` insists on the files an earlier run left and keeps their data (see `claim`); otherwise they are forgotten
-        with its commits. `system` and `backend` replace the real ones in tests. Warns once, with DirectIOWarning, if
-        O_DIRECT is wanted and refused. Raises SwapInUseError, FormatError, SwapFullError, SwapIOError, as
-        `SwapFile.open`; ValueError for no directories, one twice, or weights that are not one positive number each.
+        with its commits, without `begin` only when that is called. `system` and `backend` replace the real ones in
+        tests. Warns once, with DirectIOWarning, if O_DIRECT is wanted and refused. Raises SwapInUseError, FormatError,
+        SwapFullError, SwapIOError, as `SwapFile.open`; ValueError for no directories, one twice, or weights that are
+        not one positive number each.
         """
-        if not directories:
-            raise ValueError("expected one or more swap directories, found none")
-        if nbytes <= 0:
-            raise ValueError(f"expected a positive number of bytes, found {nbytes}")
         settings = settings or EngineSettings()
-        files, ratio = open_files(
+        files, ratio = reserve_files(
             directories, name=name, nbytes=nbytes, keep=keep, weights=weights, settings=settings, system=system
         )
-        buffered = [file.path for file in files if not file.direct]
         try:
-            if buffered and settings.direct:
-                warnings.warn(  # before there is a backend to close: it raises where warnings are errors
-                    f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and "
-                    "outside the memory budget; choose a directory on a local file system such as ext4 or xfs",
-                    DirectIOWarning,
-                    stacklevel=2,
-                )
-            backend = backend or make_backend(settings.backend, system)
+            if settings.direct:
+                warn_of_buffered(files)  # before there is a backend to close: it raises where warnings are errors
+            space = cls(files, Engine(settings, backend=backend or make_backend(settings.backend, system)), ratio)
         except BaseException:
             give_back(files)
             raise
-        return cls(files, Engine(settings, backend=backend), ratio)
+        if not keep:
+            patient = PatientSystemCalls(system, settings.stall_seconds)
+            space.company.add(patient)
+            space.has_begun = False
+            space._beginning = partial(begin_files, files, ManifestFiles(os.fspath(directories[0]), name, patient))
+        try:
+            if begin:
+                space.begin()
+        except BaseException:
+            space.close()
+            raise
+        return space
+
+    def begin(self) -> None:
+        """Forget what an earlier run left, its commits first. Idempotent. Nothing can be allocated before.
+
+        After an error the space is fit for nothing but `close`. Raises SwapIOError, SwapFullError, and what
+        `ManifestFiles.discard` raises.
+        """
+        if not self.has_begun:
+            self._beginning()
+            self.has_begun = True
 
     @property
     def run_id(self) -> bytes:
@@ -149,6 +136,8 @@ class SwapSpace:
         _require_home(self.engine)
         with self._lock:
             self._check_open()
+            if not self.has_begun:
+                raise SwapError("the swap space has not begun: what an earlier run left would be written over")
             parts = divide(
                 nbytes,
                 self.weights,
@@ -185,7 +174,7 @@ class SwapSpace:
         """
         _require_home(self.engine)
         with self._lock:
-            self._demand_allocated(extent)
+            _demand_allocated(extent, self._allocators)
             for piece in extent.pieces:
                 self._allocators[piece.directory].free(piece.offset, piece.nbytes)
 
@@ -278,7 +267,7 @@ class SwapSpace:
         )
 
     def close(self, *, remove: bool = False) -> None:
-        """Close engine and files; remove the files if asked. Idempotent.
+        """Close engine and files; remove the files if asked, before `begin` those that were made. Idempotent.
 
         Queued requests fail; call `sync` first to keep them. All files are closed even if something raises; the first
         error is raised at the end. Where the drive has not answered, nobody else gets the directories until it has, or
@@ -305,7 +294,7 @@ class SwapSpace:
         late = [*self.engine.backend.late(), *(thread for system in self.company for thread in system.late())]
         for file in self._files:
             try:
-                file.close(remove=remove, after=late)
+                file.close(remove=remove if self.has_begun else file.created, after=late)
             except BaseException as error:  # noqa: BLE001 - an interrupt, too, as in `close`
                 errors.append(error)
         if errors:
@@ -325,14 +314,15 @@ class SwapSpace:
         _require_home(self.engine)
         with self._lock:
             self._check_open()
-            self._demand_allocated(extent)
+            _demand_allocated(extent, self._allocators)
         return [(self._files[piece.directory], piece.offset, piece.nbytes) for piece in extent.pieces]
 
-    def _demand_allocated(self, extent: Extent) -> None:
-        for piece in extent.pieces:
-            known = 0 <= piece.directory < len(self._files)
-            if not known or not self._allocators[piece.directory].holds(piece.offset, piece.nbytes):
-                raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
+
+def _demand_allocated(extent: Extent, allocators: Sequence[ExtentAllocator]) -> None:
+    for piece in extent.pieces:
+        known = 0 <= piece.directory < len(allocators)
+        if not known or not allocators[piece.directory].holds(piece.offset, piece.nbytes):
+            raise SwapError(f"{extent} is not allocated in this space; it was freed, or belongs to another")
 
 
 def _require_home(engine: Engine) -> None:

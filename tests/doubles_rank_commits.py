@@ -174,6 +174,21 @@ def exchanged(directory: Path, rank: int, size: int) -> Any:
     return committing(directory, rank, size)
 
 
+def one_cannot_replace(directory: Path, rank: int, size: int) -> Any:
+    """All are told to replace what they have committed, and the disk of rank 1 is full; then they go on from it."""
+    committing(directory, rank, size, until=1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with unittest.mock.patch.object(SystemCalls, "fallocate", full if rank == 1 else SystemCalls.fallocate):
+        try:
+            committing(directory, rank, size, resume=False, overwrite=True)
+        except (tiermem.TiermemError, swap.SwapError) as error:
+            told = f"{type(error).__name__}: {error}"
+    return {"told": told, **committing(directory, rank, size, resume=True)}
+
+
 def unexpected(directory: Path, rank: int, size: int) -> Any:
     """Four steps and then the first commit, from a budget that does not hold them; bytes that it had to read again."""
     read_again: list[int] = []
@@ -308,6 +323,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
     for made in (
         five_steps,
         exchanged,
+        one_cannot_replace,
         unexpected,
         one_has_no_pages_for_a_snapshot,
         one_has_no_thread,

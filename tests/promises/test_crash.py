@@ -529,7 +529,120 @@ def test_what_fails_before_a_run_is_replaced_leaves_its_commit(tmp_path: Path, m
         patch.setattr(swap.SystemCalls, "fallocate", over_quota)
         with pytest.raises(swap.SwapFullError, match="quota"):
             Training(make_config(tmp_path, overwrite=True))
+
+    start = threading.Thread.start
+
+    def no_pager(thread: threading.Thread) -> None:
+        if thread.name == "tiermem-pager":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_pager)
+        with pytest.raises(tiermem.TiermemError, match="can't start new thread"):
+            Training(make_config(tmp_path, overwrite=True))
     Training(make_config(tmp_path), resume=True).close()
+
+
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses O_DIRECT."""
+    real = SystemCalls.open
+
+    def refuse(calls: SystemCalls, path: str, flags: int, mode: int = 0o600) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(calls, path, flags, mode)
+
+    monkeypatch.setattr(SystemCalls, "open", refuse)
+
+
+@pytest.mark.filterwarnings("ignore::swap.DirectIOWarning")
+def test_where_direct_io_is_insisted_on_and_refused_the_commit_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(committed(tmp_path))
+    with monkeypatch.context() as patch:
+        buffered(patch)
+        with pytest.raises(tiermem.ConfigError, match="direct=True, but a swap directory refuses"):
+            Training(make_config(tmp_path, overwrite=True, direct=True))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("error::swap.DirectIOWarning")
+def test_where_a_warning_is_an_error_the_commit_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(committed(tmp_path))
+    with monkeypatch.context() as patch:
+        buffered(patch)
+        with pytest.raises(swap.DirectIOWarning):
+            Training(make_config(tmp_path, overwrite=True))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", ["open", "preadv", "pwritev", "fsync", "fallocate", "lock", "ask", "truncate"])
+def test_whichever_call_fails_before_a_new_run_begins_the_commit_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """In either of two directories, whose files are to become shorter."""
+    names = [str(tmp_path / name) for name in "ab"]
+    for name in names:
+        Path(name).mkdir()
+    settings = {"swap_dirs": names, "io_backend": "inline"}  # what the engine calls is no part of beginning
+    training = Training(make_config(tmp_path, **settings), model=lambda: Net(width=160))
+    training.step()
+    training.commit().wait()
+    training.close()
+    before = [contents(Path(name)) for name in names]
+    real, count, fails = getattr(SystemCalls, call), [0], [-1]
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] - 1 == fails[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    calls_before = []
+
+    def noted(space: swap.SwapSpace) -> None:
+        calls_before.append(count[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemCalls, call, counted)
+        patch.setattr(swap.SwapSpace, "begin", noted)
+        with pytest.raises(KeyboardInterrupt):
+            Training(make_config(tmp_path, overwrite=True, **settings))
+    assert [contents(Path(name)) for name in names] == before
+    for number in range(calls_before[0]):
+        with monkeypatch.context() as patch:
+            patch.setattr(SystemCalls, call, counted)
+            patch.setattr(swap.SwapSpace, "begin", noted)
+            count[0], fails[0] = 0, number
+            with pytest.raises((OSError, KeyboardInterrupt)):
+                Training(make_config(tmp_path, overwrite=True, **settings))
+        assert [contents(Path(name)) for name in names] == before, number
+    Training(make_config(tmp_path, **settings), resume=True, model=lambda: Net(width=160)).close()
+
+
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_what_another_run_has_committed_since_it_was_looked_for_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool | str
+) -> None:
+    """Two programs are started at once, and one of them is soon through."""
+    other, directory, real = committed(tmp_path / "other"), tmp_path / "run", storage._open_space
+    directory.mkdir()
+
+    def late(*arguments: Any) -> swap.SwapSpace:
+        for path in other.iterdir():
+            path.rename(directory / path.name)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_open_space", late)
+        with pytest.raises(tiermem.ResumeError, match=r"holds a committed run \(step 2"):
+            Training(make_config(directory), resume=resume)
+    training = Training(make_config(directory), resume=True)
+    assert training.done == 2
+    training.close()
 
 
 def test_drives_without_room_for_a_look_are_taken_for_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,17 @@ def reports(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -
     doubts = [f"{what}_{place}" for place in DOUBTS for what in ("doubtful", "settled")]
     looking = [scenario.__name__ for scenario in LOOKING]
     failing = ["one_cannot_commit", "one_has_no_pages_for_a_snapshot", "one_has_no_thread"]
-    together = ["undisturbed", *resumed, "five_steps", "exchanged", "unexpected", *looking, *failing, *doubts]
+    together = [
+        "undisturbed",
+        *resumed,
+        "five_steps",
+        "exchanged",
+        "one_cannot_replace",
+        "unexpected",
+        *looking,
+        *failing,
+        *doubts,
+    ]
     jobs = [*killed, (2, together), (3, OTHER_SIZES), (1, [*OTHER_SIZES, "unexpected"])]
     return run_jobs(warm_python, tmp_path_factory.mktemp("commits"), jobs)
 
@@ -106,6 +116,15 @@ def test_a_rank_does_not_go_on_with_what_another_has_committed(reports):
         assert report.error is not None
         assert report.error[0] == "ResumeError"
         assert "rank 0 has what rank 1 has committed; rank 1 has what rank 0 has committed" in report.error[1]
+
+
+def test_a_commit_that_one_rank_cannot_replace_stays_on_all(reports):
+    first, second = values(reports[2, "one_cannot_replace"])
+    assert first["told"].startswith("TiermemError: another rank could not open its swap files: rank 1: SwapFullError")
+    assert second["told"].startswith("SwapFullError: cannot reserve")
+    for found, expected in zip((first, second), values(reports[2, "undisturbed"]), strict=True):
+        assert found["begun"] == 1
+        assert found["losses"] == expected["losses"][1:]
 
 
 def test_ranks_read_nothing_again_for_a_commit_that_nobody_expected(reports):

@@ -12,6 +12,7 @@ from doubles import FaultySystemCalls, Stall, StepBackend
 import swap
 from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
 from swap.extents import Extent, Piece
+from swap.manifest import Manifest, pack
 
 MIB = 1 << 20
 
@@ -170,6 +171,53 @@ def test_a_failure_in_the_last_directory_gives_the_first_back(tmp_path: Path) ->
         SwapSpace.open([], name="r0", nbytes=MIB)
     with pytest.raises(ValueError, match="positive"):
         SwapSpace.open([tmp_path], name="r0", nbytes=0)
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+@pytest.mark.parametrize("nbytes", [MIB // 2, 2 * MIB])
+def test_before_a_space_begins_what_an_earlier_run_left_is_there(tmp_path: Path, reserves: bool, nbytes: int) -> None:
+    """Whether its file is to become shorter or longer, and the file system reserves room or not."""
+    SwapSpace.open([tmp_path], name="r0", nbytes=MIB).close()
+    manifest = tmp_path / f"r0.{0:020d}.manifest"
+    before = Path(tmp_path / "r0.swapfile").read_bytes()
+    system = FaultySystemCalls()
+    if not reserves:
+        system.always("fallocate", errno.EOPNOTSUPP)
+    for begins in (False, True):
+        manifest.write_bytes(packed())
+        space = SwapSpace.open([tmp_path], name="r0", nbytes=nbytes, system=system, begin=False)
+        with pytest.raises(swap.SwapError, match="has not begun: what an earlier run left would be written over"):
+            space.allocate(4096)
+        assert Path(tmp_path / "r0.swapfile").read_bytes()[: len(before)] == before
+        assert manifest.exists()
+        if begins:
+            space.begin()
+            space.begin()
+            space.allocate(4096)
+        space.close(remove=begins)
+        assert manifest.exists() != begins
+        if not begins:
+            assert Path(tmp_path / "r0.swapfile").read_bytes() == before, "and as long as it was"
+            SwapSpace.open([tmp_path], name="r0", nbytes=MIB, keep=True).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def packed() -> bytes:
+    return pack(Manifest(0, bytes(16), (MIB,), (), {}, 0.0))
+
+
+def test_a_space_that_has_not_begun_leaves_no_file_that_it_made(tmp_path: Path) -> None:
+    SwapSpace.open([tmp_path], name="r0", nbytes=MIB, begin=False).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_space_that_cannot_begin_is_closed(tmp_path: Path) -> None:
+    (tmp_path / f"r0.{0:020d}.manifest").write_bytes(b"a thesis")
+    with pytest.raises(swap.FormatError, match="left alone"):
+        SwapSpace.open([tmp_path], name="r0", nbytes=MIB)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".manifest"]
+    (tmp_path / f"r0.{0:020d}.manifest").unlink()
+    SwapSpace.open([tmp_path], name="r0", nbytes=MIB).close(remove=True)
 
 
 def test_sync_waits_for_writes_under_way(tmp_path: Path) -> None:

@@ -114,12 +114,7 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
     if resume is False or path is not None:
         if config.overwrite:
             return _replacing(path) if path else Beginning()
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.seconds))
-        raise ResumeError(
-            f"{names} holds a committed run (step {manifest.user.get('step')}, {when}): continue it with "
-            "resume=True or resume='auto' (tiermem train --resume), replace it with Config(overwrite=True) (tiermem "
-            "train --overwrite), or choose other directories"
-        )
+        refuse_committed(config, manifest)
     if not leftovers.resumable:
         missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
         found = (
@@ -134,6 +129,18 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
             f"tiermem reads {FORMAT}; continue it with the version that made it"
         )
     return Beginning(manifest)
+
+
+def refuse_committed(config: Config, manifest: Manifest | None) -> None:
+    """Raise ResumeError if the directories hold a commit, `manifest`, that a new run would replace."""
+    if manifest is not None:
+        names = ", ".join(str(path) for path in config.swap_paths)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.seconds))
+        raise ResumeError(
+            f"{names} holds a committed run (step {manifest.user.get('step')}, {when}): continue it with "
+            "resume=True or resume='auto' (tiermem train --resume), replace it with Config(overwrite=True) (tiermem "
+            "train --overwrite), or choose other directories"
+        )
 
 
 def _folder(resume: object) -> Path | None:

@@ -188,9 +188,11 @@ def build(
         lambda: open_storage(
             config, beginning, blueprint, swap_nbytes, device=device or open_device(config), alone=alone
         ),
-        undo=lambda opened: opened.close(remove=opened.recovered is None),
+        undo=lambda opened: opened.close(remove=False),
     )
     try:
+        # Not before all of them have all they need: what an earlier run has committed goes now.
+        company.together("begin in its swap files", storage.space.begin)
         return _furnish(blueprint, config, storage, beginning, company, init, weights)
     except BaseException:
         storage.close(remove=storage.recovered is None)

@@ -1,8 +1,8 @@
 """The lower floors of one run: swap space, arenas, device, pager.
 
 Owns their construction from a Config and the budgets of a Blueprint, and their closing in reverse. Does not know
-modules or optimizers. Guarantees that what was opened is closed again if a later part fails, and that closing goes on
-after an error and then raises it.
+modules or optimizers. Guarantees that what was opened is closed again if a later part fails, that closing goes on
+after an error and then raises it, and that what an earlier run has committed stays until the space begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiermem.pager.edges import Chain, device_chain, host_chain
 from tiermem.pager.extents import Extents, from_rows, page_key
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
-from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room
+from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room, refuse_committed
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.rhythm import CommitRhythm
 from tiermem.stats import Counters, DriveStatistics, TierStatistics
@@ -98,8 +98,12 @@ class Storage:
         return self.device.torch_device if self.device is not None else torch.device("cpu")
 
     def close(self, *, remove: bool) -> None:
-        """Close everything, the pager first; with `remove` commits and swap files go. Raises the first error."""
-        forget = [self.store.discard] if remove else []  # before the files: a commit must never outlive its bytes
+        """Close everything, the pager first; with `remove` commits and swap files go. Raises the first error.
+
+        Before the space has begun nothing goes but the files that were made for it.
+        """
+        # Before the files: a commit must never outlive its bytes.
+        forget = [self.store.discard] if remove and self.space.has_begun else []
         device = [self.device.close] if self.device is not None else []
         arenas = [arena.close for arena in self.arenas.values()]
         scratch, space = self.extents.scratch, self.space
@@ -133,12 +137,13 @@ def open_storage(
 ) -> Storage:
     """Open the swap files (those of the commit to continue, verified, or new ones), reserve memory, start a pager.
 
-    `blueprint`: whose budgets of memory these are. `device`: where the DEVICE tier is; it is closed with the storage,
-    also if opening fails. `alone`: whether nobody waits for this process while it commits.
+    New ones do not begin yet: see `SwapSpace.begin`. `blueprint`: whose budgets of memory these are. `device`: where
+    the DEVICE tier is; it is closed with the storage, also if opening fails. `alone`: whether nobody waits for this
+    process while it commits.
 
     Raises:
         ConfigError: direct I/O was insisted on, and is refused or what the backend does not do.
-        ResumeError: the commit does not fit its files.
+        ResumeError: the commit does not fit its files, or one was made since `beginning` was found.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
     try:
@@ -169,6 +174,8 @@ def _open(
                 raise ConfigError(
                     "direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive"
                 )
+            if not (resumed or config.overwrite):  # again, now that nobody else has these directories
+                refuse_committed(config, store.read_latest())
             recovered = _recover(config, space, store, beginning.generation) if resumed else None
             extents = Extents(
                 space,
@@ -181,7 +188,7 @@ def _open(
             chain = _make_chain(arenas, blueprint, device, extents)
             pager = Pager(chain, _appetites(blueprint), counters=counters, timeline=timeline)
         except BaseException:
-            space.close(remove=not resumed)
+            space.close()
             raise
     except BaseException:
         close_all([arena.close for arena in arenas])
@@ -233,7 +240,9 @@ def _open_space(config: Config, beginning: Beginning, nbytes: int) -> SwapSpace:
         return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=size, settings=settings, keep=True)
     check_room(config, nbytes)
     weights = _weigh(config, settings)  # before anything is given up: it wants a little room
-    return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights=weights)
+    return SwapSpace.open(
+        config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights=weights, begin=False
+    )
 
 
 def _weigh(config: Config, settings: EngineSettings) -> tuple[float, ...] | None:
