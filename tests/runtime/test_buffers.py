@@ -13,6 +13,7 @@ from torch import nn
 import tiermem
 from tiermem.checkpoint.reading import open_snapshot
 from tiermem.checkpoint.tensor_file import bytes_of
+from tiermem.checkpoint.tensor_writer import TensorWriter
 
 
 class Odd(nn.Module):
@@ -189,6 +190,94 @@ def test_forms_that_are_not_plain_memory(tmp_path: Path, form: str) -> None:
         with tiermem.offload(net := Graph(), config_for(tmp_path / directory, 8 * MIB, "step"), resume=resume):
             found = net.links.to_dense() if net.links.layout is not torch.strided else net.links
             assert torch.equal(found, expected)
+
+
+ODD_DTYPES = {
+    "complex128": lambda seed: torch.full((3, 2), seed + 1j / 3, dtype=torch.complex128),
+    "complex32": lambda seed: torch.full((3,), seed + 1j, dtype=torch.complex32),
+    "scales of eight bits": lambda seed: torch.tensor([0.5, 2.0**seed]).to(torch.float8_e8m0fnu),
+    "without a negative zero": lambda seed: torch.tensor([0.5, seed]).to(torch.float8_e4m3fnuz),
+    "quantized": lambda seed: torch.quantize_per_tensor(torch.tensor([0.5, -seed]), seed / 10, 3, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental",
+    "ignore:torch.quantize_per_tensor",
+    "ignore:TypedStorage is deprecated",
+)
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("kind", ODD_DTYPES)
+def test_dtypes_that_few_files_have_come_back(tmp_path: Path, kind: str, changed: bool) -> None:
+    def built() -> nn.Module:
+        net = nn.Linear(2, 2)
+        net.register_buffer("table", ODD_DTYPES[kind](1.0))
+        return net
+
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+    expected = ODD_DTYPES[kind](2.0 if changed else 1.0)
+    with tiermem.offload(net := built(), config_for(tmp_path / "run", 8 * MIB, "step")) as runtime:
+        if changed:
+            net.table = ODD_DTYPES[kind](2.0)
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "snapshot").wait()
+        if kind == "scales of eight bits":
+            runtime.save_pretrained(tmp_path / "saved")
+            (file,) = (tmp_path / "saved").glob("*.safetensors")
+            assert bytes(bytes_of(expected)) in file.read_bytes()
+        else:
+            with pytest.raises(tiermem.ConfigError, match=r"buffer table is of torch\..*safetensors files hold.* C64"):
+                runtime.save_pretrained(tmp_path / "saved")
+            assert not list(tmp_path.glob("*saved*"))
+    for directory, resume in (("run", True), ("other", tmp_path / "snapshot")):
+        with tiermem.offload(net := built(), config_for(tmp_path / directory, 8 * MIB, "step"), resume=resume):
+            assert net.table.dtype == expected.dtype
+            assert bytes(bytes_of(net.table)) == bytes(bytes_of(expected))
+            if expected.is_quantized:
+                assert net.table.q_scale() == expected.q_scale()
+
+
+def test_what_no_file_can_hold_is_said_before_any_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(TensorWriter, "__init__", lambda *given, **_: written.append(given))
+    net = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+    net.register_parameter("turns", nn.Parameter(torch.ones(2, dtype=torch.complex128), requires_grad=False))
+    said = r"parameter turns is of torch.complex128: safetensors files hold"
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        with pytest.raises(tiermem.ConfigError, match=said):
+            runtime.save_pretrained(tmp_path / "saved", max_shard_size=400)
+        with pytest.raises(tiermem.ConfigError, match=said):
+            runtime.snapshot(tmp_path / "snapshot")
+        runtime.commit().wait()
+    assert not written
+    assert not list(tmp_path.glob("*saved*"))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_buffer_is_refused_by_its_name(tmp_path: Path, layout: torch.layout) -> None:
+    def nested() -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+    net = nn.Linear(2, 2)
+    net.register_buffer("rows", nested())
+    said = r"buffer rows is a nested tensor.*to_padded_tensor"
+    with pytest.raises(tiermem.ConfigError, match=said):
+        tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step"))
+    assert not list(tmp_path.iterdir())
+    del net.rows
+    net.attribute = nested()
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        runtime.commit().wait()
+        net.register_buffer("rows", nested())
+        for verb in (runtime.commit, lambda: runtime.snapshot(tmp_path / "snapshot")):
+            with pytest.raises(tiermem.ConfigError, match=said):
+                verb()
+        with pytest.raises(tiermem.ConfigError, match=r"buffer rows is nested"):
+            runtime.save_pretrained(tmp_path / "saved")
+        del net.rows
+        runtime.commit().wait()
 
 
 def test_buffers_may_be_resized(tmp_path: Path) -> None:

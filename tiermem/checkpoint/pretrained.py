@@ -22,7 +22,7 @@ from torch import nn
 from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.generation import GENERATION
-from tiermem.checkpoint.tensor_file import bytes_of
+from tiermem.checkpoint.tensor_file import bytes_of, require_fit
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
 from tiermem.checkpoint.weights import INDEX, SINGLE, persistent_buffers
 from tiermem.errors import ConfigError, InvariantError
@@ -71,18 +71,19 @@ class ModelSource:
         self._needed = needed
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Parameters in their dtype, then buffers in theirs. Raises ConfigError for a buffer that is sparse."""
+        """Parameters in their dtype, then buffers in theirs. Raises ConfigError for what no file can hold."""
         slots = [slot for layout in self._layouts for slot in layout.slots]
         names = saved_names(self._model, slots)
-        found = [TensorSpec(names[slot.parameter], slot.dtype, slot.shape) for slot in slots if slot.parameter in names]
+        saved = [(names[slot.parameter], slot) for slot in slots if slot.parameter in names]
         buffers = self._buffers().items()
+        for name, slot in saved:
+            require_fit(f"parameter {name}", self._parameters[slot.parameter])
         for name, buffer in buffers:
-            if buffer.layout is not torch.strided:
-                raise ConfigError(
-                    f"buffer {name} has the layout {buffer.layout}, expected torch.strided: safetensors files hold "
-                    "nothing else; make it dense, or no part of the state (register_buffer(..., persistent=False))"
-                )
-        return [*found, *(TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers)]
+            require_fit(f"buffer {name}", buffer)
+        return [
+            *(TensorSpec(name, slot.dtype, slot.shape) for name, slot in saved),
+            *(TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers),
+        ]
 
     def blocks(self) -> Iterator[tuple[str, memoryview]]:
         """Straight from the unit's memory where that is the host's and the parameter row-major there."""

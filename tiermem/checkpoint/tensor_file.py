@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from swap import FormatError, SwapIOError, SystemCalls
 from swap.patience import PatientSystemCalls
 from swap.settings import STALL_SECONDS
-from tiermem.errors import InvariantError
+from tiermem.errors import ConfigError, InvariantError
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -33,6 +33,7 @@ DTYPES = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "U16": torch.uint16,
     "I16": torch.int16,
     "F16": torch.float16,
@@ -159,6 +160,22 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     array.owner = values.detach()  # type: ignore[attr-defined]
     view: memoryview = np.frombuffer(memoryview(array), np.uint8).data
     return view
+
+
+def fits_files(values: torch.Tensor) -> bool:
+    """Whether a tensor can be one of a file: plain memory, of a dtype that these files have."""
+    return values.layout is torch.strided and not values.is_nested and values.dtype in DTYPES.values()
+
+
+def require_fit(what: str, values: torch.Tensor) -> None:
+    """Raise ConfigError for a tensor, `what`, that cannot be one of a file."""
+    if not fits_files(values):
+        odd = f"has the layout {values.layout}" if values.layout is not torch.strided else f"is of {values.dtype}"
+        raise ConfigError(
+            f"{what} {'is nested' if values.is_nested else odd}: safetensors files hold dense tensors of "
+            f"{', '.join(DTYPES)}; make it dense and of such a dtype, or a buffer that is no part of the state "
+            "(register_buffer(..., persistent=False))"
+        )
 
 
 def read_text(path: Path, *, limit: int = 1 << 32) -> str:

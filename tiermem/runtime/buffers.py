@@ -19,10 +19,11 @@ from torch import nn
 
 from swap import checksum
 from tiermem.checkpoint.restoring import fill_buffer
-from tiermem.checkpoint.tensor_file import bytes_of
+from tiermem.checkpoint.tensor_file import bytes_of, fits_files
 from tiermem.errors import ResumeError
 from tiermem.memory.sizes import format_bytes
 from tiermem.runtime.extra import tensor_of
+from tiermem.zero3.guards import refuse_nested
 
 Rows = dict[str, list[Any]]
 """By name: dtype, shape, bytes in base64; and, where there is something to say, what else.
@@ -45,6 +46,7 @@ class BufferWatch:
 
     def capture(self) -> Rows:
         """Every buffer that is not what it was when the watch began, and those of the state dict that are."""
+        refuse_nested(self._model)
         changed = self._rows(self._is_changed)
         others = (each for each in self._model.named_buffers() if each[0] not in changed)
         return changed | {
@@ -52,8 +54,12 @@ class BufferWatch:
         }
 
     def capture_odd(self) -> Rows:
-        """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or sparse."""
-        return self._rows(lambda name, buffer: self._is_made(name, buffer) or not is_dense(buffer))
+        """Those that cannot be kept as ordinary tensors of a model like this one: made since then, or no file's.
+
+        No file has sparse ones, and those of complex128.
+        """
+        refuse_nested(self._model)
+        return self._rows(lambda name, buffer: self._is_made(name, buffer) or not fits_files(buffer))
 
     def restore(self, record: Mapping[str, list[Any]]) -> None:
         """Give the buffers these values; they belong to every commit from now on. Raises ResumeError if one is gone.
@@ -83,7 +89,7 @@ class BufferWatch:
 
     def _row(self, name: str, buffer: torch.Tensor) -> list[Any]:
         row = [*_form(buffer), _text(buffer)]
-        also: dict[str, Any] = {} if is_dense(buffer) else {"saved": True}
+        also: dict[str, Any] = {} if _is_dense(buffer) else {"saved": True}
         if self._is_made(name, buffer):
             also["made"] = self._is_persistent(name)
         return [*row, also] if also else row
@@ -96,7 +102,7 @@ class BufferWatch:
         return self._as_built.get(name) != _digest(buffer)
 
     def _is_state(self, name: str, buffer: torch.Tensor) -> bool:
-        return self._is_persistent(name) and is_dense(buffer)
+        return self._is_persistent(name) and _is_dense(buffer)
 
     def _is_persistent(self, name: str) -> bool:
         module, own = self._place(name)
@@ -140,14 +146,14 @@ def _warn_of_another(name: str, buffer: torch.Tensor) -> None:
     )
 
 
-def is_dense(buffer: torch.Tensor) -> bool:
-    """Whether a tensor is plain memory: not sparse, nor nested."""
-    return buffer.layout is torch.strided and not buffer.is_nested
+def _is_dense(buffer: torch.Tensor) -> bool:
+    """Whether a tensor is its memory: neither sparse nor quantized, which has a scale besides."""
+    return buffer.layout is torch.strided and not buffer.is_quantized
 
 
 def _bytes(buffer: torch.Tensor) -> memoryview:
     values = buffer.detach()
-    if is_dense(values):
+    if _is_dense(values):
         return bytes_of(values.resolve_conj().resolve_neg().to("cpu").contiguous())
     file = io.BytesIO()
     torch.save(values, file)

@@ -10,9 +10,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from tiermem.checkpoint.pretrained import export_record
+from tiermem.checkpoint.tensor_file import fits_files, require_fit
 from tiermem.errors import ConfigError
 from tiermem.runtime import randomness
-from tiermem.runtime.buffers import is_dense
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.record import FORMAT, optimizer_records
 from tiermem.runtime.snapshots import PendingSnapshot
@@ -45,11 +45,13 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
     house.require_between_steps(Act.SNAPSHOT)
+    for name, parameter in house.divided.model.named_parameters():
+        require_fit(f"parameter {name}", parameter)
     record = {**_record(house, extra), "random": [randomness.capture()], "buffers": house.buffers.capture_odd()}
     buffers = {
         name: buffer.detach().cpu().clone().resolve_conj().resolve_neg()
         for name, buffer in house.model.named_buffers()
-        if is_dense(buffer)
+        if fits_files(buffer)
     }
     if house.blueprint.footprint.serial:
         house.coordinator.wait_updates()

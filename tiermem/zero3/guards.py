@@ -83,8 +83,19 @@ def refuse_unfit(model: nn.Module) -> None:
                 f"parameter {name} has the layout {parameter.layout}: pages hold dense values only; make it dense "
                 "(parameter.to_dense()), or a buffer"
             )
+    refuse_nested(model)
     _refuse_scripted(model)
     _refuse_overlaps(model)
+
+
+def refuse_nested(model: nn.Module) -> None:
+    """Raise ConfigError for a buffer that is a nested tensor: it has no shape to be kept, or compared, by."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_nested:
+            raise ConfigError(
+                f"buffer {name} is a nested tensor, which no commit can hold; keep it padded "
+                "(buffer.to_padded_tensor(0.0)) beside its lengths, or as an attribute that is no buffer"
+            )
 
 
 def _refuse_divided(model: nn.Module) -> None:
@@ -179,7 +190,7 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 def _lies(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory, and not that of a placeholder, as a closed runtime leaves them behind."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.numel() == 0:
         return False
     return not bool(tensor != tensor) if tensor.dim() == 0 else not is_placeholder(tensor)
 
