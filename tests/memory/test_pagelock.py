@@ -136,3 +136,24 @@ def test_nothing_stays_locked_where_the_warning_is_an_error() -> None:
         with pytest.raises(UserWarning, match="page-locked"):
             HostSlab(8 * UNIT, runtime, piece=4 * UNIT)
     assert runtime.locked == {}
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_an_interrupt_amid_the_locking_leaves_nothing_locked(is_locked: bool) -> None:
+    """As above. It comes before the runtime is asked for the third piece, or just behind that."""
+
+    class Interrupted(Runtime):
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Answer:  # noqa: N802
+            if len(self.locked) == 2:
+                if is_locked:
+                    super().cudaHostRegister(address, nbytes, flags)
+                raise KeyboardInterrupt
+            return super().cudaHostRegister(address, nbytes, flags)
+
+        def cudaHostUnregister(self, address: int) -> Answer:  # noqa: N802
+            return super().cudaHostUnregister(address) if address in self.locked else Answer(1)
+
+    runtime = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        HostSlab(8 * UNIT, runtime, piece=2 * UNIT)
+    assert runtime.locked == {}

@@ -10,6 +10,7 @@ No power-of-two rounding: torch's own pinned allocator rounds up, which for a la
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -56,15 +57,25 @@ class PageLock:
         self.edges: tuple[int, ...] = ()
         self._registry = registry
         self._pieces: list[int] = []
-        while self.nbytes < nbytes and self.refusal is None:
-            length = min(piece, nbytes - self.nbytes)
-            answer = registry.cudaHostRegister(address + self.nbytes, length, _PORTABLE)
-            if failed(answer):
-                self.refusal = registry.cudaGetErrorString(answer)
-            else:
-                self._pieces.append(address + self.nbytes)
-                self.nbytes += length
-                self.edges += (self.nbytes,) if self.nbytes < nbytes else ()
+        try:
+            while self.nbytes < nbytes and self.refusal is None:
+                self._lock(address + self.nbytes, min(piece, nbytes - self.nbytes))
+                self.edges += (self.nbytes,) if self.nbytes < nbytes and self.refusal is None else ()
+        except (
+            BaseException
+        ):  # an interrupt: a GiB takes a moment, and what stays locked would be so for whoever is next
+            with contextlib.suppress(CapacityError):  # of the piece that the interrupt came amid
+                self.release()
+            raise
+
+    def _lock(self, address: int, nbytes: int) -> None:
+        self._pieces.append(address)  # first: an interrupt may come as soon as it is locked
+        answer = self._registry.cudaHostRegister(address, nbytes, _PORTABLE)
+        if failed(answer):
+            self._pieces.pop()
+            self.refusal = self._registry.cudaGetErrorString(answer)
+        else:
+            self.nbytes += nbytes
 
     def release(self) -> None:
         """Unlock everything. Raises CapacityError, after trying all, if a piece is not given up. Idempotent."""
