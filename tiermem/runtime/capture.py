@@ -45,7 +45,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:
     """Start a snapshot of the updates queued so far. See `Runtime.snapshot`."""
     house.require_between_steps(Act.SNAPSHOT)
-    for name, parameter in house.divided.model.named_parameters():
+    for name, parameter in house.model.named_parameters():
         require_fit(f"parameter {name}", parameter)
     record = {**_record(house, extra), "random": [randomness.capture()], "buffers": house.buffers.capture_odd()}
     buffers = {

@@ -191,8 +191,7 @@ def build(
         undo=lambda opened: opened.close(remove=False),
     )
     try:
-        # Not before all of them have all they need: what an earlier run has committed goes now.
-        company.together("begin in its swap files", storage.space.begin)
+        company.together("begin in its swap files", storage.space.begin)  # an earlier run's commit goes no sooner
         return _furnish(blueprint, config, storage, beginning, company, init, weights)
     except BaseException:
         storage.close(remove=storage.recovered is None)
