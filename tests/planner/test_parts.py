@@ -183,6 +183,7 @@ def test_what_fits_is_what_the_run_takes(division: Division) -> None:
     assert fits(below, above) == {}
     assert fits(below - 4096, above) == {"host_memory": 4096}
     assert fits(below, above - 4096) == {"device_memory": 4096}
+    assert fits(below - 4096, above - 4096) == {"host_memory": 4096, "device_memory": 4096}
     assert fits(64 * MIB, 12 * MIB) == {}
 
 

@@ -7,7 +7,6 @@ the machine; and that what does not fit is named with the bytes that are missing
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -52,9 +51,9 @@ class Prediction:
 
     Attributes:
         missing: what lacks, for each tier that is too small: bytes.
-        coarse: whether fewer units or batches, or larger tiles, stood for the real ones.
         host_least: the smallest host budget that works.
         swap_bytes: disk bytes of one rank, with the copies of parameters and states that a run reserves (reserved.py).
+        coarse: whether fewer units or batches, or larger tiles, stood for the real ones.
         simulation: None where it does not fit.
         relief: what doubling each resource would bring, best first.
         drive_days: days until what the makers allow to be written is written; None: not known, or nothing is written.
@@ -64,9 +63,9 @@ class Prediction:
     machine: Machine
     settings: PlanSettings
     missing: Mapping[str, int]
-    coarse: bool
     host_least: int
     swap_bytes: int
+    coarse: bool = False
     design: Design | None = None
     simulation: Simulation | None = None
     relief: tuple[Relief, ...] = ()
@@ -107,32 +106,26 @@ def predict(
     """
     per_node = machine.on_each_node(settings.ranks)
     least = least_host_memory(workload, settings.ranks, copies=settings.copies, device=machine.device is not None)
-    missing: dict[str, int] = {}
-    if settings.host_memory < least:
-        missing["host_memory"] = least - settings.host_memory
-        return _without(workload, machine, settings, missing, least, commits=commits)
-    lacking = least_device_memory(workload, machine, settings) - device_memory(workload, machine, settings)
-    if lacking > 0:
-        missing["device_memory"] = lacking
-        return _without(workload, machine, settings, missing, least, commits=commits)
+    lacks = {
+        "host_memory": least - settings.host_memory,
+        "device_memory": least_device_memory(workload, machine, settings) - device_memory(workload, machine, settings),
+    }
+    missing = {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
+    known = functools.partial(Prediction, workload=workload, machine=machine, settings=settings, host_least=least)
+    if missing:
+        return known(missing=missing, swap_bytes=_swap_with_enough(workload, settings, least, commits=commits))
     design = make_design(workload, machine, settings)
     swap = swap_nbytes(design, commits=commits)
     capacity = machine.drive.capacity
     lacking = 0 if capacity is None else swap * per_node - capacity * machine.drive.count
     if lacking > 0:
-        missing["swap"] = lacking
-        found = _without(workload, machine, settings, missing, least, commits=commits)
-        return dataclasses.replace(found, swap_bytes=swap)
+        return known(missing={"swap": lacking}, swap_bytes=swap)
     simulated = functools.cache(simulate)  # the short one of two steps is also what doubling is compared with
     simulation, coarse = simulate_quickly(design, with_plan=with_plan, simulated=simulated)
-    return Prediction(
-        workload=workload,
-        machine=machine,
-        settings=settings,
+    return known(
         missing={},
-        coarse=coarse,
-        host_least=least,
         swap_bytes=swap,
+        coarse=coarse,
         design=design,
         simulation=simulation,
         relief=_relief(workload, machine, settings, simulation.seconds, simulated),
@@ -239,28 +232,11 @@ def _doubled(machine: Machine, settings: PlanSettings) -> dict[str, tuple[Machin
     return found
 
 
-def _without(
-    workload: Workload,
-    machine: Machine,
-    settings: PlanSettings,
-    missing: Mapping[str, int],
-    least: int,
-    *,
-    commits: bool,
-) -> Prediction:
-    """What can be said of what does not fit. Its tiles are taken to be as large as with enough of what is missing."""
+def _swap_with_enough(workload: Workload, settings: PlanSettings, least: int, *, commits: bool) -> int:
+    """Bytes on disk of what does not fit into memory, with tiles as large as with enough of what is missing."""
     wished = settings.tile_nbytes or planned_tile(max(settings.host_memory + settings.beside_pages, least))
     tile = tile_sizes(wished, mean_state_itemsize(unit_sizes(workload, settings.division, each=True)))[0]
-    swap = reserved_nbytes(workload, settings.division, tile, settings.update, commits=commits)
-    return Prediction(
-        workload=workload,
-        machine=machine,
-        settings=settings,
-        missing=missing,
-        coarse=False,
-        host_least=least,
-        swap_bytes=swap,
-    )
+    return reserved_nbytes(workload, settings.division, tile, settings.update, commits=commits)
 
 
 def _drive_days(machine: Machine, written_per_second: float) -> float | None:
