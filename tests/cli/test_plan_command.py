@@ -135,6 +135,9 @@ def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) 
         (["llama-tiny", "--machine", "dgx-h100", "--ranks", "12"], "expected a multiple of the node's 8 ranks"),
         (["llama-tiny", "--machine", "laptop", "--ranks", "2"], "expected a [link] in the profile"),
         (["no-such-model", "--machine", "laptop"], "or a number of parameters such as 70B"),
+        (["7B", "--machine", "rtx4090", "--host-memory", "1TiB"], "at most 56.00 GiB, which one RTX 4090, two Gen4"),
+        (["7B", "--machine", "rtx4090", "--device-memory", "21GiB"], "at most 20.00 GiB, which one RTX 4090, two Gen4"),
+        (["7B", "--machine", "dgx-h100", "--ranks", "8", "--host-memory", "1TiB"], "has for each rank, found 1.00 TiB"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

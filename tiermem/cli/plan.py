@@ -111,7 +111,8 @@ def plan_settings(
 
     `commits`: whether the run commits; `config.commits` is not asked, which the commands set by their options.
 
-    Raises ConfigError for ranks that cannot keep so many copies, and for what is not planned over ranks.
+    Raises ConfigError for ranks that cannot keep so many copies, for what is not planned over ranks, and for a budget
+    beyond what a described machine has.
     """
     if ranks > 1 and config.stage < 3:
         raise ConfigError(
@@ -122,8 +123,12 @@ def plan_settings(
     if config.host_nbytes is None and not machine.host.memory:
         raise ConfigError(f"{machine.name} does not say how much memory it has; give --host-memory")
     available = machine.host.memory // per_node
-    # What was measured has left the share of others out already.
+    # What was measured has left the share of others out already, and is what was free then.
     measured = machine.source.startswith("measured")
+    if not measured:
+        _require_room("host_memory", config.host_nbytes, available or None, f"{machine.name} has for each rank")
+        above = None if machine.device is None else machine.device.memory
+        _require_room("device_memory", config.device_nbytes, above, f"{machine.name} has on each device")
     host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
     beside = beside_pages(host, compiled=are_wanted(config.dtype, config.moments))
     if host - beside < least_host_memory(workload, ranks, copies=copies, device=machine.device is not None):
@@ -143,6 +148,12 @@ def plan_settings(
         update_on=config.update_on,
         clips=True,
     )
+
+
+def _require_room(name: str, nbytes: int | None, most: int | None, where: str) -> None:
+    if nbytes is not None and most is not None and nbytes > most:
+        found = format_bytes(nbytes)
+        raise ConfigError(f"{name}: expected at most {format_bytes(most)}, which {where}, found {found}")
 
 
 def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict[str, Any]:
