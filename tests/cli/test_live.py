@@ -162,6 +162,6 @@ def test_wear_and_report_are_said_at_the_end(
 def test_an_endurance_that_means_nothing_is_refused_first(
     plain_core: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _train(tmp_path, "--endurance", "forever") == 1
+    assert _train(tmp_path, "--endurance", "forever") == 2
     assert "forever" in capsys.readouterr().err
     assert plain_core.runtimes == []
