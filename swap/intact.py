@@ -36,7 +36,7 @@ def require_intact(fd: int, path: str, block: Superblock, system: SystemCalls, *
             "snapshot, or start anew"
         )
         raise SwapIOError("sync", path, errno=errno.ENODATA, detail=detail)
-    if named and not _is_in_place(fd, path):
+    if named and not _is_in_place(fd, path, system):
         detail = (
             "somebody has removed this file, or put another in its place; its bytes end with this process: "
             "save them elsewhere before it is closed"
@@ -50,9 +50,10 @@ def require_intact(fd: int, path: str, block: Superblock, system: SystemCalls, *
         raise SwapIOError("sync", path, errno=errno.EBADMSG, detail=detail)
 
 
-def _is_in_place(fd: int, path: str) -> bool:
+def _is_in_place(fd: int, path: str, system: SystemCalls) -> bool:
+    mine = os.fstat(fd)  # not within the call: one that was given up may outlive the descriptor
     try:
-        return is_same(path, os.fstat(fd))
+        return system.ask(lambda: is_same(path, mine))
     except OSError as error:
         raise SwapIOError("look at", path, errno=error.errno or errno.EIO) from error
 

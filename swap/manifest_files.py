@@ -133,14 +133,14 @@ class ManifestFiles:
 
         Raises FormatError if somebody has put a file where it is to be: to publish it would replace that one.
         """
-        path = self.new
-        if os.path.lexists(self.path(generation)):
-            raise FormatError(
-                f"expected nothing at {self.path(generation)!r} before that commit, found a file; it was left alone: "
-                "move it away"
-            )
+        path, final = self.new, self.path(generation)
+        with self._reporting("look at", final):
+            if self._system.ask(lambda: os.path.lexists(final)):
+                raise FormatError(
+                    f"expected nothing at {final!r} before that commit, found a file; it was left alone: move it away"
+                )
         with self._reporting("unlink", path), contextlib.suppress(FileNotFoundError):
-            os.stat(path, follow_symlinks=False)
+            self._system.ask(lambda: os.lstat(path))
             self._remove(path, torn=True)  # what a run that was killed in here has left
         with self._reporting("write", path, len(packed)):
             fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import swap
 import tiermem
-from tiermem.runtime import company
-from tiermem.runtime.company import Company, find_company, together
+from tiermem.runtime.company import (
+    Company,
+    find_company,
+    leave_directories,
+    make_directories,
+    own_directories,
+    together,
+)
+from tiermem.zero3 import ranks as ranks_module
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.grid import one_copy
 from tiermem.zero3.ranks import Ranks, _group
+from tiermem.zero3.words import Words
 
 
 class Told:
@@ -154,32 +164,86 @@ def test_groups_of_some_are_not_cut_out_of_one_that_is_bound_to_devices(
     assert whole.bound_device_id == device, "as the program has bound it, whatever happens"
 
 
-@pytest.mark.parametrize("joined", [0, 1, 2])
-def test_who_cannot_join_all_lines_leaves_those_it_has(
-    joined: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_folder_of_a_rank_is_not_waited_for_on_a_silent_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
-    left: list[str] = []
+    answers, line = threading.Event(), Line()
+    company = Company(one_copy(line), line)
+    given = tiermem.Config(device="cpu", host_memory="1MiB", swap_dirs=[tmp_path], stall_timeout=0.1)
+    own = own_directories(given, company)
 
-    class Line:
-        size = 2
+    def silent(real: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **more: Any) -> None:
+            answers.wait(3)
+            real(*arguments, **more)
 
-        def __init__(self, *_: Any, name: str, **__: Any) -> None:
-            if len(made) == joined:
-                raise tiermem.TiermemError("not joined by all")
-            self.name = name.rpartition("/")[2]
-            made.append(self.name)
+        return call
 
-        def tell(self, _: Sequence[int]) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", silent(Path.mkdir))
+        with pytest.raises(swap.SwapIOError, match=r"mkdir.*rank_00000.*ETIMEDOUT"):
+            make_directories(own, company)
+        answers.set()
+    make_directories(own, company)
+    answers.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", silent(Path.rmdir))
+        leave_directories(own, company)
+        assert list(tmp_path.iterdir()), "it has not been waited for"
+        answers.set()
+
+
+@pytest.mark.parametrize("fails", ["first", "second", "tell", "nothing"])
+def test_what_could_not_begin_leaves_no_group_open(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    opened: list[Any] = []
+    closed: list[Any] = []
+    told: list[str] = []
+
+    def make(backend: str, *_: Any, **__: Any) -> object:
+        if fails == ("first" if not opened else "second"):
+            raise tiermem.TiermemError("not joined")
+        opened.append(backend)
+        return object()
+
+    def tell(ranks: Ranks, numbers: Sequence[int]) -> list[list[int]]:
+        if fails == "tell" and len(opened) == 2:
             raise tiermem.TiermemError("no word from rank 1")
+        return [list(numbers)] * 2
 
-        def close(self, reason: str) -> None:
-            assert reason
-            left.append(self.name)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "destroy_process_group", closed.append)
+    monkeypatch.setattr(ranks_module, "_group", make)
+    monkeypatch.setattr(Ranks, "tell", tell)
+    monkeypatch.setattr(Words, "leave", lambda _, reason: told.append(reason))
+    given = tiermem.Config(device="cpu", host_memory="1MiB", swap_dirs=["/nowhere"])
+    if fails == "nothing":
+        company = find_company(given)
+        assert not closed
+        company.close()
+    else:
+        with pytest.raises(tiermem.TiermemError, match="no word from rank 1" if fails == "tell" else "not joined"):
+            find_company(given)
+    assert len(closed) == len(opened) == {"first": 0, "second": 1}.get(fails, 2)
+    assert None not in closed, "that would be all groups there are"
+    assert all("could not begin" in reason for reason in told)
+    assert len(told) == {"second": 1, "tell": 1}.get(fails, 0)
 
-    monkeypatch.setattr(company, "Ranks", Line)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(tiermem.TiermemError, match="not joined by all" if joined < 2 else "no word"):
-        find_company(tiermem.Config(host_memory="1MiB", swap_dirs=[str(tmp_path)]))
-    assert sorted(left) == sorted(made) == ["committing", "computing"][2 - joined :]
+
+def test_of_two_groups_of_one_line_none_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU's: that of messages is there when that of tensors cannot be made."""
+    closed: list[Any] = []
+
+    def make(backend: str, *_: Any, **__: Any) -> str:
+        if backend == "nccl":
+            raise tiermem.TiermemError("not joined")
+        return backend
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "destroy_process_group", closed.append)
+    monkeypatch.setattr(ranks_module, "_group", make)
+    with pytest.raises(tiermem.TiermemError, match="not joined"):
+        Ranks(None, timeout=1.0, device=torch.device("cuda"), name="0.1")
+    assert closed == ["gloo"]

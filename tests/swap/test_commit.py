@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import stat
+import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from swap import (
 )
 from swap.commit import CommitStore
 from swap.generations import Generations, Mark
+from swap.patience import PatientSystemCalls
 from swap.recovery import find_leftovers, find_prepared, recover, verify
 
 MIB = 1 << 20
@@ -170,6 +173,33 @@ def test_what_was_prepared_is_not_waited_for_on_a_silent_drive(tmp_path: Path) -
     with pytest.raises(swap.SwapIOError, match=r"r0\.manifest\.new.*ETIMEDOUT"):
         find_prepared([tmp_path], name="r0", system=system, stall_seconds=0.05)
     stall.release()
+
+
+@pytest.mark.parametrize("name", ["r0.manifest.new", f"r0.{0:020d}.manifest", "r0.swapfile"])
+def test_what_a_commit_looks_for_is_not_waited_for_on_a_silent_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A name is read from the drive where the system does not remember it."""
+    run, answers = Run(tmp_path), threading.Event()
+    run.store = CommitStore([tmp_path], name="r0", stall_seconds=0.1)
+    run.space._files[0]._system = PatientSystemCalls(None, 0.1)
+    run.write("a", b"a")
+
+    def silent(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **more: Any) -> Any:
+            if path == str(tmp_path / name):
+                answers.wait(3)
+            return real(path, *arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", silent(os.stat))
+        patch.setattr(os, "lstat", silent(os.lstat))
+        with pytest.raises(SwapIOError, match=rf"{name}.*ETIMEDOUT"):
+            run.commit(0)
+        answers.set()
+    run.space.close()
 
 
 def test_no_commit_yet_is_none(tmp_path: Path) -> None:

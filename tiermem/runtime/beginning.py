@@ -25,6 +25,7 @@ from swap import (
     find_leftovers,
     find_prepared,
 )
+from swap.patience import PatientSystemCalls
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
 from tiermem.checkpoint.restoring import require_whole
 from tiermem.config import Config
@@ -161,24 +162,30 @@ def check_room(config: Config, nbytes: int) -> None:
     Before a commit is replaced: afterwards it would be too late. Directories on one file system count once. Where a
     file system does not say what is free, whoever makes the files will find out.
     """
-    free: dict[int, int] = {}
-    old = 0
     try:
-        for path in config.swap_paths:
-            device = file_system_of(path)
-            free[device] = max(free.get(device, 0), SystemCalls().free_bytes(os.fspath(path)))
-            file = path / f"{SPACE_NAME}.swapfile"
-            if file.exists():
-                old += file.stat().st_blocks * 512
+        free = PatientSystemCalls(None, config.stall_timeout).ask(lambda: _room(config))
     except OSError:
         return
-    if sum(free.values()) + old < nbytes:
+    if free < nbytes:
         names = ", ".join(str(path) for path in config.swap_paths)
         advice = "; Config(commits=False) needs half of it" if config.commits else ""
         raise SwapFullError(
-            f"the swap files need {nbytes} bytes, {names} has {sum(free.values()) + old} bytes free; free some, or add "
-            f"a directory on another drive{advice}"
+            f"the swap files need {nbytes} bytes, {names} has {free} bytes free; free some, or add a directory on "
+            f"another drive{advice}"
         )
+
+
+def _room(config: Config) -> int:
+    """Bytes that are free in the swap directories together, or that swap files there have."""
+    free: dict[int, int] = {}
+    old = 0
+    for path in config.swap_paths:
+        device = file_system_of(path)
+        free[device] = max(free.get(device, 0), SystemCalls().free_bytes(os.fspath(path)))
+        file = path / f"{SPACE_NAME}.swapfile"
+        if file.exists():
+            old += file.stat().st_blocks * 512
+    return sum(free.values()) + old
 
 
 def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:

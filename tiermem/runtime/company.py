@@ -24,6 +24,7 @@ import torch
 
 from swap import SwapIOError
 from swap.paths import sync_directory
+from swap.patience import PatientSystemCalls
 from swap.syscalls import SystemCalls
 from tiermem.config import Config, resolve_device
 from tiermem.errors import ConfigError, TiermemError
@@ -33,7 +34,6 @@ from tiermem.zero3.ranks import Ranks, next_name, rows_of
 
 T = TypeVar("T")
 RANK_PREFIX = "rank_"
-_LEFT = "could not join the run"
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,22 @@ def find_company(config: Config, mesh: Any = None) -> Company:
         return alone()
     device = resolve_device(config)
     name = next_name()
-    with contextlib.ExitStack() as joined:  # who cannot join all of them leaves those it has
-        computing = Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing")
-        joined.callback(computing.close, _LEFT)
-        # A rank whose drive is silent in a commit notices after `stall_timeout`, and must then still be listened to.
-        patience = 2 * config.stall_timeout
-        committing = Ranks(members, timeout=patience, device=torch.device("cpu"), name=f"{name}/committing")
-        joined.callback(committing.close, _LEFT)
+    # A rank whose drive is silent in a commit notices after `stall_timeout`, and must then still be listened to.
+    patience = 2 * config.stall_timeout
+    lines: list[Ranks] = []
+    try:
+        lines.append(Ranks(members, timeout=config.stall_timeout, device=device, name=f"{name}/computing"))
+        lines.append(Ranks(members, timeout=patience, device=torch.device("cpu"), name=f"{name}/committing"))
+        computing, committing = lines
         rows = [[members.index(rank) for rank in row] for row in copies] if members and copies else []
         grid = _arrange(computing, rows) if len(rows) > 1 else one_copy(computing)
         host = zlib.crc32(socket.gethostname().encode())
         neighbours = sum(told[0] == host for told in computing.tell([host]))
         run = computing.tell([secrets.randbits(62)])[0][0]
-        joined.pop_all()
+    except BaseException as error:
+        for line in lines:
+            line.close(f"could not begin: {reason_of(error)}")
+        raise
     return Company(grid, committing, neighbours, run)
 
 
@@ -179,21 +182,29 @@ def own_directories(config: Config, company: Company) -> Config:
 
 def make_directories(config: Config, company: Company) -> None:
     """Make this rank's subdirectories, where `config` is that of `own_directories`."""
+    system = PatientSystemCalls(None, config.stall_timeout)
     for path in config.swap_paths if company.size > 1 else ():
-        _make(path)
+        _make(path, system)
 
 
 def leave_directories(config: Config, company: Company) -> None:
     """Remove this rank's subdirectories where nothing is left in them."""
+    system = PatientSystemCalls(None, config.stall_timeout)
     for path in config.swap_paths if company.size > 1 else ():
-        with contextlib.suppress(OSError):  # something is: a commit, or what is not ours
-            path.rmdir()
+        with contextlib.suppress(OSError):  # something is, a commit or what is not ours; or the drive is silent
+            system.ask(path.rmdir)
 
 
-def _make(path: Path) -> None:
-    if path.parent.is_dir() and not path.is_dir():  # else whoever opens it says that it is missing
-        try:
+def _make(path: Path, system: SystemCalls) -> None:
+    def make() -> bool:
+        missing = path.parent.is_dir() and not path.is_dir()  # else whoever opens it says that it is missing
+        if missing:
             path.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise SwapIOError("mkdir", path, errno=error.errno or errno.EIO) from error
-        sync_directory(os.fspath(path.parent), SystemCalls())  # a commit in there is only as durable as its name
+        return missing
+
+    try:
+        made = system.ask(make)
+    except OSError as error:
+        raise SwapIOError("mkdir", path, errno=error.errno or errno.EIO) from error
+    if made:
+        sync_directory(os.fspath(path.parent), system)  # a commit in there is only as durable as its name

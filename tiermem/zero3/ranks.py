@@ -59,17 +59,22 @@ class Ranks:
         self.size = len(self._members)
         self._timeout = timeout
         self._common = self.size == dist.get_world_size() if common is None else common
-        self._messages = _group("gloo", self._members, timeout, common=self._common)
-        self._tensors = self._messages
-        if device.type == "cuda":
-            self._tensors = _group("nccl", self._members, timeout, common=self._common)
+        self._messages: Any = None
+        self._tensors: Any = None
         self._device = device
         self._words = Words(f"tiermem/{name}", self.rank, self.size)  # until the first one's name is known
         self._closed = False
         self._whole: Callable[[RuntimeError], TiermemError] | None = None
         self._parts: list[Ranks] = []
-        # The first one's name: others may have had other runs before, over some of the ranks only.
-        self._words.name = f"tiermem/{self.tell_text(name)[0]}/{'-'.join(map(str, self._members))}"
+        try:
+            self._messages = self._tensors = _group("gloo", self._members, timeout, common=self._common)
+            if device.type == "cuda":
+                self._tensors = _group("nccl", self._members, timeout, common=self._common)
+            # The first one's name: others may have had other runs before, over some of the ranks only.
+            self._words.name = f"tiermem/{self.tell_text(name)[0]}/{'-'.join(map(str, self._members))}"
+        except BaseException:
+            self.close()
+            raise
 
     def part(self, rows: Sequence[Sequence[int]]) -> Ranks:
         """Cut them into rows, of ascending numbers; the line of this rank's row. All of them call this together.
@@ -144,8 +149,8 @@ class Ranks:
             self._words.leave(reason)
         for part in self._parts:
             part.close(reason)
-        groups = {id(each): each for each in (self._messages, self._tensors)}
-        if self._device.type == "cuda" and reason is not None:
+        groups = {id(each): each for each in (self._messages, self._tensors) if each is not None}
+        if self._device.type == "cuda" and reason is not None and self._tensors is not None:
             with contextlib.suppress(RuntimeError):
                 self._tensors.abort()  # an exchange that waits for the dead would keep the device's streams for ever
         self._messages = self._tensors = None  # the connections end with the last reference, and others see that
