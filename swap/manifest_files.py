@@ -140,7 +140,7 @@ class ManifestFiles:
                     f"expected nothing at {final!r} before that commit, found a file; it was left alone: move it away"
                 )
         with self._reporting("unlink", path), contextlib.suppress(FileNotFoundError):
-            self._system.ask(lambda: os.lstat(path))
+            self._system.ask(lambda: os.stat(path, follow_symlinks=False))
             self._remove(path, torn=True)  # what a run that was killed in here has left
         with self._reporting("write", path, len(packed)):
             fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
