@@ -107,6 +107,22 @@ def test_what_cannot_be_kept_is_refused_by_its_place(value: Any, says: str) -> N
         to_record(value)
 
 
+DIGITS = 10**4299
+
+
+@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [1, n, 2], lambda n: {"a": [0.5, n]}, lambda n: {n: "a"}])
+def test_an_integer_of_more_digits_than_python_reads_is_refused_when_it_is_given(wrap: Any) -> None:
+    for fits in (9 * DIGITS, -9 * DIGITS):
+        assert from_record(json.loads(json.dumps(to_record(wrap(fits))))) == wrap(fits)
+    for long in (10 * DIGITS, -10 * DIGITS, Long(10 * DIGITS)):
+        with pytest.raises(tiermem.ConfigError, match="an integer of more than 4300 digits"):
+            to_record(wrap(long))
+
+
+class Long(int):
+    """As enumerations are."""
+
+
 def test_a_nested_tensor_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype, as torch says once

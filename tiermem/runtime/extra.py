@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ MARK = "$tiermem"
 LARGEST = 16 << 20
 """Bytes of a tensor, an array or of `bytes`: the record of a commit is read and written whole."""
 
+_FAR = 10**sys.int_info.default_max_str_digits
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})  # not their subclasses, such as numpy's floats
 _KEYS = (str, bool, int, float, type(None))
 
@@ -51,7 +53,10 @@ def _record(value: Any, what: str) -> Any:
         items = [[_plain(key, what), _record(item, f"{what}[{key!r}]")] for key, item in value.items()]
         return {MARK: "dict", "items": items}
     if isinstance(value, (list, tuple)):
-        if _AS_THEY_ARE.issuperset(map(type, value)):  # the numbers of thousands of parameters, say
+        kinds = set(map(type, value))
+        if kinds <= _AS_THEY_ARE and not (
+            int in kinds and _holds_long(value)
+        ):  # the numbers of thousands of parameters
             return list(value)
         return [_record(item, f"{what}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, torch.Tensor):
@@ -76,6 +81,11 @@ def from_record(record: Any) -> Any:
 
 def _plain(value: Any, what: str) -> Any:
     """A number, text or None as JSON holds it. Raises ConfigError naming what JSON cannot hold."""
+    if _is_long(value):
+        raise ConfigError(
+            f"{what}: an integer of more than {sys.int_info.default_max_str_digits} digits, which Python makes no text "
+            "of, and reads from none; keep it as text in hexadecimal (hex(), int(text, 16)), or as bytes"
+        )
     if type(value) in _AS_THEY_ARE:
         return value
     if isinstance(value, (bool, int, float, str)):
@@ -84,6 +94,15 @@ def _plain(value: Any, what: str) -> Any:
         f"{what}: expected numbers, text, None, lists, dicts, tensors, arrays of numbers or bytes, found "
         f"{type(value).__name__}; convert it, for example with .tolist() or str()"
     )
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, int) and not -_FAR < value < _FAR
+
+
+def _holds_long(values: Sequence[Any]) -> bool:
+    whole = [value for value in values if type(value) is int]
+    return _is_long(min(whole)) or _is_long(max(whole))
 
 
 def _of_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:

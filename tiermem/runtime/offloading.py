@@ -27,6 +27,7 @@ from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import Company, find_company, leave_directories, make_directories, own_directories
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import House, build
+from tiermem.runtime.randomness import require_restorable
 from tiermem.zero3.collectives import reason_of
 from tiermem.zero3.engine import outside_inference, require_names
 from tiermem.zero3.guards import guard_placeholders, refuse_placeholders, refuse_unfit
@@ -147,6 +148,8 @@ def _find_beginning(own: Config, company: Company, resume: bool | str | os.PathL
     if resume is True and beginning.manifest is None:
         names = ", ".join(str(path) for path in own.swap_paths)
         raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
+    if (past := beginning.past) is not None:
+        company.together("restore its random number generators", lambda: require_restorable(past["random"]))
     return beginning
 
 
