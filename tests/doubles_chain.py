@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swap.requests import Priority
+from tiermem.memory.copies import Done
 from tiermem.memory.ranges import Range, RangeAllocator, cheapest_window
 from tiermem.memory.tiers import Tier
-from tiermem.pager.edges import Chain, Done
+from tiermem.pager.edges import Chain
 from tiermem.pager.page import Page
 
 

@@ -36,7 +36,6 @@ FLOORS = {
     # Words of the memory room without state or torch; the hall speaks them too.
     "tiermem.memory.sizes": 1,
     "tiermem.memory.links": 1,
-    "tiermem.memory.tiers": 1,
     "tiermem.memory": 2,
     "tiermem.pager": 3,
     "tiermem.zero3": 4,

@@ -24,7 +24,6 @@ from tiermem.checkpoint.manifest import (
     Kept,
     Piece,
     SnapshotManifest,
-    is_dense,
     pack,
     parse,
 )
@@ -141,21 +140,3 @@ def test_damage_is_found_wherever_it_is() -> None:
     for damaged in (found.replace(b'"seconds":1.5', b'"seconds":1.6'), found.replace(b'":', b'": ', 1)):
         with pytest.raises(swap.FormatError, match="damaged"):
             parse(damaged, "x")
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "dense"),
-    [
-        ((), (), True),
-        ((2, 3), (3, 1), True),
-        ((2, 3), (1, 2), True),
-        ((2, 3, 4), (1, 8, 2), True),
-        ((1, 3, 1), (77, 1, 0), True),
-        ((3, 3), (1, 1), False),
-        ((2, 3), (4, 1), False),
-        ((2, 3), (0, 1), False),
-        ((3,), (2,), False),
-    ],
-)
-def test_which_strides_are_dense(shape: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
-    assert is_dense(shape, stride) == dense

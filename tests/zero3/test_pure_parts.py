@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import tile_count, tile_ranges, tiles_in_turn
-from tiermem.zero3.layout import ParameterInfo, contiguous_stride, dense_stride, memory_order, plan_layout, slot_view
+from tiermem.zero3.layout import (
+    ParameterInfo,
+    contiguous_stride,
+    dense_stride,
+    is_dense,
+    memory_order,
+    plan_layout,
+    slot_view,
+)
 from tiermem.zero3.order import Access, OrderRecorder, Phase
 from tiermem.zero3.placeholder import Placeholders
 
@@ -89,6 +97,24 @@ def test_strides_with_holes_become_contiguous():
     assert dense_stride((3, 4), (8, 1)) == (4, 1)
     assert dense_stride((3, 4), (0, 0)) == (4, 1)
     assert dense_stride((3, 4), (1, 3)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dense"),
+    [
+        ((), (), True),
+        ((2, 3), (3, 1), True),
+        ((2, 3), (1, 2), True),
+        ((2, 3, 4), (1, 8, 2), True),
+        ((1, 3, 1), (77, 1, 0), True),
+        ((3, 3), (1, 1), False),
+        ((2, 3), (4, 1), False),
+        ((2, 3), (0, 1), False),
+        ((3,), (2,), False),
+    ],
+)
+def test_which_strides_are_dense(shape: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
+    assert is_dense(shape, stride) == dense
 
 
 def test_impossible_layouts_are_refused():

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from swap import FormatError
-from tiermem.checkpoint.manifest import BUFFER, MASTER, TRAINED, VALUE, Kept, is_dense, is_file_name
+from tiermem.checkpoint.manifest import BUFFER, MASTER, TRAINED, VALUE, Kept, is_file_name
 from tiermem.checkpoint.reading import Snapshot, blocks_of
 from tiermem.checkpoint.shard import MarkedPages
 from tiermem.checkpoint.tensor_file import DTYPES, bytes_of
 from tiermem.checkpoint.tensor_writer import TensorSpec
 from tiermem.errors import ConfigError
 from tiermem.pager.page import Intent, Kind, PageKey
-from tiermem.zero3.layout import contiguous_stride
+from tiermem.zero3.layout import contiguous_stride, is_dense
 
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 

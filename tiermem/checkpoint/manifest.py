@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 from swap import FormatError
+from tiermem.zero3.layout import is_dense
 
 NAME = "manifest.json"
 FORMAT = "tiermem-snapshot"
@@ -206,17 +207,6 @@ def _kept(row: Any, files: Sequence[DataFile]) -> Kept:
 def is_file_name(name: object) -> bool:
     """Whether it names a file in a folder, and nothing outside of that."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the strides reach every one of `numel` elements exactly once."""
-    expected = 1
-    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size > 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _piece(file: Any, tensor: Any, first: Any, count: Any, digest: Any) -> Piece:

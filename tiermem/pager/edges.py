@@ -15,12 +15,11 @@ from typing import Protocol
 from swap.extents import Extent
 from swap.requests import Priority, Request
 from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
+from tiermem.memory.copies import Done
 from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
 from tiermem.pager.page import Kind, Lane, Page, PageKey, Transfer
-
-Done = Callable[[BaseException | None], None]
 
 
 class Edge(Protocol):

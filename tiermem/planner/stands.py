@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiermem.memory.arena import Fence
-from tiermem.memory.tiers import Tier
-from tiermem.pager.edges import Done
+from tiermem.memory.copies import Done
 from tiermem.pager.page import Page
 from tiermem.planner.footprint import rounded
 from tiermem.planner.lines import Transfer
@@ -32,8 +31,7 @@ class _Frame:
 class SimulatedArena:
     """Counts bytes; without fragmentation, which host memory alone does not have either, but a device does."""
 
-    def __init__(self, tier: Tier, capacity: int) -> None:
-        self.tier = tier
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.reserved = 0
         self.high_water = 0

@@ -239,7 +239,7 @@ class World:
             yield signal
 
     def _chain(self) -> Chain:
-        arenas: dict[Tier, Any] = {Tier.HOST: SimulatedArena(Tier.HOST, self.design.settings.host_memory)}
+        arenas: dict[Tier, Any] = {Tier.HOST: SimulatedArena(self.design.settings.host_memory)}
         drive = self.drive
         edges: dict[tuple[Tier, Tier], Any] = {
             (Tier.SWAP, Tier.HOST): SimulatedEdge(
@@ -251,7 +251,7 @@ class World:
         }
         if self.design.device is not None:
             up, down = self.wires
-            arenas[Tier.DEVICE] = SimulatedArena(Tier.DEVICE, self.design.device.nbytes)
+            arenas[Tier.DEVICE] = SimulatedArena(self.design.device.nbytes)
             edges[Tier.HOST, Tier.DEVICE] = SimulatedEdge(
                 lambda nbytes, priority, done: up.start(nbytes, priority=priority, done=done)
             )

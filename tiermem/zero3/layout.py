@@ -176,16 +176,20 @@ def part(length: int, ranks: int, multiple: int) -> int:
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return `stride` if it covers `numel` elements without holes or overlaps, else the contiguous one."""
-    if 0 in stride:  # no tensor with memory of its own; a placeholder of one element
-        return contiguous_stride(shape)
+    # With a stride of 0 it is no tensor with memory of its own: a placeholder of one element.
+    kept = math.prod(shape) and 0 not in stride and is_dense(shape, stride)
+    return tuple(stride) if kept else contiguous_stride(shape)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the strides reach every one of `numel` elements exactly once."""
     expected = 1
-    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
-        if size == 1:
-            continue
-        if step != expected:
-            return contiguous_stride(shape)
-        expected *= size
-    return tuple(stride) if math.prod(shape) else contiguous_stride(shape)
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size > 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
