@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -497,7 +498,10 @@ def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
     with pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
         write_with(Silent(), tmp_path / "out", stall_seconds=0.05)
     go.set()
-    assert list(tmp_path.iterdir()) == []
+    until = time.monotonic() + 10.0
+    while list(tmp_path.iterdir()):  # a rename is waited for: it might have given the folder its name
+        assert time.monotonic() < until
+        time.sleep(0.01)
     file = tmp_path / "file.safetensors"
     save_file({"a": torch.zeros(3)}, file)
     Silent.preadv = lambda *_: go.wait(60)
@@ -507,6 +511,37 @@ def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
         with open_tensors(file).reading(Silent()) as reader, pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
             reader.read(memoryview(bytearray(12)), 80)
     go.set()
+
+
+def test_a_name_that_is_given_late_is_that_of_a_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is given between the removals of two files, had they begun."""
+    go, named = threading.Event(), threading.Event()
+
+    class Late(SystemCalls):
+        def rename(self, source: str, target: str) -> None:
+            go.wait(60)
+            super().rename(source, target)
+            named.set()
+
+    remove = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        remove(path, missing_ok)
+        go.set()
+        named.wait(10)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    draft = Draft(tmp_path / "out", stall_seconds=0.05, system=Late())
+    with pytest.raises(swap.SwapIOError, match=r"rename.*ETIMEDOUT"), draft:
+        for name in ("a", "b"):
+            draft.text(name, name)
+        draft.finish()
+    go.set()
+    assert named.wait(10)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]
+    while any(thread.name == "tiermem-draft" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_drive_that_does_not_answer_when_a_folder_is_begun(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -51,6 +52,7 @@ class Draft:
             with reporting("open", self.path, system=self._system):
                 folder = self._system.ask(lambda: _begin(self.path))
         self.folder = folder
+        self._naming = False  # whether it has been asked for its final name
         self._open: list[TensorWriter] = []
 
     def tensors(
@@ -77,19 +79,34 @@ class Draft:
         sync_directory(os.fspath(self.folder), self._system)
         with reporting("rename", self.path, system=self._system):
             self._system.ask(lambda: _check_free(self.path))
+            self._naming = True
             self._system.rename(os.fspath(self.folder), os.fspath(self.path))
         self._finished = True
         sync_directory(os.fspath(self.path.parent), self._system)
 
     def abandon(self) -> None:
-        """Remove what there is of it, unless it is finished. May be called twice."""
+        """Remove what there is of it, unless it is finished. May be called twice.
+
+        Where the call that gives it its name was given up, that is done when it has ended: it may have it then, and
+        is to be whole.
+        """
         for writer in self._open:
             with contextlib.suppress(OSError):  # over a network it says once more why writing failed
                 writer.close()
         if self._finished:
             return
+        if self._naming and (late := self._system.late()):
+            thread = threading.Thread(target=self._abandon_after, args=(late,), name="tiermem-draft", daemon=True)
+            with contextlib.suppress(RuntimeError):  # none may be started: what is left is hidden
+                thread.start()
+            return
         with contextlib.suppress(OSError):  # what cannot be removed is hidden, and nothing takes it for whole
             self._system.ask(lambda: _remove(self.folder))
+
+    def _abandon_after(self, late: Sequence[threading.Thread]) -> None:
+        for thread in late:
+            thread.join()
+        self.abandon()
 
     def __enter__(self) -> Self:
         return self
