@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _ATTEMPTS = 100
 _PAUSE = 0.01  # seconds
+_PIECE = 256 << 20  # bytes reserved at once, also where a file system writes zeros for it
 
 
 class PatientSystemCalls(SystemCalls):
@@ -36,8 +37,7 @@ class PatientSystemCalls(SystemCalls):
         self._seconds = seconds
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()  # of that list: two drives may be silent at once
-        # `fallocate` may take its time without a drive being silent.
-        at_once = ("fallocate", "overwrite_in_place", "lock", "unlock", "sleep")
+        at_once = ("overwrite_in_place", "lock", "unlock", "sleep")
         for name in at_once:
             setattr(self, name, getattr(self._system, name))
 
@@ -81,6 +81,12 @@ class PatientSystemCalls(SystemCalls):
     def fsync(self, fd: int) -> None:
         """Make a file's, or a directory's, completed changes durable."""
         self._answer(lambda: self._system.fsync(fd))
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Reserve disk blocks, a piece after the other: all of them may take long without a drive being silent."""
+        for begin in range(offset, offset + nbytes, _PIECE):
+            length = min(_PIECE, offset + nbytes - begin)
+            self._answer(functools.partial(self._system.fallocate, fd, begin, length))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Set a file's size."""

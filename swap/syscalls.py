@@ -74,10 +74,10 @@ class SystemCalls:
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Reserve disk blocks, growing the file. A file system that cannot is an OSError with EOPNOTSUPP."""
         # Not os.posix_fallocate: where the file system cannot, that of glibc writes a byte into every block instead.
-        while _fallocate()(fd, 0, offset, nbytes):
+        # Not again after an interrupt: where the call was given up the descriptor may be another file's by then.
+        if _fallocate()(fd, 0, offset, nbytes):
             code = ctypes.get_errno()
-            if code != errno.EINTR:
-                raise OSError(code, os.strerror(code))
+            raise OSError(code, os.strerror(code))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Set a file's size."""

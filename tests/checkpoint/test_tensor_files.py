@@ -531,11 +531,11 @@ def test_a_name_that_is_given_late_is_that_of_a_whole_folder(tmp_path: Path, mon
         named.wait(10)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    draft = Draft(tmp_path / "out", stall_seconds=0.05, system=Late())
-    with pytest.raises(swap.SwapIOError, match=r"rename.*ETIMEDOUT"), draft:
+    with Draft(tmp_path / "out", stall_seconds=0.05, system=Late()) as draft:
         for name in ("a", "b"):
             draft.text(name, name)
-        draft.finish()
+        with pytest.raises(swap.SwapIOError, match=r"rename.*ETIMEDOUT"):
+            draft.finish()
     go.set()
     assert named.wait(10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]

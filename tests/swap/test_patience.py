@@ -118,6 +118,32 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
             time.sleep(0.01)
 
 
+def test_room_is_reserved_a_piece_after_the_other_each_within_the_time_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large file may take long, and a drive that is silent is given up."""
+    monkeypatch.setattr(swap.patience, "_PIECE", 1 << 16)
+    pieces: list[tuple[int, int]] = []
+
+    class Noting(swap.SystemCalls):
+        def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+            pieces.append((offset, nbytes))
+            super().fallocate(fd, offset, nbytes)
+
+    settings = swap.EngineSettings(stall_seconds=0.1)
+    swap.SwapSpace.open([tmp_path], name="name", nbytes=150_000, system=Noting()).close()
+    assert pieces == [(0, 1 << 16), (1 << 16, 1 << 16), (2 << 16, 155_648 - (2 << 16))]
+    assert os.stat(tmp_path / "name.swapfile").st_size == 155_648
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("fallocate", None, errno.EINTR, stall)
+    with pytest.raises(swap.SwapIOError, match=r"reserve.*name\.swapfile.*ETIMEDOUT.*no progress"):
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 18, settings=settings, system=system)
+    assert stall.entered.is_set()
+    with pytest.raises(swap.SwapInUseError):  # as long as the call may still happen
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16)
+    stall.release()
+
+
 def lived(directory: Path, system: swap.SystemCalls | None = None) -> None:
     """All that a run does to a directory outside the engine, short of a commit."""
     seconds = 0.1 if system else 30.0
