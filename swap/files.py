@@ -239,7 +239,7 @@ class SwapFile:
             with AlignedBuffer(ALIGNMENT) as probe:
                 self._system.preadv(fd, probe.view, 0)
         except BaseException as error:
-            self._system.close(fd)
+            close_descriptor(fd, self.path, self._system)
             if not isinstance(error, OSError):
                 raise
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -247,8 +247,8 @@ class SwapFile:
             return
         old, self._fd = self._fd, fd
         self._unlock(old)  # explicitly: a child that is forked meanwhile has this descriptor, too
-        self._system.close(old)
         self.direct = True
+        close_descriptor(old, self.path, self._system)
         self._claim()
 
     def _reserve(self, before: int) -> None:
@@ -333,7 +333,7 @@ def look(path: str, system: SystemCalls) -> tuple[int | None, Superblock | None]
     except OSError as error:
         raise SwapIOError("read", path, length=SUPERBLOCK_BYTES, errno=error.errno or errno.EIO) from error
     finally:
-        system.close(fd)
+        close_descriptor(fd, path, system)
     return found.st_size, superblock.parse(first, path) if first else None
 
 

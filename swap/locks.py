@@ -93,7 +93,7 @@ class DirectoryLock:
                 if isinstance(error, OSError):
                     raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
                 raise
-            self._system.close(fd)
+            close_descriptor(fd, self.path, self._system)
 
     def _claim(self, fd: int) -> bool:
         """Lock the open file; False if it was removed by its last holder meanwhile and must be opened anew."""
@@ -154,7 +154,7 @@ def lock_holder(path: str, system: SystemCalls) -> int | None:
     except OSError:  # a file system without locks: whoever opens it is told
         return None
     finally:
-        system.close(fd)
+        close_descriptor(fd, path, system)
 
 
 def close_descriptor(fd: int, path: str, system: SystemCalls) -> None:

@@ -404,6 +404,33 @@ def test_a_fault_while_opening_leaves_nothing(
     open_file(tmp_path).close()
 
 
+def test_a_descriptor_that_cannot_be_closed_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """As over a network: it is closed all the same."""
+
+    def lived(system: SystemCalls | None) -> None:
+        swap.find_leftovers([tmp_path], name="r0", system=system)
+        SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system).close()
+
+    class Failing(SystemCalls):
+        closed = 0
+
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            self.closed += 1
+            if self.closed == number:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    lived(None)
+    before, number = len(os.listdir("/proc/self/fd")), 0
+    lived(counting := Failing())
+    assert counting.closed > 5
+    for number in range(1, counting.closed + 1):  # noqa: B007 - who closes looks at it
+        with pytest.raises(SwapIOError, match=rf"{tmp_path.name}.*EIO"):
+            lived(Failing())
+        assert len(os.listdir("/proc/self/fd")) == before
+        lived(None)
+
+
 @pytest.mark.parametrize("call", ["open", "preadv", "pwritev", "fsync", "fallocate"])
 def test_an_interrupt_while_opening_is_raised_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
