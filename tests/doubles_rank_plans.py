@@ -33,6 +33,7 @@ class Planned:
     batches: int = 1
     dtype: str = "bfloat16"
     look_ahead: int | str = 0
+    stage: int = 3
 
     def config(self, directory: Path) -> tiermem.Config:
         where: dict[str, Any] = {"device": "cpu"}
@@ -44,6 +45,7 @@ class Planned:
             swap_dirs=[directory],
             tile_size="128KiB",
             look_ahead=self.look_ahead,
+            stage=self.stage,
             io_backend="inline",
             commits=False,
             stall_timeout=STALL,
@@ -59,10 +61,17 @@ PLANNED = {
     "settled": Planned("step", device=64 * MIB, update_on="auto"),
     "partly_settled": Planned("backward", device=9 * MIB, update_on="auto"),
     "device": Planned("step", device=4 * MIB, host=2 * MIB),
+    "stage_2": Planned("forward", host=2 * MIB, batches=2, stage=2),
+    "stage_2_beside": Planned("forward", host=4 * MIB, stage=2),
+    "stage_2_backward": Planned("backward", host=3 * MIB, stage=2),
+    "stage_2_device": Planned("step", device=5 * MIB, host=2 * MIB, stage=2),
+    "stage_1": Planned("step", host=2 * MIB, batches=2, stage=1),
+    "stage_1_device": Planned("backward", device=5 * MIB, host=3 * MIB, stage=1),
 }
 COPIES = {
     "copies": Planned("step", host=2 * MIB, copies=2),
     "copies_settled": Planned("step", device=9 * MIB, update_on="auto", copies=2),
+    "copies_stage_1": Planned("forward", host=2 * MIB, copies=2, stage=1),
 }
 
 
@@ -86,7 +95,9 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             blueprint, order = runtime._house.steps._plans._planner, runtime._house.scheduler.order.expected
             return {
                 "shared": (blueprint.footprint, blueprint.device),
-                "disk": blueprint.swap_nbytes(wanted_copies(case.update, commits=False)),
+                "disk": blueprint.swap_nbytes(
+                    wanted_copies("forward" if case.stage == 1 else case.update, commits=False)
+                ),
                 "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages),
                 "accesses": order.accesses,
                 "gone": gone,

@@ -111,14 +111,8 @@ def plan_settings(
 
     `commits`: whether the run commits; `config.commits` is not asked, which the commands set by their options.
 
-    Raises ConfigError for ranks that cannot keep so many copies, for what is not planned over ranks, and for a budget
-    beyond what a described machine has.
+    Raises ConfigError for ranks that cannot keep so many copies, and for a budget beyond what a described machine has.
     """
-    if ranks > 1 and config.stage < 3:
-        raise ConfigError(
-            f"stage: expected 3, found {config.stage}: what {ranks} ranks do at stages 1 and 2, where each has all "
-            "parameters, is not simulated; plan with stage=3, or for one rank"
-        )
     per_node = min(ranks, machine.ranks_per_node)
     if config.host_nbytes is None and not machine.host.memory:
         raise ConfigError(f"{machine.name} does not say how much memory it has; give --host-memory")
@@ -131,7 +125,8 @@ def plan_settings(
         _require_room("device_memory", config.device_nbytes, above, f"{machine.name} has on each device")
     host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
     beside = beside_pages(host, compiled=are_wanted(config.dtype, config.moments))
-    if host - beside < least_host_memory(workload, ranks, copies=copies, device=machine.device is not None):
+    device = machine.device is not None
+    if host - beside < least_host_memory(workload, ranks, copies=copies, stage=config.stage, device=device):
         beside = 0
     return PlanSettings(
         host_memory=(host - beside) // FRAME_ALIGNMENT * FRAME_ALIGNMENT,
@@ -145,6 +140,7 @@ def plan_settings(
         queue_depth=config.queue_depth,
         ranks=ranks,
         copies=copies,
+        stage=config.stage,
         update_on=config.update_on,
         clips=True,
     )

@@ -91,9 +91,9 @@ class Design:
     @property
     def update(self) -> str:
         """When units are updated: "backward", "forward" or "step"; "auto" is the first if undoing is reckoned with."""
-        if self.settings.update == "auto":
+        if self.settings.acts_as == "auto":
             return "backward" if self.undone else "forward"
-        return self.settings.update
+        return self.settings.acts_as
 
     @property
     def device_budget(self) -> int | None:
@@ -139,6 +139,7 @@ class Design:
             two=self.device is None,
             arrivals=arrivals,
             resting=self.resting,
+            late=self.settings.division.late,
         )
 
     def shard(self, unit: int) -> Shard:
@@ -166,6 +167,12 @@ class Design:
         """The pages of one unit, each with its size in bytes."""
         return unit_pages(self.workload, unit, self.shard(unit))
 
+    @property
+    def on_disk_once(self) -> int:
+        """Bytes on disk of all pages, with one copy of each."""
+        division, tile = self.settings.division, self.footprint.tile_numel
+        return reserved_nbytes(self.workload, division, tile, "forward", commits=False)
+
     def nbytes(self, *kinds: Kind) -> int:
         """Bytes that all pages of these kinds take."""
         return pages_nbytes(self.workload, self.settings.division, self.footprint.tile_numel, kinds)
@@ -178,7 +185,7 @@ class Design:
 
     def lag(self) -> int:
         """Bytes of units whose update may lag behind the computation, as `runtime.house` has it."""
-        fits = self.nbytes(Kind.PARAM, Kind.GRAD, Kind.STATE) <= self.settings.host_memory
+        fits = self.on_disk_once <= self.settings.host_memory
         return sys.maxsize if fits else self.footprint.lag
 
     @property
@@ -228,15 +235,15 @@ def make_design(workload: Workload, machine: Machine, settings: PlanSettings) ->
         device=device,
         update_above_seconds=update_seconds if contended else _UPDATE_ABOVE,
     )
-    if settings.update == "backward":
+    if settings.acts_as == "backward":
         return replace(design, undone=settings.clips)
-    return _early(design) if settings.update == "auto" else design
+    return _early(design) if settings.acts_as == "auto" else design
 
 
 def _early(design: Design) -> Design:
     """As `runtime.undo.choose_schedule` has it: with updates under backward that may be undone, where that can gain."""
-    settings, pages = design.settings, design.nbytes(Kind.PARAM, Kind.GRAD, Kind.STATE)
-    if design.footprint.serial or pages <= settings.host_memory:
+    settings = design.settings
+    if design.footprint.serial or design.on_disk_once <= settings.host_memory:
         return design
     sizes = unit_sizes(design.workload, settings.division, each=True)
     resting = resting_units(sizes, design.footprint, settings.host_memory, design.settled)
@@ -275,9 +282,9 @@ def least_device_memory(workload: Workload, machine: Machine, settings: PlanSett
     return 0 if machine.device is None else device_least(unit_sizes(workload, settings.division))
 
 
-def least_host_memory(workload: Workload, ranks: int, *, copies: int = 1, device: bool = False) -> int:
+def least_host_memory(workload: Workload, ranks: int, *, copies: int = 1, stage: int = 3, device: bool = False) -> int:
     """The smallest host budget of one rank that works, bytes; `device`: beside one."""
-    sizes = unit_sizes(workload, division_of(ranks, copies))
+    sizes = unit_sizes(workload, division_of(ranks, copies, stage))
     return least_below(sizes) if device else least_budget(sizes)
 
 
@@ -285,7 +292,7 @@ def swap_nbytes(design: Design, *, commits: bool) -> int:
     """Bytes that one rank's pages take on disk, with as many copies of parameters and states as a run reserves."""
     settings = design.settings
     return reserved_nbytes(
-        design.workload, settings.division, design.footprint.tile_numel, settings.update, commits=commits
+        design.workload, settings.division, design.footprint.tile_numel, settings.acts_as, commits=commits
     )
 
 
@@ -312,7 +319,7 @@ def _between(shard: Shard, link: Link, per_node: int, settings: PlanSettings) ->
     row = link.of(within=per_node % parts == 0)
     column = link.of(within=settings.ranks <= per_node)
     others = (parts - 1) / parts
-    gather = link.latency + others * shard.gathered_nbytes / row
+    gather = link.latency + others * (shard.gathered_nbytes or shard.bucket_nbytes) / row
     exchange = link.latency + others * shard.bucket_nbytes / row
     if copies > 1:
         numel, itemsize = shard.layout.part_numel, shard.layout.dtype.itemsize

@@ -1,7 +1,7 @@
 """What several ranks do together in a step, seen from one of them.
 
-Owns the course of gathering units and of adding gradients up as `zero3.conductor`, `zero3.sources` and `zero3.exchange`
-carry it out: what is leased for it, in which order, and who waits for whom. Does not decide what is fetched or evicted,
+Owns the course of adding gradients up as `zero3.exchange` carries it out, and of the computation of one of several
+ranks: what is leased for it, in which order, and who waits for whom. Does not decide what is fetched or evicted,
 and simulates no other rank: all do the same. Guarantees that transient pages are given back, and that what is done
 together is done one thing after the other.
 """
@@ -9,98 +9,14 @@ together is done one thing after the other.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
 
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.planner.actors import ComputeActor, Steps, UpdateActor
 from tiermem.planner.clock import Signal
-from tiermem.planner.world import NANOSECONDS, Asked, World
+from tiermem.planner.gathering import SimulatedConductor, SimulatedUnits, SimulatedWholeUnits
+from tiermem.planner.world import Asked, World
 from tiermem.zero3.order import Phase
-
-
-class SimulatedConductor:
-    """As `zero3.conductor.Conductor`: one operation after the other, beside the computation."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._queue: deque[tuple[Steps, Signal]] = deque()
-        self._running = False
-
-    def start(self, operation: Steps) -> Signal:
-        """Queue an operation; what fires when it has ended."""
-        ended = Signal()
-        self._queue.append((operation, ended))
-        if not self._running:
-            self._running = True
-            self._world.clock.start(self._run())
-        return ended
-
-    def exchange(self, seconds: float) -> Steps:
-        """Have bytes go from rank to rank for so long, in an operation."""
-        if seconds > 0:
-            arrived, clock = Signal(), self._world.clock
-            self._world.link.start(round(seconds * NANOSECONDS), priority=0, done=lambda: clock.fire(arrived))
-            yield arrived
-
-    def _run(self) -> Steps:
-        while self._queue:
-            operation, ended = self._queue.popleft()
-            yield from operation
-            self._world.clock.fire(ended)
-        self._running = False
-
-
-class SimulatedUnits:
-    """As `zero3.sources.RankUnits`: gathered units, one of them ahead where there is room for that."""
-
-    def __init__(self, world: World, conductor: SimulatedConductor, update: UpdateActor) -> None:
-        self._world = world
-        self._conductor = conductor
-        self._update = update
-        self._ahead: tuple[int, Signal] | None = None
-
-    @property
-    def ahead(self) -> int | None:
-        """The unit that is gathered ahead."""
-        return None if self._ahead is None else self._ahead[0]
-
-    def take(self, unit: int) -> Steps:
-        """Wait for the unit, gathered."""
-        ahead = self._ahead
-        if ahead is not None and ahead[0] == unit:
-            self._ahead = None
-            yield from self._world.wait_for(ahead[1], "ranks")
-        else:
-            yield from self.give_up()
-            yield from self._world.wait_for(self._conductor.start(self._gather(unit)), "ranks")
-
-    def start(self, unit: int) -> Steps:
-        """Begin to gather the unit that comes next."""
-        if self._world.design.beside and self.ahead != unit:
-            yield from self.give_up()
-            self._ahead = unit, self._conductor.start(self._gather(unit))
-
-    def give_up(self) -> Steps:
-        """Wait for what is gathered ahead, and let go of it."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            yield from self._world.wait_for(ahead[1], "ranks")
-            self.release(ahead[0])
-
-    def release(self, unit: int) -> None:
-        """Give a gathered unit back."""
-        gathered = [self._world.design.shard(unit).gathered_key]
-        self._world.discard(gathered[0])
-        self._world.release(gathered, Lane.COMPUTE)
-
-    def _gather(self, unit: int) -> Steps:
-        world, shard = self._world, self._world.design.shard(unit)
-        yield from self._update.running(unit)
-        yield from world.lease([shard.layout.key], Intent.READ, Lane.COMPUTE, aside=True)
-        yield from world.lease([shard.gathered_key], Intent.FRESH, Lane.COMPUTE, aside=True)
-        yield from self._conductor.exchange(world.design.times[unit].gather)
-        world.release([shard.layout.key], Lane.COMPUTE)
 
 
 class SimulatedBuckets:
@@ -116,6 +32,7 @@ class SimulatedBuckets:
         self._open: int | None = None
         self._asked: tuple[int, Asked] | None = None
         self._under_way: tuple[int, Signal, bool] | None = None
+        self._kept: set[int] = set()  # of units that wait for the step
         self._written: set[PageKey] = set()
 
     def begin_step(self) -> None:
@@ -147,7 +64,10 @@ class SimulatedBuckets:
     def release(self, *, complete: bool = False) -> Steps:
         """Begin to add up what was filled last; `complete`: it has all its gradients."""
         unit, self._open = self._open, None
-        if unit is not None:
+        if unit is not None and self._world.design.settings.division.late:
+            self._kept.add(unit)
+            self._world.release(self._bucket(unit), Lane.COMPUTE)
+        elif unit is not None:
             self._under_way = unit, self._conductor.start(self._add_up(unit)), complete
             if not self._world.design.beside:
                 yield from self.wait()
@@ -173,13 +93,27 @@ class SimulatedBuckets:
             if complete:
                 yield from self._then(unit)
 
+    def line_up(self) -> Steps:
+        """Add up what has waited for that."""
+        yield from self.wait()
+        for unit in sorted(self._kept):
+            yield from self._world.wait(self._ask(unit))
+            self._kept.remove(unit)
+            self._under_way = unit, self._conductor.start(self._add_up(unit)), False
+            yield from self.wait()
+
+    def _bucket(self, unit: int) -> list[PageKey]:
+        return [self._world.design.shard(unit).bucket_key]
+
     def _ask(self, unit: int) -> Asked:
-        return self._world.ask([self._world.design.shard(unit).bucket_key], Intent.FRESH, Lane.COMPUTE)
+        return self._world.ask(self._bucket(unit), Intent.WRITE if unit in self._kept else Intent.FRESH, Lane.COMPUTE)
 
     def _give_up(self, asked: tuple[int, Asked]) -> Steps:
-        bucket = [self._world.design.shard(asked[0]).bucket_key]
         yield from self._world.wait(asked[1])
-        self._drop(bucket)
+        if asked[0] in self._kept:
+            self._world.release(self._bucket(asked[0]), Lane.COMPUTE)
+        else:
+            self._drop(self._bucket(asked[0]))
 
     def _add_up(self, unit: int) -> Steps:
         world, shard = self._world, self._world.design.shard(unit)
@@ -193,7 +127,7 @@ class SimulatedBuckets:
             self._written.add(key)
             world.release([key], Lane.COMPUTE)
         self._drop(received)
-        self._drop([shard.bucket_key])
+        self._drop(self._bucket(unit))
 
     def _drop(self, keys: list[PageKey]) -> None:
         self._world.discard(keys[0])
@@ -206,7 +140,8 @@ class RankComputeActor(ComputeActor):
     def __init__(self, world: World, update: UpdateActor) -> None:
         super().__init__(world, update)
         conductor = SimulatedConductor(world)
-        self._units = SimulatedUnits(world, conductor, update)
+        whole = world.design.settings.division.whole
+        self._units = (SimulatedWholeUnits if whole else SimulatedUnits)(world, conductor, update)
         self._buckets = SimulatedBuckets(world, conductor, self._complete)
 
     def _need(self, unit: int) -> Steps:
@@ -258,6 +193,7 @@ class RankComputeActor(ComputeActor):
 
     def _complete(self, unit: int) -> Steps:
         if unit not in self._world.design.patient and unit not in (self._units.ahead, self._backward):
+            self._units.changed(unit)
             yield from self._request_early(unit)
 
     def _batch_ended(self) -> Steps:
@@ -267,7 +203,10 @@ class RankComputeActor(ComputeActor):
     def _end(self) -> Steps:
         yield from self._buckets.wait()
         yield from self._units.give_up()
+        yield from self._buckets.line_up()
         self._buckets.begin_step()
+        for unit in self._received.difference(self._started):
+            self._units.changed(unit)
         yield from super()._end()
 
 

@@ -29,11 +29,14 @@ from tiermem.zero3.shards import Shard
 class Division:
     """How ranks divide a model: `copies` of it, each of them in `parts`. Both 1: one process has all of it.
 
+    `stage`: ZeRO's, which says what of it each rank has whole all the same.
+
     Raises ConfigError for copies of which each is of one rank, as `zero3.ranks.rows_of` does.
     """
 
     parts: int = 1
     copies: int = 1
+    stage: int = 3
 
     def __post_init__(self) -> None:
         if self.parts < 1 or self.copies < 1 or (self.copies > 1 and self.parts == 1):
@@ -47,15 +50,25 @@ class Division:
         """All of them."""
         return self.parts * self.copies
 
+    @property
+    def whole(self) -> bool:
+        """Whether each rank has all parameters, and completes a unit from the others behind its update."""
+        return self.stage < 3 and self.ranks > 1
+
+    @property
+    def late(self) -> bool:
+        """Whether gradients wait whole for the step, and are added up then."""
+        return self.stage == 1 and self.ranks > 1
+
 
 ALONE = Division()
 
 
-def division_of(ranks: int, copies: int) -> Division:
+def division_of(ranks: int, copies: int, stage: int = 3) -> Division:
     """How so many ranks keep so many copies. Raises ConfigError where they cannot."""
     if ranks % copies:
         raise ConfigError(f"expected ranks that keep {copies} copies of the model each in as many parts, found {ranks}")
-    return Division(ranks // copies, copies)
+    return Division(ranks // copies, copies, stage)
 
 
 def shard_of(workload: Workload, unit: int, division: Division, tile_numel: int) -> Shard:
@@ -68,7 +81,7 @@ def shard_of(workload: Workload, unit: int, division: Division, tile_numel: int)
         nbytes = divided_nbytes(work.trainable, frozen, dtype.itemsize, division.parts)
     ranks, least = division.parts, max(nbytes, division.parts)
     layout = UnitLayout(unit, work.name, dtype, (), work.trainable, least, tile_numel, ranks, work.kept)
-    return Shard(layout, copies=division.copies)
+    return Shard(layout, whole=division.whole, copies=division.copies)
 
 
 def state_nbytes(workload: Workload, unit: UnitWork, begin: int, numel: int) -> int:
@@ -129,8 +142,17 @@ def reserved_nbytes(workload: Workload, division: Division, tile_numel: int, upd
     gradients = pages_nbytes(workload, division, tile_numel, (Kind.GRAD,))
     fixed = [number for number, unit in enumerate(workload.units) if not unit.trainable]
     frozen = [rounded(shard_of(workload, number, division, tile_numel).nbytes) for number in fixed]
+    total = durable + gradients + _besides_nbytes(workload, division, tile_numel)
     copies = wanted_copies(update, commits=commits)
-    return copied_nbytes(copies, total=durable + gradients, changing=durable - sum(frozen), frozen=frozen)
+    return copied_nbytes(copies, total=total, changing=durable - sum(frozen), frozen=frozen)
+
+
+def _besides_nbytes(workload: Workload, division: Division, tile_numel: int) -> int:
+    """As `runtime.blueprint.Blueprint`: of units that are completed from other ranks, and of gradients that wait."""
+    units = range(len(workload.units)) if division.whole else ()
+    shards = [shard_of(workload, unit, division, tile_numel) for unit in units]
+    completed = sum(rounded(shard.nbytes) for shard in shards if shard.layout.trainable_numel)
+    return completed + sum(rounded(shard.bucket_nbytes) for shard in shards if division.late)
 
 
 def size_of(

@@ -105,7 +105,8 @@ def predict(
     Raises ConfigError for ranks that do not fill nodes, or a dtype whose speed is not known.
     """
     per_node = machine.on_each_node(settings.ranks)
-    least = least_host_memory(workload, settings.ranks, copies=settings.copies, device=machine.device is not None)
+    device = machine.device is not None
+    least = least_host_memory(workload, settings.ranks, copies=settings.copies, stage=settings.stage, device=device)
     lacks = {
         "host_memory": least - settings.host_memory,
         "device_memory": least_device_memory(workload, machine, settings) - device_memory(workload, machine, settings),
@@ -236,7 +237,7 @@ def _swap_with_enough(workload: Workload, settings: PlanSettings, least: int, *,
     """Bytes on disk of what does not fit into memory, with tiles as large as with enough of what is missing."""
     wished = settings.tile_nbytes or planned_tile(max(settings.host_memory + settings.beside_pages, least))
     tile = tile_sizes(wished, mean_state_itemsize(unit_sizes(workload, settings.division, each=True)))[0]
-    return reserved_nbytes(workload, settings.division, tile, settings.update, commits=commits)
+    return reserved_nbytes(workload, settings.division, tile, settings.acts_as, commits=commits)
 
 
 def _drive_days(machine: Machine, written_per_second: float) -> float | None:

@@ -27,7 +27,7 @@ _LEAST = {
     "copies": 1,
 }
 _PLANNED = ("device_memory", "tile_nbytes", "look_ahead")
-_WORDS = {"update": get_args(Update), "update_on": get_args(UpdateOn), "clips": (False, True)}
+_WORDS = {"update": get_args(Update), "update_on": get_args(UpdateOn), "clips": (False, True), "stage": (1, 2, 3)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class PlanSettings:
     """What a user decides, as far as time and bytes depend on it; sizes in bytes, None: planned.
 
     `host_memory` and `device_memory` are one rank's, for pages. `update`, `update_on`: as `Config` takes them.
-    `copies`: how many copies of the model all `ranks` keep together.
+    `copies`: how many copies of the model all `ranks` keep together. `stage`: ZeRO's, over ranks.
 
     Raises ConfigError for what makes no sense on any machine; for what a model cannot have see `make_design`.
     """
@@ -51,6 +51,7 @@ class PlanSettings:
     update_on: str = "host"
     beside_pages: int = 0  # what else is in the host budget
     copies: int = 1
+    stage: int = 3
     clips: bool = False  # whether gradients are clipped: "backward" then updates what may have to be undone
 
     def __post_init__(self) -> None:
@@ -66,7 +67,12 @@ class PlanSettings:
     @property
     def division(self) -> Division:
         """How the ranks divide the model. Raises ConfigError where they cannot."""
-        return division_of(self.ranks, self.copies)
+        return division_of(self.ranks, self.copies, self.stage)
+
+    @property
+    def acts_as(self) -> str:
+        """`update`, or what becomes of it where gradients are added up behind backward."""
+        return "forward" if self.division.late and self.update in ("backward", "auto") else self.update
 
 
 def require_whole(name: str, value: Any, least: int, advice: str = "") -> None:

@@ -45,6 +45,7 @@ def plan_step(
     arrivals: Arrivals = MappingProxyType({}),
     resting: Collection[int] = (),
     together: bool = False,
+    late: bool = False,
 ) -> Schedule:
     """The schedule of a step like the recorded one.
 
@@ -61,9 +62,11 @@ def plan_step(
             order; of all others they are leased at once.
         resting: units that are updated as in "forward" though others are in "backward" (resting.py).
         together: whether several micro-batches go through a unit before the next one.
+        late: whether gradients are added up over ranks behind the last backward.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
     before, after = _places(accesses, tiles, update, resting)
+    stale = {each.unit for each in accesses if each.phase is Phase.GRADIENT and transit and transit[each.unit].whole}
     touched: dict[int, list[PageKey]] = {}
     for position, key in touches:
         touched.setdefault(position, []).append(key)
@@ -73,19 +76,19 @@ def plan_step(
             yield from _update(unit, tiles[unit])
 
     def walk() -> Iterator[tuple[Lane, PageKey]]:
-        for part, index in _course(accesses, ahead=beside and bool(transit), two=two):
+        for part, index in _course(accesses, ahead=beside and bool(transit) and not stale, two=two, late=late):
             unit = accesses[index].unit
             if part is _Part.BEGIN:
                 yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
             elif part is _Part.TAKE:
                 yield from updated(before.get(index, ()))
-                yield from _take(unit, transit.get(unit))
+                yield from _take(unit, transit.get(unit), stale)
             elif part is _Part.ADD:
                 yield from _add(unit, arrivals.get(unit) or range(tiles.get(unit, 0)), transit.get(unit))
-                yield from updated(after.get(index, ()))
+                yield from updated(() if late else after.get(index, ()))
             elif unit in transit:
                 yield Lane.COMPUTE, transit[unit].bucket_key
-        if accesses and accesses[-1].phase is not Phase.GRADIENT:
+        if accesses and (late or accesses[-1].phase is not Phase.GRADIENT):
             yield from updated(after.get(len(accesses) - 1, ()))
         yield from ((Lane.COMPUTE, key) for key in touched.get(len(accesses), ()))
 
@@ -101,12 +104,13 @@ class _Part(enum.Enum):
     ADD = enum.auto()
 
 
-def _course(accesses: Sequence[Access], *, ahead: bool, two: bool) -> Iterator[tuple[_Part, int]]:
+def _course(accesses: Sequence[Access], *, ahead: bool, two: bool, late: bool) -> Iterator[tuple[_Part, int]]:
     """The parts of all accesses, each with its access' index, in the order in which pages are leased for them.
 
     `ahead`: the next unit is gathered, and gradients are added up, beside the computation. One thread does both, one
     thing after the other: `zero3.conductor`. A bucket that is not the unit's last is kept open until the next one is
-    wanted: `zero3.exchange`. `two`: there is room for a bucket beside one that is being added up.
+    wanted: `zero3.exchange`. `two`: there is room for a bucket beside one that is being added up. `late`: buckets wait
+    for the end, and are taken once more for that.
     """
     last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
     taken = filled = -1  # ahead of their turn
@@ -120,8 +124,10 @@ def _course(accesses: Sequence[Access], *, ahead: bool, two: bool) -> Iterator[t
             if filled != index:
                 yield _Part.BUCKET, index
             yield from _added_up(waiting)
+            if late:
+                continue
             waiting.append(index)
-            if not ahead:
+            if not ahead and index == last[access.unit]:
                 yield from _added_up(waiting)
             continue
         if access.phase is Phase.FORWARD or (taken != index and not left_open):
@@ -140,6 +146,8 @@ def _course(accesses: Sequence[Access], *, ahead: bool, two: bool) -> Iterator[t
             taken = following
             yield _Part.TAKE, following
     yield from _added_up(waiting)
+    for unit in sorted(last) if late else ():
+        yield from ((_Part.BUCKET, last[unit]), (_Part.ADD, last[unit]))
 
 
 def _added_up(waiting: list[int]) -> Iterator[tuple[_Part, int]]:
@@ -168,7 +176,10 @@ def _places(
     return before, after
 
 
-def _take(unit: int, shard: Shard | None) -> Iterator[tuple[Lane, PageKey]]:
+def _take(unit: int, shard: Shard | None, stale: set[int]) -> Iterator[tuple[Lane, PageKey]]:
+    if unit in stale:  # updated in the step before, and now completed from the other ranks, which writes its page
+        stale.discard(unit)
+        yield Lane.COMPUTE, PageKey(unit, Kind.PARAM)
     yield Lane.COMPUTE, PageKey(unit, Kind.PARAM)
     if shard is not None and not shard.whole:
         yield Lane.COMPUTE, shard.gathered_key

@@ -178,6 +178,7 @@ class Blueprint:
             arrivals=arrivals,
             resting=self.resting,
             together=order.together,
+            late=self.stage == 1 and self.shards[0].layout.ranks > 1,
         )
 
     @cached_property
