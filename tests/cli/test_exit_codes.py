@@ -92,6 +92,13 @@ def test_a_value_that_an_option_never_takes_is_wrong_usage(
         (["plan", "--model", "1e16"], "expected a model of 100,000 to 1,000T parameters"),
         (["train", "--resume"], "--resume needs the --swap-dir"),
         (["bench", "--dir", ".", "--dir", "."], "expected different ones"),
+        *(
+            (
+                [command, "--swap-dir", ".", "--swap-dir", "./"],
+                "expected different directories, found ., .; name each once",
+            )
+            for command in ("train", "tune", "plan", "doctor")
+        ),
         (["bench"], "Missing option '--dir'"),
         (["snapshot", "export", "."], "Missing option '--to'"),
     ],

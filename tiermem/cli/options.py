@@ -8,6 +8,7 @@ usage, found before anything is done.
 from __future__ import annotations
 
 import math
+import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,25 +46,39 @@ def path_option(
     *more: str,
     help: str,  # noqa: A002 - typer's word
     check: Callable[[Path], object] = lambda _: None,
+    check_all: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The option `name`, whose value is a path; wrong usage if it is an empty text, or one that `check` refuses."""
-    return typer.Option(name, *more, help=help, metavar="PATH", parser=_path_of(name, check))
+    """The option `name`, whose value is a path; wrong usage if it is an empty text, or one that `check` refuses.
+
+    `check_all`: returns all values of a repeatable one, or raises BadParameter.
+    """
+    return typer.Option(name, *more, help=help, metavar="PATH", parser=_path_of(name, check), callback=check_all)
+
+
+def _different(directories: list[Path] | None) -> list[Path] | None:
+    named = directories or []
+    if len(set(map(os.path.realpath, named))) < len(named):
+        found = ", ".join(map(str, named))
+        raise typer.BadParameter(
+            f"expected different directories, found {found}; name each once", param_hint="--swap-dir"
+        )
+    return directories
 
 
 @contextmanager
-def wrong_usage(name: str | None = None) -> Iterator[None]:
-    """What is refused here is wrong usage, of the option `name` if it is of one."""
+def wrong_usage(name: str | None = None, setting: str = "") -> Iterator[None]:
+    """What is refused here is wrong usage, of the option `name` if it is of one; `setting`: as `Config` calls that."""
     try:
         yield
     except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint=name) from None
+        raise typer.BadParameter(str(error).removeprefix(f"{setting}: "), param_hint=name) from None
 
 
-def checked_option(name: str, check: Callable[[str], object], *, help: str) -> Any:  # noqa: A002 - as above
+def checked_option(name: str, check: Callable[[str], object], *, help: str, setting: str = "") -> Any:  # noqa: A002
     """The option `name`, whose value stays the text that is given; wrong usage if `check` refuses it."""
 
     def parse(text: str) -> str:
-        with wrong_usage(name):
+        with wrong_usage(name, setting):
             check(text)
         return text
 
@@ -75,12 +90,9 @@ def setting_option(name: str, *, help: str) -> Any:  # noqa: A002 - as above
     setting = name.removeprefix("--").replace("-", "_")
 
     def check(text: str) -> None:
-        try:
-            tiermem.Config(swap_dirs=["."], **{setting: text})  # type: ignore[arg-type]  # it says what it takes
-        except ConfigError as error:
-            raise ConfigError(str(error).removeprefix(f"{setting}: ")) from None
+        tiermem.Config(swap_dirs=["."], **{setting: text})  # type: ignore[arg-type]  # it says what it takes
 
-    return checked_option(name, check, help=help)
+    return checked_option(name, check, help=help, setting=setting)
 
 
 def _rate(text: Any) -> float:
@@ -122,12 +134,18 @@ DeviceMemory = Annotated[
 SwapDir = Annotated[
     list[Path] | None,
     path_option(
-        "--swap-dir", help="Directory for swap files; repeatable. Default: a new one here, removed afterwards."
+        "--swap-dir",
+        check_all=_different,
+        help="Directory for swap files; repeatable. Default: a new one here, removed afterwards.",
     ),
 ]
 ExaminedSwapDir = Annotated[
     list[Path] | None,
-    path_option("--swap-dir", help="Directory to examine for swapping; repeatable. Default: the current one."),
+    path_option(
+        "--swap-dir",
+        check_all=_different,
+        help="Directory to examine for swapping; repeatable. Default: the current one.",
+    ),
 ]
 Update = Annotated[
     str | None, setting_option("--update", help="When states are updated: backward, forward, step, auto.")
