@@ -56,6 +56,7 @@ class Planned:
 
 PLANNED = {
     "host": Planned("forward", host=2 * MIB),
+    "host_batches": Planned("forward", host=2 * MIB, batches=2),
     "host_beside": Planned("forward", host=3 * MIB, batches=2),
     "host_backward": Planned("backward", host=3 * MIB),
     "settled": Planned("step", device=64 * MIB, update_on="auto"),

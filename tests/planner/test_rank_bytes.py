@@ -29,7 +29,7 @@ DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_ho
 # gradients, which always leave, it would be 0.6.
 OFF = {
     **dict.fromkeys(("host_beside", "host_backward", "device", "stage_2_device", "stage_1_device"), 0.2),
-    **dict.fromkeys(("stage_1", "copies_stage_1"), 0.05),
+    **dict.fromkeys(("host_batches", "stage_1", "copies_stage_1"), 0.05),
     "stage_2_beside": 0.1,
     "stage_2_backward": 0.35,
 }
