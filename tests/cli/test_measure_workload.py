@@ -34,6 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measure_workload, "slower_together", lambda *_: (0.5, 0.25))
     monkeypatch.setattr(measure_workload, "_ALONE", 1)
     monkeypatch.setattr(measure_workload, "_PAGED", 2)
+    monkeypatch.setattr(measure_workload, "_MOST_LAYERS", 8)
     directory = tmp_path / "swap"
     directory.mkdir()
     return directory
@@ -79,7 +80,19 @@ def test_a_stand_is_divided_and_counted_as_models_are() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "moments"), [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8")])
-def test_a_machine_gets_the_rates_of_a_training_in_its_directories(place: Path, dtype: str, moments: str) -> None:
+def test_a_machine_gets_the_rates_of_a_training_in_its_directories(
+    place: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, moments: str
+) -> None:
+    """Layers are trained in both ways, with the workload's types."""
+    configs: list[Config] = []
+    train = measure_workload.train_steps
+
+    def watched(*given: Any, **named: Any) -> Any:
+        configs.append(given[3])
+        assert named == {"coalesce": 0}
+        return train(*given, **named)
+
+    monkeypatch.setattr(measure_workload, "train_steps", watched)
     laptop = load_profile("laptop")
     work = dataclasses.replace(SMALL, dtype=dtype, moments=moments)
     drawn = torch.random.get_rng_state()
@@ -103,14 +116,25 @@ def test_a_machine_gets_the_rates_of_a_training_in_its_directories(place: Path, 
         for item in dataclasses.fields(Machine)
         if item.name not in unchanged
     )
+    alone, paged = configs
+    assert (alone.update, paged.update) == ("step", "backward")
+    assert {(each.param_dtype, each.moments, each.swap_paths[0]) for each in configs} == {(dtype, moments, place)}
+    assert alone.host_nbytes is not None
+    assert paged.host_nbytes is not None
+    assert paged.host_nbytes < alone.host_nbytes / 2
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a training shows is given: it does not depend on the machine that is fitted to it."""
+    monkeypatch.setattr(measure_workload, "_train", lambda *_: (0.015, Rates(1e9, 1e-4, 0.1, 1e-3, 3e9, 2e9, 4e9)))
 
 
 def test_what_a_layer_takes_in_training_besides_its_products_is_in_its_rate(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch, trained: None
 ) -> None:
     """And not in a lease's seconds, of which a gradient that arrives tile by tile takes many."""
     monkeypatch.setattr(measure_workload, "median_seconds", lambda *_: 0.010)
-    monkeypatch.setattr(measure_workload, "_train", lambda *_: (0.015, Rates(1e9, 1e-4, 0.1, 1e-3, 3e9, 2e9, 4e9)))
     laptop = load_profile("laptop")
     laptop = dataclasses.replace(laptop, host=dataclasses.replace(laptop.host, copy_rate=1e15))
     fitted = with_rates_for(laptop, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
@@ -118,26 +142,6 @@ def test_what_a_layer_takes_in_training_besides_its_products_is_in_its_rate(
     taken = operations(layer_for(SMALL, seq=16)) / fitted.flops("bfloat16")
     assert taken - products == pytest.approx(0.005 - 3 * 2.5e-4, rel=1e-3)
     assert (fitted.drive.read, fitted.drive.write, fitted.drive.mixed) == (3e9, 2e9, 4e9)
-
-
-def test_layers_are_trained_in_both_ways_with_the_workloads_types(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[Config] = []
-    train = measure_workload.train_steps
-
-    def watched(*given: Any, **named: Any) -> Any:
-        configs.append(given[3])
-        assert named == {"coalesce": 0}
-        return train(*given, **named)
-
-    monkeypatch.setattr(measure_workload, "train_steps", watched)
-    work = dataclasses.replace(SMALL, dtype="float32")
-    with_rates_for(load_profile("laptop"), work, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
-    alone, paged = configs
-    assert (alone.update, paged.update) == ("step", "backward")
-    assert {(each.param_dtype, each.moments, each.swap_paths[0]) for each in configs} == {("float32", "float32", place)}
-    assert alone.host_nbytes is not None
-    assert paged.host_nbytes is not None
-    assert paged.host_nbytes < alone.host_nbytes / 4
 
 
 def test_where_a_device_computes_or_nothing_is_fast_the_machine_stays(place: Path) -> None:
@@ -149,7 +153,7 @@ def test_where_a_device_computes_or_nothing_is_fast_the_machine_stays(place: Pat
     )
 
 
-def test_a_device_that_processors_play_is_as_fast_as_they_are(place: Path) -> None:
+def test_a_device_that_processors_play_is_as_fast_as_they_are(place: Path, trained: None) -> None:
     gpu = load_profile("rtx4090")
     assert gpu.device is not None
     played = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, simulated=True, efficiency=1.0))
@@ -246,7 +250,7 @@ def test_a_fitted_machine_is_kept_for_its_kind_of_layer(tmp_path: Path, monkeypa
     assert (again.source, again.host.lease_seconds) == ("measured 6", 7e-3)
 
 
-def test_the_measurement_of_this_machine_can_be_fitted(place: Path, small_measurements: None) -> None:
+def test_the_measurement_of_this_machine_can_be_fitted(place: Path, small_measurements: None, trained: None) -> None:
     measured = measure_machine([place], seconds=0.001, drive_seconds=0.01, nbytes=64 << 20)
     fitted = with_rates_for(measured, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
     assert fitted.source == measured.source
