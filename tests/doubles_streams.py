@@ -1,9 +1,9 @@
-"""A device on which every thread has a stream of its own, and that notices what is used without being waited for.
+"""A device on which threads have streams of their own, and that notices what is used without being waited for.
 
-Nothing really runs late. Each thread counts what it asks for, and knows how far each other thread had come according to
-the fences it has been held by. Whoever uses bytes that another thread used, and does not know of that use, would on a
-real device have used them too early, unless both only read. What the host itself has waited for (a copy that ended) is
-known to everybody.
+A thread has one, until it takes another (`Streams.enter`). Nothing really runs late. Each counts what it is asked for,
+and knows how far each other had come according to the fences it has been held by. Whoever uses bytes that another
+stream used, and does not know of that use, would on a real device have used them too early, unless both only read. What
+the host itself has waited for (a copy that ended) is known to everybody.
 """
 
 from __future__ import annotations
@@ -30,17 +30,37 @@ class Streams:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.entered = threading.local()
         self.known: dict[int, dict[int, int]] = {}
         # First and last byte of what was used: by thread and whether it wrote, its count and what it did.
         self.used: dict[tuple[int, int], dict[tuple[int, bool], tuple[int, str]]] = {}
         self.checks = 0
         self.early: list[str] = []
 
+    def current(self) -> int:
+        """The calling thread's stream."""
+        return getattr(self.entered, "stream", threading.get_ident())
+
+    def enter(self, stream: int) -> None:
+        """Have the calling thread on this stream from now on."""
+        self.entered.stream = stream
+
+    def wait_for(self, stream: int) -> None:
+        """Have the calling thread's stream wait for all that was asked of another one."""
+        with self.lock:
+            self.hold(dict(self.known.get(stream, {})))
+
     def own(self) -> dict[int, int]:
-        return self.known.setdefault(threading.get_ident(), {})
+        return self.known.setdefault(self.current(), {})
+
+    def hold(self, known: dict[int, int]) -> None:
+        """Wait for what was known somewhere."""
+        own = self.own()
+        for stream, count in known.items():
+            own[stream] = max(own.get(stream, 0), count)
 
     def use(self, values: torch.Tensor, what: str, *, writes: bool = True) -> None:
-        me, begin = threading.get_ident(), values.data_ptr()
+        me, begin = self.current(), values.data_ptr()
         end = begin + values.numel() * values.element_size()
         with self.lock:
             own = self.own()
@@ -76,9 +96,7 @@ class StreamFence:
 
     def hold(self) -> None:
         with self.streams.lock:
-            own = self.streams.own()
-            for thread, count in self.known.items():
-                own[thread] = max(own.get(thread, 0), count)
+            self.streams.hold(self.known)
 
 
 class StreamSlab(TensorSlab):
@@ -108,6 +126,7 @@ class StreamDevice(SimulatedDevice):
     def __init__(self) -> None:
         super().__init__(Link())
         self.streams = Streams()
+        self.followed: int | None = None
         self.lines = [CopyLine(f"copy-{up}", partial(self._launch, bool(up))) for up in range(2)]
 
     def make_arena(self, nbytes: int, *, poison: bool) -> SlabArena:
@@ -115,6 +134,11 @@ class StreamDevice(SimulatedDevice):
 
     def start_copy(self, source: Frame, target: Frame, nbytes: int, *, up: bool, urgent: bool, done: Done) -> Copy:
         return self.lines[up].start(source, target, nbytes, urgent=urgent, done=done)
+
+    def follow(self) -> None:
+        before, self.followed = self.followed, self.streams.current()
+        if before is not None:
+            self.streams.wait_for(before)
 
     def close(self) -> None:
         super().close()

@@ -28,6 +28,9 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.log.append(f"{self.name} waits for {event.name}")
 
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
 
 class FakeEvent:
     def __init__(self, cuda: FakeCuda) -> None:
@@ -157,6 +160,16 @@ def test_a_thread_that_works_beside_others_has_a_stream_of_its_own(cuda: FakeCud
     thread.join(SECONDS)
     CudaFence(device.torch_device).hold()
     assert cuda.log == ["event 1 behind stream 3", "event 2 behind compute", "compute waits for event 2"]
+    device.close()
+
+
+def test_who_follows_waits_for_the_stream_of_whoever_did_so_before(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    one, other = (cuda.Stream(device.torch_device) for _ in range(2))
+    for stream in (one, one, other, one):
+        cuda.set_stream(stream)
+        device.follow()
+    assert cuda.log == ["stream 4 waits for stream 3", "stream 3 waits for stream 4"]
     device.close()
 
 

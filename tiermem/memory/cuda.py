@@ -165,6 +165,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._above: CudaSlab | None = None
         self._below: HostSlab | None = None
+        self._followed: torch.cuda.Stream | None = None
         self._streams = [torch.cuda.Stream(self.torch_device) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._lines = start_lines(
             *((f"tiermem-copy-{name}", self._launcher(i)) for i, name in enumerate(("down", "up")))
@@ -189,6 +190,13 @@ class CudaDevice:
     def work_beside(self) -> None:
         """A stream of its own becomes the calling thread's current one: before others, as exchanges are waited for."""
         torch.cuda.set_stream(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        """The calling thread's current stream waits for the one of the call before, if that was another."""
+        stream = torch.cuda.current_stream(self.torch_device)
+        before, self._followed = self._followed, stream
+        if before is not None and before != stream:
+            stream.wait_stream(before)
 
     def close(self) -> None:
         """Wait for copies under way and end both threads. Idempotent."""

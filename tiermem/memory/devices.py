@@ -47,6 +47,9 @@ class Device(Protocol):
     def work_beside(self) -> None:
         """What the calling thread asks for from now on runs beside what others ask for; fences bring both in order."""
 
+    def follow(self) -> None:
+        """What the calling thread asks for from now on comes after all that whoever called this last has asked for."""
+
     def close(self) -> None:
         """Wait for copies under way and end the threads; before the arenas are closed."""
 
@@ -121,6 +124,9 @@ class SimulatedDevice:
 
     def work_beside(self) -> None:
         """Nothing to do: a processor's threads run beside each other."""
+
+    def follow(self) -> None:
+        """Nothing to do: what was asked of a processor is done."""
 
     def close(self) -> None:
         """Wait for copies under way and end both threads. Idempotent."""

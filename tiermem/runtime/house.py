@@ -224,10 +224,10 @@ def _furnish(
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
     queue = _queue(blueprint, updater, gatherer, snapshots.wait_open, source.changed)
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
-    states_in_order, patient = list(blueprint.states.values()), blueprint.patient
-    coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=patient)
+    states_in_order, divided, early = list(blueprint.states.values()), blueprint.divided, schedule.early
+    coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=blueprint.patient)
     watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
-    scheduler = GatherScheduler(blueprint.divided, parameters, gatherer, gradients, watch, early=schedule.early)
+    scheduler = GatherScheduler(divided, parameters, gatherer, gradients, watch, early=early, follow=storage.follow)
     _tell_of_gradients(gatherer, gradients, coordinator)
     ledger.connect(scheduler)
     steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))

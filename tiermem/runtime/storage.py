@@ -97,6 +97,11 @@ class Storage:
         """Where torch computes."""
         return self.device.torch_device if self.device is not None else torch.device("cpu")
 
+    def follow(self) -> None:
+        """As of `Device`, where there is one."""
+        if self.device is not None:
+            self.device.follow()
+
     def close(self, *, remove: bool) -> None:
         """Close everything, the pager first; with `remove` commits and swap files go. Raises the first error.
 

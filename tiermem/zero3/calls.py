@@ -19,9 +19,10 @@ from tiermem.process import HomeProcess
 
 
 class Turn:
-    """Which thread is inside a call of the model: one at a time."""
+    """Which thread is inside a call of the model: one at a time. `follow()`: as of `Device`."""
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Callable[[], None] = lambda: None) -> None:
+        self.follow = follow
         self._thread: dict[str, int] = {}  # its `setdefault` asks and sets in one
 
     def take(self) -> None:
@@ -65,6 +66,7 @@ class CallStack(threading.local):
         """`home`: the process whose threads these are."""
         self.home = home
         self._turn = turn
+        self.follow = turn.follow
         self.calls: list[Call] = []
 
     def begin(self, module: nn.Module | None, *, shared: bool) -> Call:
@@ -73,6 +75,7 @@ class CallStack(threading.local):
         if not self.calls and not shared:
             self._turn.take()
         self.calls.append(call)
+        self.follow()
         return call
 
     @property
@@ -96,6 +99,7 @@ class CallStack(threading.local):
 
     def end(self) -> Call:
         """The innermost call has ended."""
+        self.follow()
         call = self.calls.pop()
         if not self.calls:
             self._turn.leave()

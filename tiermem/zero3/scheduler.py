@@ -12,7 +12,7 @@ of a backward is a callback of the engine; a backward that fails has none, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,7 +43,7 @@ class GatherScheduler:
 
     `gradients`: which parameters have gradients in this step. `order` says what units were used in which order.
     `early`: announce units as complete during backward; a gradient that comes after that is an error, unless the
-    listener undoes what it did.
+    listener undoes what it did. `follow()`: as of `Device`.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class GatherScheduler:
         listener: Listener,
         *,
         early: bool = False,
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         self._gatherer = gatherer
         self.gradients = gradients
@@ -62,7 +63,7 @@ class GatherScheduler:
         self._early = early
         self.order = OrderRecorder(gradients.apart)
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, gatherer.slots, self._demand)
-        self.stack = CallStack(HomeProcess(), Turn())
+        self.stack = CallStack(HomeProcess(), Turn(follow))
         borrowing = Borrowing(gatherer.slots, self.stack, self._before_call, self._after_call)
         gatherer.absence.answer = borrowing.answer
         # Set while several computations go through the model together.
@@ -262,6 +263,7 @@ class GatherScheduler:
 
     def _release_backward(self, keep: int | None = None) -> None:
         """Reshard what backward holds. A unit that a node of the graph is just using lingers, and is rechecked."""
+        self.stack.follow()
         for unit in self._held.without(keep):
             del self._held[unit]
             if self._gatherer.holds(unit) == 0:
@@ -269,6 +271,7 @@ class GatherScheduler:
 
     def _watch_backward(self) -> None:
         """Have the end of the running backward noticed. A nested backward has its own end, which harms nobody."""
+        self.stack.follow()
         number = backward_number()
         if number >= 0 and number not in self._watched:
             self._watched.add(number)
@@ -300,8 +303,7 @@ class GatherScheduler:
             self._listener.unit_needed(unit)
             self._touched[unit] = False
         self.order.gradient(unit, parameter)
-        more, together = self.order.more_after(parameter), self.lockstep is not None
-        self.gradients.accumulate(parameter, more=more, together=together)
+        self.gradients.accumulate(parameter, more=self.order.more_after(parameter), together=self.lockstep is not None)
         self.order.contribution(parameter)
         if self.order.all_arrived(self.gradients.trainable(unit)):
             self.announce(unit)
