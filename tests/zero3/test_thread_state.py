@@ -137,3 +137,15 @@ def test_a_torch_that_has_moved_something_is_reported(monkeypatch: pytest.Monkey
     monkeypatch.delattr(torch._C, "_pop_torch_dispatch_stack")
     with pytest.raises(TiermemError, match=r"no torch\._C\._pop_torch_dispatch_stack"):
         require_names()
+
+
+def test_the_stream_of_a_gpu_is_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["the caller's"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "a new thread's")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    put_back = put_thread_aside()
+    torch.cuda.set_stream("one that a micro-batch takes for itself")
+    put_back()
+    assert current[1:] == ["a new thread's", "one that a micro-batch takes for itself", "the caller's"]

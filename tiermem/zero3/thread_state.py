@@ -1,9 +1,10 @@
 """What torch keeps for each thread, put aside while another computation has the thread.
 
-Owns the list of it: grad mode and its like, inference mode, autocast, saved-tensor hooks, function and dispatch modes.
+Owns the list of it: grad mode and its like, inference mode, autocast, saved-tensor hooks, function and dispatch modes,
+the current stream of a GPU.
 Does not know who has the thread when. Guarantees that nothing the one leaves behind reaches the other.
 
-Not in the list: the current device and stream, profilers' ranges, functorch's transforms.
+Not in the list: the current device, but for its stream's, profilers' ranges, functorch's transforms.
 """
 
 from __future__ import annotations
@@ -55,7 +56,15 @@ def _switches() -> list[tuple[Callable[[Any], Any], Callable[[], Any], Any]]:
         (torch.autograd.set_multithreading_enabled, torch.autograd.is_multithreading_enabled, True),
         (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled, True),
         *((_setter(kind), _getter(kind), (False, torch.get_autocast_dtype(kind))) for kind in KINDS),
+        *_stream(),
     ]
+
+
+def _stream() -> list[tuple[Callable[[Any], Any], Callable[[], Any], Any]]:
+    """As above, of the current stream, where there can be another one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [(torch.cuda.set_stream, torch.cuda.current_stream, torch.cuda.default_stream())]
 
 
 def _setter(kind: str) -> Callable[[tuple[bool, torch.dtype]], None]:
