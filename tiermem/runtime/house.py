@@ -53,7 +53,7 @@ from tiermem.runtime.undo import choose_schedule, make_speculation
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.cuts import Cutting
-from tiermem.zero3.exchange import join
+from tiermem.zero3.exchange import look
 from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.initialise import Init
 from tiermem.zero3.layout import Slot, UnitLayout
@@ -149,14 +149,10 @@ class House:
 
     def look(self, unit: int, slot: Slot, read: Callable[[], None], whole: torch.Tensor) -> None:
         """Have `read` fill this rank's elements of `whole` in, and complete it from the other ranks."""
-
-        def complete(_: None) -> None:
-            join(self.company.grid.shards, self.blueprint.shards[unit], slot, whole)
-
         if self.company.size == 1:
             read()
         else:
-            self.conductor.run(Operation(Act.LOOK, unit, read, complete))
+            look(self.conductor, self.blueprint.shards[unit], slot, read, whole)
 
     def close(self, *, remove: bool | None) -> None:
         """Tear everything down in reverse; with `remove` commits and swap files go. Raises the first error at the end.

@@ -186,9 +186,7 @@ class RankGradients(StepGradients):
                     start = slot.start + piece.begin - shard.begin
                     _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
 
-        self._conductor.run(
-            Operation(Act.LOOK, shard.unit, fill, lambda _: join(self._conductor.grid.shards, shard, slot, whole))
-        )
+        look(self._conductor, shard, slot, fill, whole)
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
 
     def serve(self, unit: int, bucket: Bucket | None, senders: Sequence[bool]) -> None:
@@ -284,6 +282,11 @@ def _require_same(told: Sequence[Sequence[Sequence[float]]], name: str) -> None:
             f"the copies of the model have different gradients of unit {name} (squared norms {told}), and would go "
             "different ways; all of them need the same kind of processor or GPU, and the same version of torch"
         )
+
+
+def look(conductor: Conductor, shard: Shard, slot: Slot, fill: Callable[[], None], whole: torch.Tensor) -> None:
+    """Have `fill` write this rank's elements of `whole`, a parameter's, and complete it from the others. Collective."""
+    conductor.run(Operation(Act.LOOK, shard.unit, fill, lambda _: join(conductor.grid.shards, shard, slot, whole)))
 
 
 def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor) -> None:

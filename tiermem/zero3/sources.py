@@ -85,11 +85,12 @@ class HeldUnit(Protocol):
         """Give them back; what was written is kept if they were taken to be written."""
 
 
-class UnitSource(Protocol):
-    """Gives out units by number."""
+class UnitSource:
+    """Gives out units by number; one that fetches nothing ahead only knows how to take them."""
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Hold a unit; waits. Collective: all ranks take the same units in the same order."""
+        raise NotImplementedError
 
     def start(self, unit: int) -> None:
         """Begin to fetch the unit that will be taken next. Does not wait; another one fetched ahead is given up."""
@@ -97,6 +98,7 @@ class UnitSource(Protocol):
     @property
     def ahead(self) -> int | None:
         """The unit that is fetched ahead, if there is one."""
+        return None
 
     def give_up(self) -> None:
         """Give back what was fetched ahead and not taken: it may change."""
@@ -126,8 +128,8 @@ class Leased:
         self._lease.release()
 
 
-class LocalUnits:
-    """One rank: the page is the unit, and the pager's own look-ahead is all there is to fetch."""
+class LocalUnits(UnitSource):
+    """One rank: the page is the unit, and the pager's own look-ahead, nobody's business, is all there is to fetch."""
 
     def __init__(
         self, pager: Pager, layouts: Sequence[UnitLayout], *, before: Callable[[int], None] = lambda _: None
@@ -142,20 +144,6 @@ class LocalUnits:
         self._before(unit)  # on a device, where frames cannot be moved, nothing needless lies in the way of this one
         key = self._keys[unit]
         return Leased(self._pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
-
-    def start(self, unit: int) -> None:
-        """Nothing to do."""
-
-    @property
-    def ahead(self) -> int | None:
-        """None: the pager's look-ahead is nobody's business."""
-        return None
-
-    def give_up(self) -> None:
-        """Nothing to do."""
-
-    def changed(self, unit: int) -> None:
-        """Nothing to do: the page is all there is."""
 
 
 class _Gathered:
@@ -209,8 +197,8 @@ class Access:
     ahead: bool
 
 
-class RankUnits:
-    """Several ranks, each with a shard of every unit."""
+class RankUnits(UnitSource):
+    """Several ranks, each with a shard of every unit, which is gathered anew every time."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -241,9 +229,6 @@ class RankUnits:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._access.conductor.ended_well(ahead[1]):
             ahead[1].result().release()
-
-    def changed(self, unit: int) -> None:
-        """Nothing to do: it is gathered anew every time."""
 
     def _gathering(self, unit: int, *, writable: bool) -> Operation[_Gathered]:
         shard = self._access.shards[unit]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from tiermem.future import Future
 from tiermem.pager.page import Intent
 from tiermem.zero3.conductor import Act, Operation
-from tiermem.zero3.sources import Access, HeldUnit, Lease, Leased, sections
+from tiermem.zero3.sources import Access, HeldUnit, Lease, Leased, UnitSource, sections
 
 
-class WholeUnits:
+class WholeUnits(UnitSource):
     """Several ranks that each have all parameters, and update a part of them (ZeRO's stages 1 and 2).
 
     A unit that was updated is completed from the other ranks before it is used again, once.
