@@ -23,11 +23,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from swap import Mark, SwapError, take_checksums
 from tiermem.future import Future
 from tiermem.interrupts import refuse_amid
+from tiermem.optim.updater import Updater
 from tiermem.pager.extents import DURABLE, page_name, to_rows
 from tiermem.pager.pager import Pager
 from tiermem.process import start_thread
@@ -36,16 +37,6 @@ from tiermem.runtime.company import Company, refuse, together
 from tiermem.runtime.storage import Storage
 
 _PREPARE = "prepare a commit"
-
-
-class UpdateWaiter(Protocol):
-    """Who knows which updates are under way."""
-
-    def unfinished(self) -> Sequence[Future[None]]:
-        """One future for each update queued or running; none of them carries an error."""
-
-    def raise_failed(self) -> None:
-        """Raise the error of an update that failed."""
 
 
 class PendingCommit:
@@ -97,7 +88,7 @@ class Commits:
     """The commits of one run. Used from the compute thread."""
 
     def __init__(
-        self, storage: Storage, updates: UpdateWaiter, company: Company, *, origin: Mapping[str, Any] | None = None
+        self, storage: Storage, updates: Updater, company: Company, *, origin: Mapping[str, Any] | None = None
     ) -> None:
         """`origin`: the record of the snapshot that the run began from."""
         self._storage = storage

@@ -13,26 +13,12 @@ each other, nothing is given up: both commits stay as they are, and the next sta
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from swap import CommitStore
 from tiermem.errors import TiermemError
 from tiermem.zero3.collectives import Collectives, by_rank, reason_of
 
 
-class Part(Protocol):
-    """One rank's part of a commit that all have prepared (`swap.CommitStore`)."""
-
-    def publish(self) -> None:
-        """Commit it here. Raises whatever the drive does."""
-
-    def is_published(self) -> bool:
-        """Whether it is known to be there, durably; raises nothing that the drive does."""
-
-    def withdraw(self) -> bool:
-        """Take it back; return whether it is durably not there. Raises nothing that the drive does."""
-
-
-def publish_everywhere(part: Part, ranks: Collectives) -> BaseException | None:
+def publish_everywhere(store: CommitStore, ranks: Collectives) -> BaseException | None:
     """Publish on every rank, and agree. Waits for the drive and for the others.
 
     Returns None when all have it, or, when nobody has it any more, the error that this rank is to raise. Raises
@@ -40,13 +26,13 @@ def publish_everywhere(part: Part, ranks: Collectives) -> BaseException | None:
     """
     failure: BaseException | None = None
     try:
-        part.publish()
+        store.publish()
     except BaseException as error:  # noqa: BLE001 - told to the others, then returned
         failure = error
     reasons = ranks.tell_text(reason_of(failure))
-    if not any(reasons) or all(told[0] for told in ranks.tell([part.is_published()])):
+    if not any(reasons) or all(told[0] for told in ranks.tell([store.is_published()])):
         return None
     told = by_rank(reasons)
-    if not any(told[0] for told in ranks.tell([part.withdraw()])):
+    if not any(told[0] for told in ranks.tell([store.withdraw()])):
         raise TiermemError(f"it is not known whether all ranks have a commit, and none can take it back: {told}")
     return failure or TiermemError(f"another rank could not publish a commit: {told}")

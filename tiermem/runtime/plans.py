@@ -8,7 +8,6 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tiermem.ahead import LookAhead
 from tiermem.optim.schedules import UpdateSchedule
@@ -16,21 +15,12 @@ from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import Schedule
 from tiermem.planner.steps import Arrivals
+from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.look_ahead import LookAheadChoice
 from tiermem.stats import Counters
 from tiermem.zero3.order import Access, StepOrder
 
 Touches = Sequence[tuple[int, PageKey]]
-
-
-class Planner(Protocol):
-    """Who makes a schedule of a recorded step."""
-
-    def arrivals(self, order: StepOrder) -> Arrivals:
-        """The gradient tiles of units of which they are leased one after the other, in that order."""
-
-    def plan(self, order: StepOrder, arrivals: Arrivals, update: str) -> Schedule:
-        """The schedule of a step like this one, whose units are updated as `update` says."""
 
 
 class StepPlans:
@@ -40,13 +30,13 @@ class StepPlans:
         self,
         pager: Pager,
         counters: Counters,
-        planner: Planner,
+        blueprint: Blueprint,
         schedule: UpdateSchedule,
         choice: LookAheadChoice,
     ) -> None:
         self._pager = pager
         self._counters = counters
-        self._planner = planner
+        self._blueprint = blueprint
         self._schedule = schedule
         self._choice = choice
         self._planned: tuple[Sequence[Access], Touches, bool, Arrivals, str] = ((), (), False, {}, "")
@@ -61,11 +51,11 @@ class StepPlans:
         """The step is over; `order`: what is expected of the next, None: nobody knows."""
         acts_as = self._schedule.acts_as
         if order is not None:
-            arrivals = self._planner.arrivals(order)
+            arrivals = self._blueprint.arrivals(order)
             planned = order.accesses, order.touches, order.together, arrivals, acts_as
             if planned != self._planned:
                 self._choice.begin_anew(order, acts_as)
-                self._follow(self._planner.plan(order, arrivals, acts_as))
+                self._follow(self._blueprint.plan(order, arrivals, acts_as))
                 self._planned = planned  # last: where an interrupt comes before, the next step plans it
                 self._counters.step()
                 return

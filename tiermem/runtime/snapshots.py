@@ -29,10 +29,11 @@ from tiermem.checkpoint.tensor_file import read_text
 from tiermem.checkpoint.writing import Part, finish_snapshot, write_buffers, write_part
 from tiermem.future import Future
 from tiermem.memory.heap import trim_heap
+from tiermem.optim.updater import Updater
 from tiermem.pager.extents import DURABLE
 from tiermem.process import start_thread
 from tiermem.runtime.blueprint import Blueprint
-from tiermem.runtime.commits import Commits, PendingCommit, UpdateWaiter
+from tiermem.runtime.commits import Commits, PendingCommit
 from tiermem.runtime.company import Company, refuse, together
 from tiermem.runtime.storage import Storage
 
@@ -49,7 +50,7 @@ class Snapshots:
     def __init__(
         self,
         storage: Storage,
-        updates: UpdateWaiter,
+        updates: Updater,
         commits: Commits,
         blueprint: Blueprint,
         company: Company,

@@ -22,13 +22,15 @@ import heapq
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.errors import TiermemError
+from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, Kind, PageKey
+from tiermem.pager.pager import Pager
 from tiermem.zero3.engine import (
     Pack,
     Unpack,
@@ -41,26 +43,12 @@ from tiermem.zero3.engine import (
 )
 from tiermem.zero3.handles import SavedTensorHooks, leave_to, refuse_changed
 from tiermem.zero3.layout import view_bytes
-from tiermem.zero3.sources import Lease, PendingLease
 
 # A view of less than this part of its storage is left alone: the rest of the storage is most likely somebody's who
 # keeps it anyway (a batch is a slice of the data set), and would be copied for nothing.
 _LEAST_PART = 8
 _UNKNOWN = -1  # the size of a page that has to be made anew
 _PROCESSOR = torch.device("cpu")
-
-
-class PageRoom(Protocol):
-    """The part of the pager used here."""
-
-    def add_page(self, key: PageKey, nbytes: int, *, replace: bool) -> bool:
-        """Announce a page, with `replace` in the place of the one of that name; False while that one is in use."""
-
-    def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
-        """Ask for a hold on pages."""
-
-    def start_discard(self, keys: Sequence[PageKey]) -> None:
-        """Forget the contents of pages."""
 
 
 class _Bytes:
@@ -107,7 +95,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        pager: PageRoom,
+        pager: Pager,
         touch: Callable[[PageKey], None],
         *,
         piece_nbytes: int,

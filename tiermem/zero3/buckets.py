@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent
+from tiermem.pager.pager import Pager
 from tiermem.zero3.shards import Shard
-from tiermem.zero3.sources import Lease, Pager, PendingLease
 
 
 class Bucket:

@@ -22,13 +22,13 @@ from torch import nn
 from tiermem.errors import TiermemError
 from tiermem.future import Future
 from tiermem.pager.page import Intent
+from tiermem.pager.pager import Pager
 from tiermem.zero3.buckets import Bucket, Buckets
 from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.norms import gradient_norm, norm_dtype
 from tiermem.zero3.shards import Shard, bucket_ranges
-from tiermem.zero3.sources import Pager
 from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
 from tiermem.zero3.sums import mean_over_ranks
 

@@ -19,11 +19,11 @@ from tiermem.errors import ConfigError, InvariantError
 from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
+from tiermem.pager.pager import Pager
 from tiermem.zero3.initialise import Init, Initialiser, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.shards import Piece, Shard
-from tiermem.zero3.sources import Pager
 from tiermem.zero3.units import Member, ModelUnits, Unit
 from tiermem.zero3.writes import forget_writes, give_made, repeat_writes
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from tiermem.errors import InvariantError
+from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, PageKey
+from tiermem.pager.pager import Pager
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
-from tiermem.zero3.sources import Lease, Pager, PendingLease
 from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
 from tiermem.zero3.waiting import Waiting
 

@@ -9,65 +9,21 @@ most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tiermem.future import Future
-from tiermem.pager.page import Intent, Lane, PageKey
+from tiermem.pager.lease import Lease
+from tiermem.pager.page import Intent, PageKey
+from tiermem.pager.pager import Pager
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.shards import Shard
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-class Lease(AbstractContextManager["Lease"], Protocol):
-    """The part of a pager's lease used here; `with` releases it where its block ends."""
-
-    def tensor(self, key: PageKey) -> torch.Tensor:
-        """The page's bytes, 1-D uint8."""
-
-    def hand_over(self) -> None:
-        """Another thread goes on: there `tensor` comes after what this one has asked of a device."""
-
-    def release(self) -> None:
-        """Give the hold back."""
-
-    def fail(self, error: BaseException) -> None:
-        """Give the hold back; the contents are garbage."""
-
-
-class PendingLease(Protocol):
-    """A hold that was asked for."""
-
-    def wait(self) -> Lease:
-        """The lease; waits."""
-
-    def has_raised(self, error: BaseException) -> bool:
-        """Whether `wait` has raised this as its answer, and not a signal handler amid it."""
-
-    def give_up(self) -> None:
-        """Nobody wants it any more."""
-
-
-class Pager(Protocol):
-    """The part of the pager used by this package."""
-
-    def add_page(self, key: PageKey, nbytes: int) -> object:
-        """Announce a page."""
-
-    def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> Lease:
-        """Hold pages near the computation, or (update's lane) in host memory; waits."""
-
-    def start_lease(self, keys: Sequence[PageKey], intent: Intent) -> PendingLease:
-        """Ask for a hold on pages near the computation; does not wait."""
-
-    def start_discard(self, keys: Sequence[PageKey]) -> None:
-        """Forget the contents of pages."""
 
 
 class HeldUnit(Protocol):

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from tiermem.pager.page import PageKey
+from tiermem.pager.pager import Pager
 from tiermem.zero3.conductor import Act
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.norm_reader import NormReader
-from tiermem.zero3.sources import Pager
 
 
 class StepGradients:

@@ -7,9 +7,10 @@ is due. Guarantees that a unit which was updated is completed from the other ran
 from __future__ import annotations
 
 from tiermem.future import Future
+from tiermem.pager.lease import Lease
 from tiermem.pager.page import Intent
 from tiermem.zero3.conductor import Act, Operation
-from tiermem.zero3.sources import Access, HeldUnit, Lease, Leased, UnitSource, sections
+from tiermem.zero3.sources import Access, HeldUnit, Leased, UnitSource, sections
 
 
 class WholeUnits(UnitSource):
