@@ -94,9 +94,9 @@ class RankGradients(StepGradients):
         bucket.present.add(parameter)
 
     def release(self, unit: int | None = None) -> None:
-        """Let go of the unit written last: start adding it up, unless it is kept until all line up; see `Gradients`.
+        """Let go of the unit written last: start adding it up, unless it is kept until all line up.
 
-        Without `unit` also of the room for one whose gradients have not come.
+        With `unit`, only if that is the one. Without, also of the room for one whose gradients have not come.
         """
         bucket = self._open
         if bucket is not None and unit in (None, bucket.shard.unit):
@@ -128,7 +128,11 @@ class RankGradients(StepGradients):
         """Nothing: other ranks may see it differently, and the bucket is added up before the next one is filled."""
 
     def complete(self, unit: int, then: Callable[[int], None]) -> None:
-        """Say to the others, with the bucket, that it is this rank's last one of the unit; see `Gradients`."""
+        """Say to the others, with the bucket, that it is this rank's last one of the unit.
+
+        `then(unit)` follows on the calling thread when all have said so and all is added up: in a later call of these
+        verbs, or, where another rank says less, not at all.
+        """
         if self._open is not None and self._open.shard.unit == unit:
             self._open.then = then
         self.release(unit)

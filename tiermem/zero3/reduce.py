@@ -141,7 +141,7 @@ class GradientStore(StepGradients):
             self._asked = None
 
     def backward_ended(self, *, together: bool) -> None:
-        """Let go of everything, unless the tiles that are held are about to be wanted again: see `Gradients`."""
+        """Let go of everything, unless the tiles that are held are about to be wanted again."""
         super().backward_ended(together=together)
         if not together:
             self.release()

@@ -90,7 +90,10 @@ class StepGradients:
         self._written.difference_update(self._unfinished())
 
     def backward_ended(self, *, together: bool) -> None:  # noqa: ARG002 - for those that still hold something
-        """A backward is through: see `Gradients`. Which parameters are frozen is seen here, where none is used."""
+        """A backward is through. Which parameters are frozen is seen here, where none is used.
+
+        `together`: the next micro-batch may go through the same unit at once.
+        """
         numbers = [number for unit in self._trainable for number in unit]
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
             frozen = [number for number in numbers if not self._parameters[number].requires_grad]
