@@ -27,7 +27,7 @@ from tiermem.zero3.engine import version as version_of
 from tiermem.zero3.layout import Slot, UnitLayout, slot_of, typed_views
 from tiermem.zero3.looks import FirstLooks, written_unasked
 from tiermem.zero3.placeholder import Placeholders, converted, reshaped
-from tiermem.zero3.replaced import part, replaced, take_in
+from tiermem.zero3.replaced import replaced, take_in, unshare
 from tiermem.zero3.sources import HeldUnit, UnitSource
 
 
@@ -164,7 +164,7 @@ class Gatherer:
             return
         for other in self._units:  # before this frame is written: what was assigned there may be a part of it
             if other.base is not None and other.writable:
-                part(other.base, other.parameters, other.layout.slots, self.frames)
+                unshare(other.base, other.parameters, other.layout.slots, self.frames)
         take_in(state.base, state.parameters, state.layout.slots)
 
     @unwatched

@@ -1,8 +1,9 @@
 """The norm of a gradient.
 
-Owns in which dtype, and by what, the squares of one parameter's gradient are added up. Does not know pages, ranks or
-clipping. Guarantees a norm that is finite wherever every element is (in host memory), as exact as float32 whatever the
-gradient's dtype, and that nobody waits for a device.
+Owns in which dtype, and by what, the squares of one parameter's gradient are added up, and whether compiled loops
+(`squares.py`, `team.py`) can be had for that and for adding gradients. Does not know pages, ranks or clipping.
+Guarantees a norm that is finite wherever every element is (in host memory), as exact as float32 whatever the gradient's
+dtype, and that nobody waits for a device.
 
 bfloat16, in host memory, is added up by a compiled loop (`squares.py`), which copies it as well: torch would first make
 float32 of all of it, and does so piece by piece. On the thread that computes, for 168 M parameters, copies included:

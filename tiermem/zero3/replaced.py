@@ -26,7 +26,9 @@ def replaced(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequ
     return None
 
 
-def part(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], frames: Container[int]) -> None:
+def unshare(
+    base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], frames: Container[int]
+) -> None:
     """Copy values that were assigned as a view of one of `frames`, by address: it may be written before they are."""
     start = base.data_ptr()
     for parameter, slot in zip(parameters, slots, strict=True):
