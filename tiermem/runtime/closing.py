@@ -1,18 +1,30 @@
-"""Objects that are closed at the end of a `with`, and of which there is one.
+"""How a runtime is closed: by whom, when not, and in which order.
 
-Owns the two methods of a context manager, the refusal of copies, and of what is asked inside something else. Does not
-know what closing means. Guarantees that `close` is called however the body ends, that the body's error is not
-swallowed, and that nothing closed is entered.
+Owns the two methods of a context manager, the refusal of copies, and of what is asked inside something else; the order
+in which rooms are closed, and the thread on which files and threads are. Does not know what is in a room. Guarantees
+that `close` is called however the body of a `with` ends, that the body's error is not swallowed, and that nothing
+closed is entered; that each room is closed whatever the ones before raise, and that files, locks and threads are closed
+to their end, whoever is interrupted (Ctrl-C) while he waits for that.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from typing import NoReturn, Self, SupportsIndex
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn, Self, SupportsIndex
 
 from tiermem.errors import CopyError, TiermemError
+from tiermem.future import Future
+from tiermem.process import start_thread
+from tiermem.registry import registry
+from tiermem.runtime.company import leave_directories
+from tiermem.runtime.storage import close_all
 from tiermem.zero3.engine import backward_number
 from tiermem.zero3.scheduler import GatherScheduler
+
+if TYPE_CHECKING:
+    from tiermem.runtime.house import House
 
 
 class Closing(ABC):
@@ -63,3 +75,58 @@ def refuse_to_close(scheduler: GatherScheduler, *, lent: bool) -> None:
             "close inside runtime.forward_backward(): expected it behind that call, in which other micro-batches still "
             "use the model; nothing is closed. An exception ends the call"
         )
+
+
+class Ending:
+    """What is done once, and to its end: on a thread of its own, as interrupts and signal handlers come to the first.
+
+    Who is interrupted while he waits goes on; the program's end waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._begins = threading.Lock()
+        self._over: Future[None] = Future()
+
+    def run(self, end: Callable[[], None]) -> None:
+        """Have `end()` called, unless somebody has; wait for it. Raises its error."""
+
+        def carry_out() -> None:
+            if not self._begins.acquire(blocking=False):
+                return
+            try:
+                end()
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                self._over.set_exception(error)
+            else:
+                self._over.set_result(None)
+
+        if not self._over.done() and start_thread("tiermem-close", carry_out) is not None:
+            carry_out()  # no more threads, or the interpreter is ending
+        self._over.result()
+
+    def then(self, function: Callable[[], object]) -> None:
+        """Call `function()` if it is over."""
+        if self._over.done():
+            function()
+
+
+def close_rooms(house: House, *, remove: bool | None) -> None:
+    """See `House.close`."""
+
+    def close_storage() -> None:
+        house.commits.wait_open()  # again, if that was interrupted: it must not outlive its bytes, nor the lock
+        house.storage.close(remove=house.commits.hold_nothing if remove is None else remove)
+        leave_directories(house.config, house.company)
+
+    def end() -> None:
+        beside = [] if house.storage.device is None else [house.storage.device.work_beside]
+        close_all([*beside, house.updater.close, close_storage, house.company.close])
+
+    def forget() -> None:
+        for parameter in house.parameters:
+            registry.detach(parameter)
+
+    house.steps.close()
+    # The conductor first, so that others who wait for this rank in vain know it soon.
+    actions = [house.conductor.close, house.coordinator.wait_updates, house.snapshots.close, house.commits.close]
+    close_all([*actions, house.scheduler.close, lambda: house.ending.run(end), forget])

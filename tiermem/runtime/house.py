@@ -35,12 +35,11 @@ from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.buffers import BufferWatch
-from tiermem.runtime.closing import refuse_inside
+from tiermem.runtime.closing import Ending, close_rooms, refuse_inside
 from tiermem.runtime.commits import Commits
 from tiermem.runtime.company import Company
 from tiermem.runtime.continuing import fill_pages, take_over
 from tiermem.runtime.devices import open_device
-from tiermem.runtime.ending import Ending, close_rooms
 from tiermem.runtime.exchanges import open_conductor, open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
 from tiermem.runtime.look_ahead import choose_look_ahead
