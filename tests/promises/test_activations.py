@@ -348,8 +348,9 @@ def test_other_hooks_inside_and_outside(chain: Chain, tmp_path: Path) -> None:
         left = hooks()
         with pytest.raises(tiermem.TiermemError, match="lie on top of it"), runtime.offload_activations(THRESHOLD):
             left.__enter__()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is pack, "theirs stay, for them to remove"
         left.__exit__(None, None, None)
-        torch.autograd.graph.saved_tensors_hooks(pack, pack).__exit__()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "ours are off nevertheless"
 
 
 @BESIDE_A_DEVICE

@@ -255,13 +255,14 @@ class ActivationHooks:
         push_hooks(*self._pair)
 
     def leave(self) -> None:
-        """Undo `enter`. Raises TiermemError if somebody else's hooks lie on top."""
-        if not self.is_on_top:
+        """Undo `enter`. Raises TiermemError, after that, if somebody else's hooks lie on top: they stay."""
+        is_on_top = self.is_on_top
+        self.abandon()
+        if not is_on_top:
             raise TiermemError(
                 "offload_activations was left while other saved-tensor hooks lie on top of it: leave what was entered "
                 "inside it (torch.autograd.graph.saved_tensors_hooks) first"
             )
-        self.abandon()
 
     def abandon(self) -> None:
         """Undo `enter` after an error, which may have left hooks of others on top: they stay there."""
