@@ -40,6 +40,7 @@ class Neighbours:
     def set_schedule(self, schedule: Any, *, look_ahead: int) -> None:
         self._come_to("set_schedule")
         self.followed.append((schedule, look_ahead))
+        self._come_to("behind")
 
     def begin_anew(self, *_: Any) -> None:
         self._come_to("begin_anew")
@@ -79,6 +80,17 @@ def test_what_was_interrupted_is_planned_behind_the_next_step(interrupted: str) 
         plans.close_step(ORDER)
     plans.close_step(ORDER)
     assert neighbours.followed == [(ORDER, 7)]
+
+
+def test_behind_a_plan_whose_making_was_interrupted_the_one_before_is_made_again() -> None:
+    neighbours, other = Neighbours(), StepOrder((Access(1, Phase.FORWARD),))
+    plans = plans_with(neighbours)
+    plans.close_step(ORDER)
+    neighbours.interrupted = "behind"
+    with pytest.raises(KeyboardInterrupt):
+        plans.close_step(other)
+    plans.close_step(ORDER)
+    assert neighbours.followed == [(ORDER, 7), (other, 7), (ORDER, 7)]
 
 
 def test_a_look_ahead_whose_trial_was_interrupted_is_tried_behind_the_next_step() -> None:

@@ -39,7 +39,7 @@ class StepPlans:
         self._blueprint = blueprint
         self._schedule = schedule
         self._choice = choice
-        self._planned: tuple[Sequence[Access], Touches, bool, Arrivals, str] = ((), (), False, {}, "")
+        self._planned: tuple[Sequence[Access], Touches, bool, Arrivals, str] | None = None
         self._followed: tuple[Schedule | None, int] = (None, choice.look_ahead.nbytes)
 
     @property
@@ -54,9 +54,12 @@ class StepPlans:
             arrivals = self._blueprint.arrivals(order)
             planned = order.accesses, order.touches, order.together, arrivals, acts_as
             if planned != self._planned:
+                self._planned = (
+                    None  # until all of it is done: an interrupt may come, and the next step is planned then
+                )
                 self._choice.begin_anew(order, acts_as)
                 self._follow(self._blueprint.plan(order, arrivals, acts_as))
-                self._planned = planned  # last: where an interrupt comes before, the next step plans it
+                self._planned = planned
                 self._counters.step()
                 return
         self._pager.begin_step()
