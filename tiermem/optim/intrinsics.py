@@ -27,18 +27,6 @@ def fused_multiply_add(_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
 
 
 @intrinsic
-def float_of(_context: Any, _bits: Any) -> Any:
-    """The float32 with these 32 bits."""
-    return types.float32(types.int32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.FloatType())
-
-
-@intrinsic
-def bits_of(_context: Any, _number: Any) -> Any:
-    """The 32 bits of a float32, as int32."""
-    return types.int32(types.float32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.IntType(32))
-
-
-@intrinsic
 def half_bits_of(_context: Any, _number: Any) -> Any:
     """The 16 bits of the float16 nearest to a float32.
 

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tiermem.machine_code import loop
+from tiermem.machine_code import bits_of, float_of, loop
 from tiermem.optim import vectors
 from tiermem.optim.codebook import UNIT, CodeBook, signed_book, unsigned_book
-from tiermem.optim.intrinsics import bits_of, float_of, fused_multiply_add, half_bits_of
+from tiermem.optim.intrinsics import fused_multiply_add, half_bits_of
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.int16]

@@ -16,11 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from tiermem.machine_code import loop
+from tiermem.machine_code import bits_of, float_of, loop
 
 Halves = npt.NDArray[np.int16]
 
@@ -30,25 +27,12 @@ _ALMOST_HALF = np.int32(0x7FFF)
 _NAN = np.int16(0x7FC0)
 
 
-# As in `optim/intrinsics.py`, a wing that this one does not know.
-@intrinsic
-def _float_of(_context: Any, _bits: Any) -> Any:
-    """The float32 with these 32 bits."""
-    return types.float32(types.int32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.FloatType())
-
-
-@intrinsic
-def _bits_of(_context: Any, _number: Any) -> Any:
-    """The 32 bits of a float32."""
-    return types.int32(types.float32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.IntType(32))
-
-
 # Only here may the compiler add in another order than written: that is what makes vectors of it.
 @loop(fastmath={"reassoc", "contract"})
 def _squares(halves: Halves) -> Any:
     total = np.float32(0.0)
     for i in range(halves.size):
-        number = _float_of(np.int32(np.int32(halves[i]) << _SIXTEEN))
+        number = float_of(np.int32(np.int32(halves[i]) << _SIXTEEN))
         total = np.float32(total + number * number)
     return total
 
@@ -62,10 +46,8 @@ def _copy(source: Halves, target: Halves) -> None:
 @loop()
 def add_rounded(one: Any, other: Any) -> Any:
     """The bits of the sum of two bfloat16 numbers with these bits."""
-    number = np.float32(
-        _float_of(np.int32(np.int32(one) << _SIXTEEN)) + _float_of(np.int32(np.int32(other) << _SIXTEEN))
-    )
-    bits = _bits_of(number)
+    number = np.float32(float_of(np.int32(np.int32(one) << _SIXTEEN)) + float_of(np.int32(np.int32(other) << _SIXTEEN)))
+    bits = bits_of(number)
     # To the nearest, of two to the even one.
     rounded = np.int32(bits + _ALMOST_HALF + ((bits >> _SIXTEEN) & np.int32(1)))
     return np.int16(rounded >> _SIXTEEN) if number == number else _NAN
