@@ -294,7 +294,7 @@ def look(conductor: Conductor, shard: Shard, slot: Slot, fill: Callable[[], None
 
 
 def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor) -> None:
-    """Complete `whole`, a parameter's elements of which this rank has filled in its own, with those of the others.
+    """Complete `whole`, a parameter's elements (1-D, CPU) of which this rank has filled in its own, with the others'.
 
     One rank after the other tells what it owns; for looking at single parameters, not for training.
     """

@@ -86,7 +86,7 @@ def _mean_over_copies(
 
 
 def average(parts: Sequence[torch.Tensor], ranks: int) -> None:
-    """Put the sum of `parts`, in their order, divided by `ranks` into the first; 16-bit ones are added in float32."""
+    """Put the sum of `parts`, 1-D and alike, in their order, divided by `ranks` into the first; see `exact_dtype`."""
     exact = exact_dtype(parts[0].dtype)
     length = _SLICE if parts[0].device.type == "cpu" else _DEVICE_SLICE
     for begin in range(0, parts[0].numel(), length):
@@ -97,5 +97,5 @@ def average(parts: Sequence[torch.Tensor], ranks: int) -> None:
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of `dtype` are added up."""
+    """In what gradients of `dtype` are added up: float32 where they have 16 bits."""
     return torch.float32 if dtype.itemsize < 4 else dtype
