@@ -13,6 +13,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.zero3.deferred import deferred_init
+from tiermem.zero3.initialise import is_marked, mark
 from tiermem.zero3.lend import copies, give
 from tiermem.zero3.materialize import Materializer, plan_layouts
 from tiermem.zero3.placeholder import Placeholders, is_placeholder
@@ -122,6 +123,17 @@ def test_parameter_nobody_initialises_is_named():
         model = Bare()
     with pytest.raises(ConfigError, match="secret"):
         Sharded(model)
+
+
+def test_whether_values_were_made_is_looked_at_in_pieces(monkeypatch):
+    """An answer for each element of a large embedding would be half a gigabyte beside the budget."""
+    asked, isnan = [], torch.isnan
+    monkeypatch.setattr(torch, "isnan", lambda values: asked.append(values.numel()) or isnan(values))
+    values = mark(torch.empty(1000, 1000))
+    values.view(-1)[:-1] = 0.0
+    assert is_marked(values)
+    assert sum(asked) == values.numel()
+    assert max(asked) <= values.numel() // 2
 
 
 def test_meta_buffer_is_initialised_or_named():

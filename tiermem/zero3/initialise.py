@@ -26,6 +26,8 @@ from tiermem.zero3.units import Place
 
 Init = Callable[[nn.Module], object]
 
+_PART_NUMEL = 1 << 18  # elements that are looked at at a time
+
 
 class Initialiser:
     """Calls `init`, or the model's own `_init_weights`, or `reset_parameters`, on the modules of a unit."""
@@ -131,8 +133,14 @@ def mark(values: torch.Tensor) -> torch.Tensor:
 def is_marked(values: torch.Tensor) -> bool:
     """Whether any element still is what `mark` wrote; never for bool and unsigned integers, which have no odd value."""
     if values.dtype.is_floating_point or values.dtype.is_complex:
-        return bool(torch.isnan(values).any())
-    return values.dtype.is_signed and bool((values == torch.iinfo(values.dtype).min).any())
+        return any(bool(torch.isnan(part).any()) for part in _parts(values))
+    least = torch.iinfo(values.dtype).min if values.dtype.is_signed else None
+    return least is not None and any(bool((part == least).any()) for part in _parts(values))
+
+
+def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The elements in pieces: an answer for each element takes memory, which is not to be that of a whole parameter."""
+    return torch.split(values.view(-1), _PART_NUMEL) if values.is_contiguous() else (values,)
 
 
 def _has_marks(module: nn.Module) -> bool:
