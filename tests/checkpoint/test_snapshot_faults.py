@@ -27,6 +27,7 @@ from tiermem.checkpoint import draft as draft_module
 from tiermem.checkpoint.manifest import NAME, pack, parse
 from tiermem.checkpoint.reading import open_snapshot
 from tiermem.checkpoint.resharding import reshard
+from tiermem.checkpoint.tensor_file import TensorReader
 
 
 def made(directory: Path, **settings: Any) -> Path:
@@ -386,6 +387,21 @@ def test_resharded_there_and_back_it_is_the_same(tmp_path: Path, dtype: str) -> 
         assert one.names == other.names
         for plane in one.planes:
             assert torch.equal(first.whole(one, plane), last.whole(other, plane))
+
+
+def test_what_is_resharded_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot, read = open_snapshot(made(tmp_path, param_dtype="bfloat16")), []
+    original = TensorReader.read
+
+    def counting(reader: TensorReader, out: memoryview, offset: int) -> None:
+        if reader._path.parent == snapshot.path:
+            read.append(out.nbytes)
+        original(reader, out, offset)
+
+    monkeypatch.setattr(TensorReader, "read", counting)
+    reshard(snapshot, tmp_path / "three", ranks=3)
+    planes = [(kept.numel, snapshot.dtype(kept, plane)) for kept in snapshot.manifest.kept for plane in kept.planes]
+    assert sum(read) == sum(numel * dtype.itemsize for numel, dtype in planes)
 
 
 def test_a_parameter_without_elements_is_still_there_resharded(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Owns the division of each parameter over the ranks' files. Does not know a running model: any snapshot can be continued
 by any number of ranks as it is, so this only decides which rank finds its state in files of its own. Guarantees that
-damage is found before it is copied under a new checksum.
+everything is read once, and that nothing stands in the end where damage was found on the way.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import torch
 
+from swap import ChecksumError
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.manifest import FIRST, TRAINED, VALUE
-from tiermem.checkpoint.reading import Snapshot, blocks_of, open_snapshot
-from tiermem.checkpoint.restoring import require_whole
+from tiermem.checkpoint.reading import PlaneReader, Snapshot, blocks_of, open_snapshot
+from tiermem.checkpoint.restoring import damaged
 from tiermem.checkpoint.shard import Holding
 from tiermem.checkpoint.writing import finish_snapshot, write_buffers, write_part
 from tiermem.errors import ConfigError
@@ -24,14 +25,19 @@ from tiermem.zero3.layout import Slot
 
 LARGEST_WORLD = 1 << 16
 
+Readers = dict[tuple[int, str], PlaneReader]
+"""By parameter and plane."""
+
 
 class Portion:
     """What rank `rank` of `ranks` is to have of a snapshot (`shard.Shard`): an equal part of each parameter."""
 
-    def __init__(self, snapshot: Snapshot, rank: int, ranks: int) -> None:
+    def __init__(self, snapshot: Snapshot, rank: int, ranks: int, readers: Readers) -> None:
+        """`readers`: of each plane, where the portions before this one have come to; the same for all portions."""
         self._snapshot = snapshot
         self._rank = rank
         self._ranks = ranks
+        self._readers = readers
 
     def holdings(self) -> list[Holding]:
         """Cut at multiples of 64 elements; the last ranks have less, or nothing of a small parameter."""
@@ -49,11 +55,13 @@ class Portion:
         return found
 
     def blocks(self, holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
-        """Straight from the files; all has been compared before."""
-        kept = self._snapshot.manifest.parameters[holding.slot.parameter]
+        """Straight from the files, compared where the last portion of a plane ends."""
+        number = holding.slot.parameter
         for plane in holding.planes:
-            reader = self._snapshot.reader(kept, plane, first=holding.first, compare=False)
-            for block in blocks_of(reader, holding.count):
+            if (number, plane) not in self._readers:
+                kept = self._snapshot.manifest.parameters[number]
+                self._readers[number, plane] = self._snapshot.reader(kept, plane)
+            for block in blocks_of(self._readers[number, plane], holding.count):
                 yield plane, block
 
 
@@ -65,10 +73,13 @@ def reshard(snapshot: Snapshot, path: str | os.PathLike[str], *, ranks: int) -> 
     """
     if not 1 <= ranks <= LARGEST_WORLD:
         raise ConfigError(f"expected a number of ranks from 1 to {LARGEST_WORLD}, found {ranks}")
+    readers: Readers = {}
     with Draft(path) as draft:
-        require_whole(snapshot)
-        parts = [write_part(draft, Portion(snapshot, rank, ranks), rank=rank) for rank in range(ranks)]
-        buffers = {kept.names[0]: snapshot.whole(kept, VALUE) for kept in snapshot.manifest.buffers}
+        try:
+            parts = [write_part(draft, Portion(snapshot, rank, ranks, readers), rank=rank) for rank in range(ranks)]
+            buffers = {kept.names[0]: snapshot.whole(kept, VALUE) for kept in snapshot.manifest.buffers}
+        except ChecksumError as error:
+            raise damaged(snapshot, error) from error
         parts.append(write_buffers(draft, buffers))
         seconds = snapshot.manifest.seconds
         finish_snapshot(draft, parts, snapshot.record, seconds=seconds, world_size=ranks)

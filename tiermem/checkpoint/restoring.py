@@ -100,7 +100,16 @@ def fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, values: torch
 def require_whole(snapshot: Snapshot) -> None:
     """Read all of a snapshot before something else is given up for it. Raises swap.FormatError if it is damaged."""
     for damage in snapshot.verify():
-        raise FormatError(f"the snapshot {str(snapshot.path)!r} is damaged: {damage}")
+        raise damaged(snapshot, damage)
+
+
+def damaged(snapshot: Snapshot, what: object) -> FormatError:
+    """The error that names a snapshot and what is wrong in it."""
+    return FormatError(f"the snapshot {str(snapshot.path)!r} is damaged: {what}")
+
+
+def _part(plane: torch.Tensor, cut: TileRange) -> torch.Tensor:
+    return plane[cut.begin : cut.begin + cut.length]
 
 
 def _next(reader: PlaneReader, count: int) -> torch.Tensor:
