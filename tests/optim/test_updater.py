@@ -20,6 +20,7 @@ from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
 from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
 from tiermem.pager.page import Intent, Kind, PageKey
+from tiermem.pager.tiling import TileRange
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -469,6 +470,42 @@ def test_a_cut_that_was_never_updated_has_no_moments_whatever_the_buffers_had(pa
         (cut,) = store.cuts(0, parameter)
         found = store.read_cut(0, parameter, cut, buffers)
         assert all(map(torch.equal, found, (ones, moment, moment)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_master_comes_with_its_moments_or_leaves_those_that_are_there(pager: FakePager, dtype: torch.dtype) -> None:
+    state = UnitState(0, dtype, (Segment(0, 0, 5000),), 5000, 2048)
+    add_unit(pager, state)
+    store = StateStore(pager, {0: state})
+    master, first, second = torch.randn(5000), torch.randn(5000), torch.rand(5000)
+    write_parameter(pager, state, 0, master)
+    parts = iter(range(3))
+
+    def moments(cut: TileRange) -> tuple[torch.Tensor, torch.Tensor]:
+        assert next(parts) == cut.tile, "asked for in order, once"
+        own = slice(cut.begin, cut.begin + cut.length)
+        return first[own], second[own]
+
+    store.store_master(0, 0, master, moments)
+    assert torch.equal(store.read_master(0, 0), master)
+    assert all(map(torch.equal, store.read_moments(0, 0), (first, second)))
+    other = torch.randn(5000)
+    write_parameter(pager, state, 0, other)
+    store.change_master(0, 0, other)
+    assert torch.equal(store.read_master(0, 0), other)
+    out = torch.empty(5000), torch.empty(5000)
+    assert all(map(torch.equal, store.read_moments(0, 0, out), (first, second)))
+    assert torch.equal(out[0], first)
+    assert pager.held == 0
+
+
+def test_what_has_never_been_updated_is_changed_without_state(pager: FakePager) -> None:
+    state = UnitState(0, torch.bfloat16, (Segment(0, 0, 3000),), 3000, 2048)
+    add_unit(pager, state)
+    store, value = StateStore(pager, {0: state}), torch.randn(3000).bfloat16()
+    write_parameter(pager, state, 0, value)
+    store.change_master(0, 0, value)
+    assert not pager.is_written(PageKey(0, Kind.STATE, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,6 @@ from torch import nn
 
 from swap import align_up
 from tiermem.errors import ResumeError
-from tiermem.optim.masters import StateStore
 from tiermem.pager.page import Kind, PageKey
 from tiermem.runtime import continuing
 from tiermem.runtime.continuing import add_committed, fill_pages, take_over
@@ -78,7 +77,7 @@ def test_pages_are_new_or_those_of_a_commit_and_buffers_go_to_the_computation(re
     materializer: Any = SimpleNamespace(
         run=lambda *_: ["made"], adopt=lambda *_: ["as committed"], weights=SimpleNamespace()
     )
-    parameters: list[Any] = [*fill_pages(blueprint, storage, StateStore(storage.pager, {}), materializer)]
+    parameters: list[Any] = [*fill_pages(blueprint, storage, materializer)]
     assert parameters == (["as committed"] if resumed else ["made"])
     assert made == ([(key, True) for key in PAGES] if resumed else [(STATE, False)])  # the others are made with values
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}

@@ -1,8 +1,8 @@
 """From a snapshot to pages.
 
 Owns the check that a snapshot is of this model, and the giving of its values: a `WeightSource` for the pages of
-parameters and masters, then moments tile by tile. Does not know how pages are laid out. Guarantees the bits that were
-kept, whatever the division into units and tiles, and that a difference is named before anything is changed.
+parameters and masters, and their moments, part by part. Does not know how pages are laid out. Guarantees the bits that
+were kept, whatever the division into units and tiles, and that a difference is named before anything is changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tiermem.checkpoint.manifest import FIRST, FROZEN, MASTER, SECOND, TRAINED, 
 from tiermem.checkpoint.reading import PlaneReader, Snapshot, blocks_of
 from tiermem.checkpoint.shard import Holding
 from tiermem.errors import ResumeError
-from tiermem.optim.masters import StateStore
+from tiermem.optim.masters import MomentsOf
+from tiermem.pager.tiling import TileRange
 from tiermem.zero3.layout import Slot
 
 
@@ -62,24 +63,17 @@ class SnapshotWeights:
                 continue  # made in training, or sparse: the record has it (`runtime.buffers`)
             fill_buffer(model, name, buffer, self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
 
-    def fill_moments(self, states: StateStore, holdings: Iterable[Holding]) -> None:
-        """Store the moments of what this rank trains, where there are any; masters are stored already. Waits."""
-        for holding in holdings:
-            kept = self._kept[holding.slot.names[0]]
-            if FIRST in kept.planes and holding.count:
-                self._fill_moments(states, holding, kept)
-
-    def _fill_moments(self, states: StateStore, holding: Holding, kept: Kept) -> None:
-        unit, slot, begin = holding.unit, holding.slot, holding.first
+    def moments(self, holding: Holding) -> MomentsOf | None:
+        """The moments of what this rank trains of a parameter, to be asked for in order; None: it has none."""
+        slot, begin, kept = holding.slot, holding.first, self._kept[holding.slot.names[0]]
+        if FIRST not in kept.planes or not holding.count:
+            return None
         if slot.stride != kept.stride:
             planes = [self._arranged(kept, plane, slot)[begin : begin + holding.count] for plane in (FIRST, SECOND)]
-            states.store_moments(unit, slot.parameter, *planes)
-            return
+            return lambda cut: (_part(planes[0], cut), _part(planes[1], cut))
         compare = self._compare
         readers = [self._snapshot.reader(kept, plane, first=begin, compare=compare) for plane in (FIRST, SECOND)]
-        for cut in states.cuts(unit, slot.parameter):
-            first, second = (_next(reader, cut.length) for reader in readers)
-            states.store_cut(unit, slot.parameter, cut, first, second)
+        return lambda cut: (_next(readers[0], cut.length), _next(readers[1], cut.length))
 
     def _arranged(self, kept: Kept, plane: str, slot: Slot) -> torch.Tensor:
         values = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device="cpu")

@@ -27,6 +27,9 @@ Planes = StatePlanes | BlockPlanes
 
 SLICE_NUMEL = 1 << 18  # elements whose master is put together, or whose moments are translated, at one time
 
+MomentsOf = Callable[[TileRange], tuple[torch.Tensor, torch.Tensor] | None]
+"""Both moments of a part of a parameter, float32 and 1-D; None: zeros."""
+
 
 class StatePager(Protocol):
     """The part of the pager that reads and writes state from a thread."""
@@ -58,23 +61,38 @@ class StateStore:
         self._pager = pager
         self._units = units
 
-    def store_master(self, unit: int, parameter: int, values: torch.Tensor) -> None:
+    def store_master(self, unit: int, parameter: int, values: torch.Tensor, moments: MomentsOf | None = None) -> None:
         """Keep what the parameter itself cannot hold of `values` (any shape, the parameter's numel), with zero moments.
 
         The PARAM page must hold, or come to hold, `values` rounded to the unit's dtype. Nothing is written for
         float32 units, nor for bfloat16 tiles never written before whose remainders are all zero. In a float16 unit
         call it for every trainable parameter or for none: masters that were forgotten are NaN. None at all means that
         the masters are the parameters.
+
+        `moments`: asked for once for each of `cuts`, in order, and kept with it.
         """
         state, segment = self._find(unit, parameter)
-        if state.dtype == torch.float32:
+        if state.dtype == torch.float32 and moments is None:
             return
         flat = _flat(values, segment)
         for cut in state.cuts(segment):
-            master = flat[cut.begin : cut.begin + cut.length].to(torch.float32).contiguous()
-            exact = state.dtype == torch.bfloat16 and torch.equal(master.to(torch.bfloat16).to(torch.float32), master)
+            part, given = flat[cut.begin : cut.begin + cut.length], None if moments is None else moments(cut)
+            exact = given is None and state.dtype == torch.bfloat16 and _is_bfloat16(part)
             if not exact or self._pager.is_written(_state_key(unit, cut)):
-                self._write(state, cut, partial(_begin, master))
+                self._write(state, cut, partial(_begin, part, given))
+
+    def change_master(self, unit: int, parameter: int, values: torch.Tensor) -> None:
+        """As `store_master`, of a parameter that may have had updates: its moments stay."""
+        state, _ = self._find(unit, parameter)
+        if state.dtype == torch.float32:
+            return
+
+        def moments(cut: TileRange) -> tuple[torch.Tensor, torch.Tensor] | None:
+            first, second = _floats(cut.length), _floats(cut.length)
+            copy = partial(_copy_moments, first, second, _scratch_for(cut.length))
+            return (first, second) if self._read(state, cut, copy) else None
+
+        self.store_master(unit, parameter, values, moments)
 
     def read_master(self, unit: int, parameter: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The float32 master of a parameter, 1-D; written to `out` (float32, 1-D) if there is one."""
@@ -86,15 +104,19 @@ class StateStore:
             self._read(state, cut, partial(_complete, out[cut.begin : cut.begin + cut.length], scratch))
         return out
 
-    def read_moments(self, unit: int, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and second moment of a parameter, float32, 1-D; zeros before its first update."""
+    def read_moments(
+        self, unit: int, parameter: int, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and second moment of a parameter, float32, 1-D; zeros before its first update. `out`: written to."""
         state, segment = self._find(unit, parameter)
-        first, second = _floats(segment.numel).zero_(), _floats(segment.numel).zero_()
+        moments = (_floats(segment.numel), _floats(segment.numel)) if out is None else out
         scratch = _scratch_for(segment.numel)
         for cut in state.cuts(segment):
-            part = slice(cut.begin, cut.begin + cut.length)
-            self._read(state, cut, partial(_copy_moments, first[part], second[part], scratch))
-        return first, second
+            first, second = (each[cut.begin : cut.begin + cut.length] for each in moments)
+            if not self._read(state, cut, partial(_copy_moments, first, second, scratch)):
+                first.zero_()
+                second.zero_()
+        return moments
 
     def cuts(self, unit: int, parameter: int) -> Sequence[TileRange]:
         """How a parameter falls into tiles: what `read_cut` and `store_cut` take."""
@@ -185,13 +207,26 @@ class StateStore:
         return True
 
 
-def _begin(master: torch.Tensor, planes: Planes) -> None:
+def _is_bfloat16(values: torch.Tensor) -> bool:
+    """Whether bfloat16 holds all of these (1-D); of random numbers it does not, which the first slice shows."""
+    if values.dtype == torch.bfloat16:
+        return True
+    masters = (part.to(torch.float32) for part in torch.split(values, SLICE_NUMEL))
+    return all(torch.equal(master.to(torch.bfloat16).to(torch.float32), master) for master in masters)
+
+
+def _begin(values: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor] | None, planes: Planes) -> None:
     planes.clear_moments()
-    if planes.master is not None:
-        planes.master.copy_(master)
-    if planes.remainder is not None:
-        narrow = torch.empty_like(master, dtype=torch.bfloat16)
-        split(master, narrow, planes.remainder, planes.marks, torch.empty_like(master, dtype=torch.int32))
+    scratch = _scratch_for(planes.numel)
+    for piece, part in _slices(planes, scratch):
+        master = values[piece].to(torch.float32).contiguous()
+        if part.master is not None:
+            part.master.copy_(master)
+        if part.remainder is not None:
+            narrow, index = torch.empty_like(master, dtype=torch.bfloat16), scratch.index.view(torch.int32)
+            split(master, narrow, part.remainder, part.marks, index[: part.numel])
+    if moments is not None:
+        planes.store_moments(*moments)
 
 
 def _complete(master: torch.Tensor, scratch: BlockScratch, planes: Planes) -> None:

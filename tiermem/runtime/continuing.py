@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from swap import align_up
@@ -26,7 +27,8 @@ from tiermem.runtime.devices import move_buffers
 from tiermem.runtime.record import step_counts
 from tiermem.runtime.storage import Storage
 from tiermem.zero3.layout import UnitLayout
-from tiermem.zero3.materialize import Materializer
+from tiermem.zero3.materialize import Materializer, StoreMaster, WeightSource
+from tiermem.zero3.shards import Shard
 
 
 def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layouts: Sequence[UnitLayout]) -> None:
@@ -44,9 +46,19 @@ def add_committed(storage: Storage, pages: Iterable[tuple[PageKey, int]], layout
         storage.pager.add_page(key, nbytes, saved=key in copies)
 
 
-def fill_pages(
-    blueprint: Blueprint, storage: Storage, states: StateStore, materializer: Materializer
-) -> list[nn.Parameter]:
+def master_store(states: StateStore, weights: WeightSource | None, shards: Sequence[Shard]) -> StoreMaster:
+    """Where masters are kept while the model becomes pages: those of a snapshot with their moments, in one write."""
+    of_snapshot = weights if isinstance(weights, SnapshotWeights) else None
+    holdings = {each.slot.parameter: each for each in holdings_of(shards)} if of_snapshot is not None else {}
+
+    def store(unit: int, parameter: int, values: torch.Tensor) -> None:
+        moments = None if of_snapshot is None else of_snapshot.moments(holdings[parameter])
+        states.store_master(unit, parameter, values, moments)
+
+    return store
+
+
+def fill_pages(blueprint: Blueprint, storage: Storage, materializer: Materializer) -> list[nn.Parameter]:
     """Turn the model into pages: those of a commit as they are, or new ones; returns its parameters by number.
 
     Buffers go to where the computation will be.
@@ -59,8 +71,6 @@ def fill_pages(
         for key, nbytes in blueprint.state_pages:
             storage.pager.add_page(key, nbytes)
         parameters = materializer.run(divided, blueprint.shards)
-        if isinstance(materializer.weights, SnapshotWeights):
-            materializer.weights.fill_moments(states, holdings_of(blueprint.shards))
     move_buffers(divided.model, storage.torch_device)
     return parameters
 

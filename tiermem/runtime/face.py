@@ -260,10 +260,8 @@ class Runtime(Closing):
             house.scheduler.saved.were_written(slot.parameter for _, slot, _ in changed)
             for unit, slot, values in changed:
                 for piece in house.owned(unit, slot) if slot.trainable else ():
-                    moments = house.states.read_moments(unit, slot.parameter)
-                    house.states.store_master(unit, slot.parameter, values[piece.begin : piece.begin + piece.length])
-                    if values.dtype != torch.float32:
-                        house.states.store_moments(unit, slot.parameter, *moments)
+                    own = values[piece.begin : piece.begin + piece.length]
+                    house.states.change_master(unit, slot.parameter, own)
 
     def forward_backward(
         self, micro_batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None

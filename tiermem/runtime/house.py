@@ -38,7 +38,7 @@ from tiermem.runtime.buffers import BufferWatch
 from tiermem.runtime.closing import Ending, close_rooms, refuse_inside
 from tiermem.runtime.commits import Commits
 from tiermem.runtime.company import Company
-from tiermem.runtime.continuing import fill_pages, take_over
+from tiermem.runtime.continuing import fill_pages, master_store, take_over
 from tiermem.runtime.devices import open_device
 from tiermem.runtime.exchanges import open_conductor, open_exchanges
 from tiermem.runtime.ledger import GradientLedger, Steps
@@ -264,13 +264,13 @@ def _materialize(
     materializer = Materializer(
         storage.pager,
         placeholders,
-        states.store_master,
+        master_store(states, weights, blueprint.shards),
         init,
         weights,
         device=storage.torch_device,
         broadcast=broadcast,
     )
-    return fill_pages(blueprint, storage, states, materializer)
+    return fill_pages(blueprint, storage, materializer)
 
 
 def _tell_of_gradients(gatherer: Gatherer, gradients: Gradients, coordinator: UpdateCoordinator) -> None:

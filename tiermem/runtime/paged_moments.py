@@ -58,7 +58,7 @@ class PagedMoments:
         def read() -> None:
             for piece in house.owned(unit, slot):
                 own = slice(piece.begin, piece.begin + piece.length)
-                first[own], second[own] = house.states.read_moments(unit, number)
+                house.states.read_moments(unit, number, (first[own], second[own]))
 
         house.look(unit, slot, read, first)
         house.look(unit, slot, lambda: None, second)  # filled by the look before
