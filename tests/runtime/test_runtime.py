@@ -165,6 +165,68 @@ def test_what_is_evaluated_and_what_is_dropped_is_no_part_of_the_next_step(tmp_p
         both.check()
 
 
+@pytest.mark.parametrize("device", [{}, {"device": "simulated", "device_memory": "512KiB"}])
+@pytest.mark.parametrize("trained", [0, 5])
+def test_an_evaluation_keeps_what_it_can_from_batch_to_batch(trained, device, tmp_path):
+    """Whatever was used longest ago is what comes next: were it always the first to go, all would be read each time."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(24)))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    inputs = torch.randn(2, 128)
+    config = config_for(tmp_path, nbytes * 7 // 8, "forward", **device)
+    with tiermem.offload(model, config, coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+
+        def step() -> int:
+            before = runtime.statistics().total.bytes_read
+            model(inputs).sum().backward()
+            optimizer.step()
+            runtime.settle()
+            return runtime.statistics().total.bytes_read - before
+
+        usual = [step() for _ in range(trained)]
+        with torch.no_grad():
+            expected = model(inputs)
+            model(inputs)
+            read = runtime.statistics().total.bytes_read
+            for _ in range(4):
+                assert torch.equal(model(inputs), expected)
+            read = runtime.statistics().total.bytes_read - read
+        assert read / 4 < nbytes / 2
+        if trained:
+            assert step() < usual[-1] + nbytes // 2, "the step begins at its beginning"
+        within_budgets(runtime.statistics())
+
+
+@pytest.mark.parametrize("verb", ["parameter", "gathered", "save_pretrained", "zero_grad"])
+def test_a_step_reads_no_more_for_what_was_looked_at_before_it(verb, tmp_path):
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(24)))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with tiermem.offload(model, config_for(tmp_path, nbytes * 7 // 8, "forward"), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+
+        def step() -> int:
+            before = runtime.statistics().total.bytes_read
+            model(torch.ones(2, 128)).sum().backward()
+            optimizer.step()
+            runtime.settle()
+            return runtime.statistics().total.bytes_read - before
+
+        usual = [step() for _ in range(5)][-1]
+        if verb == "zero_grad":
+            model(torch.ones(2, 128)).sum().backward()
+            optimizer.zero_grad()
+        elif verb == "save_pretrained":
+            runtime.save_pretrained(tmp_path / "saved")
+        else:
+            for parameter in model.parameters():
+                if verb == "parameter":
+                    runtime.parameter(parameter)
+                else:
+                    with runtime.gathered(parameter):
+                        pass
+        assert step() < usual + nbytes // 2
+
+
 def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
     both = Both(Stack, tmp_path, "forward")
     with both.runtime as runtime:

@@ -70,6 +70,27 @@ def test_nothing_is_expected_as_long_as_an_evaluation_goes_on():
     assert order.upcoming() == 1
 
 
+def test_who_wants_to_know_is_told_what_an_evaluation_uses_over_and_over_and_its_end():
+    order, told = after(*STEP[:2]), []
+    order.evaluates = told.append
+    evaluate(order, 0, 1, 2)
+    assert told == [], "once each they may belong to the step"
+    evaluate(order, 1, 2, 0, 1)
+    assert told == [[Access(1, FORWARD), Access(2, FORWARD)]], "from the first that is used again on"
+    order.access(2, FORWARD)
+    order.access(1, BACKWARD)
+    assert told[1:] == [None]
+    evaluate(order, 0, 0)
+    assert told[2:] == [[Access(0, FORWARD)]]
+    order.finish()
+    assert told[3:] == [None], "whoever evaluates between backward and step begins the next step behind it"
+    evaluate(order, 0)
+    assert told[4:] == [None], "with this it may have begun"
+    evaluate(order, 0)
+    order.access(0, FORWARD)
+    assert told[5:] == [[Access(0, FORWARD)], None, None]
+
+
 def test_behind_an_evaluation_units_used_without_gradients_belong_to_the_step_again():
     order = OrderRecorder()
     evaluate(order, 0, 0)

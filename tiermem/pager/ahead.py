@@ -17,7 +17,7 @@ from swap.requests import Priority
 from tiermem.memory.tiers import Tier
 from tiermem.pager.below import make_plan_below
 from tiermem.pager.course import Limits
-from tiermem.pager.forecast import LATER, SETTLED
+from tiermem.pager.forecast import LATER, SETTLED, Forecast
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import choose_read_ahead
@@ -55,6 +55,8 @@ class Ahead:
         self._capacity = {tier: residency.chain.capacity(tier) for tier in residency.chain.memory_tiers}
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
+        # What the step goes by, while an evaluation goes by something else.
+        self._aside: tuple[Forecast, Collection[int], int] | None = None
         self._renewed: Collection[int] = ()
         self._period = 1
         # How far the last look came: the position of the first access that it found no room for.
@@ -84,6 +86,7 @@ class Ahead:
 
     def follow(self, schedule: Schedule | None, plan: Plan | None, look_ahead: int | None = None) -> None:
         """Go by another schedule, and keep what the plan for it keeps; `look_ahead` as for `make_plan`."""
+        self.evaluate(None)
         if look_ahead is not None:
             self._appetite = {**self._appetite, Tier.HOST: replace(self._appetite[Tier.HOST], look_ahead=look_ahead)}
         stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
@@ -91,6 +94,23 @@ class Ahead:
         self._residency.forecast.set_schedule(schedule, stays, reaches)
         self._room.homes.follow(at_home=plan is not None and plan.at_home)
         self._residency.reclassify()
+
+    def evaluate(self, schedule: Schedule | None) -> None:
+        """Go by the schedule of an evaluation, of which no plan knows; None: by the step's again, from its beginning.
+
+        What an evaluation does not use stays as long as it is in nobody's way.
+        """
+        residency, aside = self._residency, self._aside
+        if aside is not None:
+            residency.forecast, self._renewed, self._period = aside
+            self._aside = None
+        if schedule is not None:
+            self._aside = residency.forecast, self._renewed, self._period
+            residency.forecast, self._renewed, self._period = residency.forecast.beside(schedule), (), schedule.period
+        elif not residency.forecast.rewind() and aside is None:
+            return
+        self._version = -1
+        residency.reclassify()
 
     def rooms(self) -> dict[PageKey, int]:
         """Bytes that each page takes on a tier."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from tiermem.pager.agenda import Agenda
 from tiermem.pager.lane_order import LaneOrder
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import Access, Schedule
+from tiermem.pager.schedule import Access, Schedule, due_positions
 
 # Without a schedule the page used longest ago is taken to be needed last (LRU), and any such guess is further away
 # than every recorded use.
@@ -36,7 +36,7 @@ _NOT_NEXT = (Kind.GRAD, Kind.TRANSIT)  # added to once more, or exchanged beside
 class Forecast:
     """Where each lane stands in the schedule, and what follows from it. Used on the pager's loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, agenda: Agenda | None = None) -> None:
         self._schedule: Schedule | None = None
         self._lanes: dict[Lane, LaneOrder] = {}
         self._step = 0
@@ -47,7 +47,7 @@ class Forecast:
         self._stays: Sequence[bool] | None = None
         self._reaching = LaneOrder()  # the computation's accesses that the plan lets come from HOST
         self._fetched: set[PageKey] = set()  # since their last access, for the next one
-        self._agenda: Agenda | None = None
+        self._agenda = agenda
         self.surprises = 0
         self.version = 0
 
@@ -79,8 +79,14 @@ class Forecast:
             order.of_key.setdefault(access.key, []).append(position)
             if access.lane is Lane.COMPUTE and (reaches is None or reaches[position]):
                 self._reaching.of_key.setdefault(access.key, []).append(position)
-        self._due = _due_positions(schedule) if schedule is not None else {}
+        self._due = due_positions(schedule) if schedule is not None else {}
         self._done = {}
+
+    def beside(self, schedule: Schedule) -> Forecast:
+        """That of an evaluation, which goes round in `schedule`; what the update does next is known to both."""
+        other = Forecast(self._agenda)
+        other.set_schedule(schedule)
+        return other
 
     def begin_step(self) -> bool:
         """A new step starts: the computation is at its beginning; the update may lag, but by less than a step.
@@ -89,16 +95,25 @@ class Forecast:
         """
         if self._schedule is None:
             return True
-        period = self._schedule.period
-        compute, update = self._lanes[Lane.COMPUTE], self._lanes[Lane.UPDATE]
+        period, compute = self._schedule.period, self._lanes[Lane.COMPUTE]
         self._step += 1
-        self.version += 1
         start = self._step * period
         regular = self._regular and compute.cursor <= start and compute.between(compute.cursor, start, period) == 0
+        self.rewind()
+        return regular
+
+    def rewind(self) -> bool:
+        """The step is at its beginning, whatever was looked at in between; whether that had led astray."""
+        if self._schedule is None:
+            return False
+        period, compute, update = self._schedule.period, self._lanes[Lane.COMPUTE], self._lanes[Lane.UPDATE]
+        start = self._step * period
+        astray = compute.cursor != start or compute.leap is not None
         self._regular = True
+        self.version += 1
         compute.cursor, compute.leap = start, None
         update.cursor = min(max(update.cursor, start - period), start)
-        return regular
+        return astray
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> set[PageKey]:
         """What the update does next, unit by unit; replaces what the recorded order says about lagging updates.
@@ -322,21 +337,3 @@ class Forecast:
 def _is_gradient(access: Access) -> bool:
     """Whether the computation writes a gradient."""
     return access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD
-
-
-def _due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
-    """(its position, the position of its unit's last gradient before it) for each page that the update accesses.
-
-    The latter is less than a period before: negative where the gradient comes from the step before.
-    """
-    gradients: dict[int, int] = {}
-    for position, access in enumerate(schedule.accesses):
-        if access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD:
-            gradients[access.key.unit] = position - schedule.period
-    due: dict[PageKey, tuple[int, int]] = {}
-    for position, access in enumerate(schedule.accesses):
-        if access.lane is Lane.UPDATE:
-            due[access.key] = position, gradients.get(access.key.unit, position - 1)
-        elif access.key.kind is Kind.GRAD:
-            gradients[access.key.unit] = position
-    return due

@@ -113,6 +113,10 @@ class Pager:
         plan = None if schedule is None else ahead.make_plan(schedule, self._loop.call(ahead.rooms), look_ahead)
         self._loop.call(lambda: ahead.follow(schedule, plan, look_ahead))
 
+    def evaluate(self, schedule: Schedule | None) -> None:
+        """Go by the schedule of an evaluation until None brings back the one that was set. Does not wait."""
+        self._loop.post(lambda: self._core.service.ahead.evaluate(schedule))
+
     def begin_step(self) -> None:
         """The computation is at the beginning of a step again. Does not wait."""
         self._loop.post(self._core.begin_step)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiermem.pager.page import Lane, PageKey
+from tiermem.pager.page import Kind, Lane, PageKey
 
 
 class Access(NamedTuple):
@@ -44,3 +44,21 @@ class Schedule:
 def schedule_of(accesses: Iterable[tuple[Lane, PageKey]], *, hasty: int | None = None, rests: bool = False) -> Schedule:
     """The schedule with these (lane, key) accesses in this order; `hasty` and `rests` as in `Schedule`."""
     return Schedule(tuple(Access(lane, key) for lane, key in accesses), hasty, rests)
+
+
+def due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
+    """(its position, the position of its unit's last gradient before it) for each page that the update accesses.
+
+    The latter is less than a period before: negative where the gradient comes from the step before.
+    """
+    gradients: dict[int, int] = {}
+    for position, access in enumerate(schedule.accesses):
+        if access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD:
+            gradients[access.key.unit] = position - schedule.period
+    due: dict[PageKey, tuple[int, int]] = {}
+    for position, access in enumerate(schedule.accesses):
+        if access.lane is Lane.UPDATE:
+            due[access.key] = position, gradients.get(access.key.unit, position - 1)
+        elif access.key.kind is Kind.GRAD:
+            gradients[access.key.unit] = position
+    return due

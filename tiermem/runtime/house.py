@@ -24,7 +24,6 @@ from tiermem.memory.sizes import format_bytes
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.kernels import Workspace, device_slice_numel
 from tiermem.optim.masters import StateStore
-from tiermem.optim.schedules import UpdateSchedule
 from tiermem.optim.service import UpdateQueue
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.stream import DeviceKernels
@@ -225,7 +224,10 @@ def _furnish(
     scheduler = GatherScheduler(divided, parameters, gatherer, gradients, watch, early=early, follow=storage.follow)
     _tell_of_gradients(gatherer, gradients, coordinator)
     ledger.connect(scheduler)
-    steps = Steps(coordinator, ledger, queue, _plans(blueprint, config, storage, company, schedule))
+    look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
+    plans = StepPlans(pager, storage.counters, blueprint, schedule, look_ahead)
+    scheduler.order.evaluates = plans.evaluate
+    steps = Steps(coordinator, ledger, queue, plans)
     if past is not None:
         steps.resume(past["step"], counts, past["optimizers"])
     for number, parameter in enumerate(parameters):
@@ -289,13 +291,6 @@ def _watch_buffers(model: nn.Module, weights: WeightSource | None) -> BufferWatc
     if weights is not None:
         weights.fill_others(model)  # watched: what a resumed run does not read again is committed
     return buffers
-
-
-def _plans(
-    blueprint: Blueprint, config: Config, storage: Storage, company: Company, schedule: UpdateSchedule
-) -> StepPlans:
-    look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
-    return StepPlans(storage.pager, storage.counters, blueprint, schedule, look_ahead)
 
 
 def _queue(

@@ -54,9 +54,7 @@ class StepPlans:
             arrivals = self._blueprint.arrivals(order)
             planned = order.accesses, order.touches, order.together, arrivals, acts_as
             if planned != self._planned:
-                self._planned = (
-                    None  # until all of it is done: an interrupt may come, and the next step is planned then
-                )
+                self._planned = None  # until all of it is done: after an interrupt the next step is planned
                 self._choice.begin_anew(order, acts_as)
                 self._follow(self._blueprint.plan(order, arrivals, acts_as))
                 self._planned = planned
@@ -67,6 +65,12 @@ class StepPlans:
         schedule, nbytes = self._followed
         if schedule is not None and nbytes != self._choice.look_ahead.nbytes:
             self._follow(schedule)
+
+    def evaluate(self, accesses: Sequence[Access] | None) -> None:
+        """An evaluation uses units in this order, over and over; None: it has ended."""
+        order = StepOrder(tuple(accesses or ()))
+        schedule = None if accesses is None else self._blueprint.plan(order, {}, self._schedule.acts_as)
+        self._pager.evaluate(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
         nbytes = self._choice.look_ahead.nbytes

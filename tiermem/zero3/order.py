@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -64,6 +64,8 @@ class OrderRecorder:
         # What an outermost call without gradients has used behind everything else: part of the step, or an evaluation.
         self._gradless: set[Access] = set()
         self._evaluating = False
+        # Told what is used over and over without gradients, from now on; and None when a step begins, or goes on.
+        self.evaluates: Callable[[Sequence[Access] | None], object] = lambda _: None
 
     @property
     def expected(self) -> StepOrder | None:
@@ -103,21 +105,27 @@ class OrderRecorder:
         access = Access(unit, phase)
         if gradless:
             if self._evaluating or access in self._gradless:
-                self._evaluate()
+                self._evaluate(access)
                 return
-            self._gradless.add(access)
         else:
             self._end_gradless()
+        if not self._accesses:
+            self.evaluates(None)
+        if gradless:
+            self._gradless.add(access)
         if self._expected is not None and self._on_course:
             ahead = self._expected.accesses
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
         self._accesses.append(access)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, again: Access) -> None:
         """Forget what the evaluation has used so far; what comes next is not expected, as long as it goes on."""
-        if not self._evaluating:
-            del self._accesses[len(self._accesses) - len(self._gradless) :]
-        self._evaluating, self._on_course = True, False
+        begun, self._evaluating, self._on_course = self._evaluating, True, False
+        if not begun:
+            first = len(self._accesses) - len(self._gradless)
+            used = self._accesses[first:]
+            del self._accesses[first:]
+            self.evaluates(used[used.index(again) :])
 
     def _end_gradless(self) -> None:
         """What is computed now is computed with gradients: behind an evaluation the step goes on where it was."""
@@ -125,6 +133,7 @@ class OrderRecorder:
         if self._evaluating:
             self._evaluating = False
             self._on_course = self._is_as_expected()
+            self.evaluates(None)
 
     def _is_as_expected(self) -> bool:
         return self._expected is None or tuple(self._accesses) == self._expected.accesses[: self.position]
@@ -206,6 +215,7 @@ class OrderRecorder:
         A step whose gradients were all dropped (it was skipped) says nothing of how many the next one brings: what was
         expected of it is expected again.
         """
+        self._end_gradless()
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
         if not contributions and self._expected is not None:
             contributions = self._expected.contributions
@@ -216,6 +226,4 @@ class OrderRecorder:
         self._touches = []
         self._on_course = True
         self._together = False
-        self._gradless.clear()
-        self._evaluating = False
         return step
