@@ -13,6 +13,7 @@ from doubles_training import BUDGETS, MIB, UPDATES, PlainAdamW, budget_for, conf
 from torch import nn
 
 import tiermem
+from tiermem.optim.masters import StateStore
 
 HYPER = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
 
@@ -163,6 +164,23 @@ def test_what_is_loaded_is_committed(tmp_path):
         ours.load_state_dict(runtime.committed_optimizer_state())
         torch.manual_seed(3)
         assert train(again, ours, tokens, 2) == expected
+
+
+def test_moments_of_a_unit_are_not_gathered_in_memory_before_they_are_stored(tmp_path, monkeypatch):
+    """Those of float32 are taken from where they are, which may be a file that is mapped."""
+    model, optimizer = begun()
+    moved, given = copy.deepcopy(model), optimizer.state_dict()
+    own = {entry[name].data_ptr() for entry in given["state"].values() for name in ("exp_avg", "exp_avg_sq")}
+    stored, original = set(), StateStore.store_moments
+
+    def store(states: StateStore, unit: int, parameter: int, *moments: torch.Tensor) -> None:
+        stored.update(each.data_ptr() for each in moments)
+        original(states, unit, parameter, *moments)
+
+    monkeypatch.setattr(StateStore, "store_moments", store)
+    with tiermem.offload(moved, config_for(tmp_path, 64 * MIB, "step")):
+        tiermem.AdamW(groups(moved), **HYPER).load_state_dict(given)
+    assert stored == own
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):

@@ -113,6 +113,9 @@ def _check(slot: Slot, moments: Moments) -> None:
 
 
 def _in_memory_order(values: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """As float32, 1-D; itself, if it lies like that: it may be of a file that is mapped, and be larger than memory."""
+    if values.dtype == torch.float32 and values.device.type == "cpu" and values.stride() == slot.stride:
+        return values.detach().as_strided((slot.numel,), (1,))
     arranged = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device="cpu")
     arranged.copy_(values.detach())
     return arranged.as_strided((slot.numel,), (1,))
