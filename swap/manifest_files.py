@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import stat
@@ -100,10 +101,13 @@ class ManifestFiles:
             self.sync()
 
     def put_aside(self, generation: int) -> None:
-        """Give a damaged manifest another name."""
+        """Give a damaged manifest another name, which nothing has."""
         path = self.path(generation)
         with self._reporting("rename", path):
-            self._system.rename(path, f"{path}.damaged")
+            names = (f"{path}.damaged{number or ''}" for number in itertools.count())
+            self._system.rename(
+                path, self._system.ask(lambda: next(name for name in names if not os.path.lexists(name)))
+            )
 
     def drop_new(self) -> None:
         """Remove what `write_new` has written."""

@@ -243,12 +243,16 @@ def test_a_damaged_manifest_that_was_never_acknowledged_falls_back(tmp_path: Pat
         run.commit(2)
     run.space.close()
     flip(manifest_path(tmp_path, 2), 100)
+    damaged = manifest_path(tmp_path, 2).read_bytes()
+    aside = manifest_path(tmp_path, 2).with_suffix(".manifest.damaged")
+    aside.write_bytes(b"one put aside before")
     run = Run(tmp_path, keep=True)
     found = recover(run.space, run.store)
     assert found is not None
     assert found.manifest.user == {"step": 1}
     # The damaged one is put aside, not removed, and its number can be used again.
-    assert manifest_path(tmp_path, 2).with_suffix(".manifest.damaged").exists()
+    assert aside.read_bytes() == b"one put aside before"
+    assert aside.with_suffix(".damaged1").read_bytes() == damaged
     run.generations, run.mark = found.generations, found.mark
     run.commit(2)
     assert run.store.latest is not None

@@ -144,6 +144,29 @@ def test_room_is_reserved_a_piece_after_the_other_each_within_the_time_of_a_call
     stall.release()
 
 
+def test_a_commit_that_a_silent_drive_may_yet_remove_keeps_others_out(tmp_path: Path) -> None:
+    """A new run forgets it, and is told that the drive does not answer."""
+    with swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16) as space:
+        swap.CommitStore([tmp_path], name="name").write(0, [], {}, space=space)
+    system, stall = FaultySystemCalls(), Stall()
+    system.inject("unlink", stall)
+    settings = swap.EngineSettings(stall_seconds=0.1)
+    with pytest.raises(swap.SwapIOError, match=r"unlink.*manifest.*ETIMEDOUT"):
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
+    with pytest.raises(swap.SwapInUseError):
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, keep=True)
+    stall.release()
+    until = time.monotonic() + 10.0
+    while True:
+        try:
+            swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16).close(remove=True)
+            break
+        except swap.SwapInUseError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
 def lived(directory: Path, system: swap.SystemCalls | None = None) -> None:
     """All that a run does to a directory outside the engine, short of a commit."""
     seconds = 0.1 if system else 30.0
