@@ -133,6 +133,7 @@ def test_a_wait_that_is_interrupted_anywhere_leaves_the_loop_free(how: str) -> N
         else:
             mailbox.loop.start_task(nothing()).result()
 
+    sys._getframe().f_trace_opcodes = True  # asked for by some frame before, or Python 3.12 has none for the first
     for number in itertools.count(1):
         interrupting = InterruptBehind(number)
         with contextlib.suppress(KeyboardInterrupt):
