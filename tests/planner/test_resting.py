@@ -82,7 +82,7 @@ def test_what_can_stay_in_memory_is_not_written_for_an_update_that_may_be_undone
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": 8, "heads": 4, "key_value_heads": 4}
+    shape: dict[str, Any] = {"width": 128, "mlp_width": 344, "layers": 5, "heads": 4, "key_value_heads": 4}
     numels = [parameter.numel() for parameter in small_llama(words=512, **shape).parameters()]
     config = tiermem.Config(
         device="cpu",
