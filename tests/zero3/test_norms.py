@@ -349,7 +349,8 @@ def test_the_last_of_gradients_that_torch_adds_up_is_neither_copied_first_nor_ch
     sharded = Sharded(nn.Sequential(nn.Linear(70, 90)), tile=2048, hold=hold)  # the weight lies in several tiles
     (slot,) = (slot for _, slot in sharded.slots.values() if len(slot.shape) == 2)
     parameter, gradients = sharded.parameters[slot.parameter], sharded.scheduler.gradients
-    given = [torch.randn(90, 70) for _ in range(2)]
+    upstream = torch.randn(2, 90, 70)
+    given = list(upstream)
     kept = [gradient.clone() for gradient in given]
     copied: list[int] = []
     with Operations():
@@ -362,3 +363,61 @@ def test_the_last_of_gradients_that_torch_adds_up_is_neither_copied_first_nor_ch
     assert torch.equal(gradients.norm(slot.parameter), gradient_norm((kept[0] + kept[1]).flatten()))
     gradients.release()
     assert sharded.leased() == []
+
+
+class Shifted(nn.Module):
+    """Adds parameters of other shapes than their gradients come in: these are views of what goes on to `first`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(70, 6)
+        self.flat, self.square = nn.Parameter(torch.randn(24)), nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x)) + self.flat.view(4, 6)
+        return torch.tanh(y) + self.square.view(4, 6)
+
+
+def test_what_goes_on_upstream_is_not_added_to():
+    torch.manual_seed(0)
+    model = Shifted()
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model)
+    for batch in torch.randn(3, 4, 70):
+        sharded.model(batch).square().sum().backward()
+        plain(batch).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(sharded.gradient(name), parameter.grad), name
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_gradients_are_added_up_without_memory_for_another_one(hold):
+    """Of a large embedding it would be the most that a step takes beside its activations; the last batch alone did."""
+
+    class Large(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            result = operation(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.untyped_storage().nbytes() == 90 * 70 * 4:
+                made.add(result.untyped_storage().data_ptr())
+            return result
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 90))
+    plain = copy.deepcopy(model)
+    sharded = Sharded(model, tile=2048, hold=hold)
+    batches, made = torch.randn(3, 4, 70), set[int]()
+    for _ in range(2):
+        for batch in batches:
+            made.clear()
+            loss = sharded.model(batch).square().sum()
+            with Large():
+                loss.backward()
+            assert len(made) <= 1, "the gradient itself"
+            plain(batch).square().sum().backward()
+        for name, parameter in plain.named_parameters():
+            found = sharded.scheduler.gradients.read(sharded.slots[name][1].parameter)
+            assert torch.equal(found, parameter.grad)
+            norm = sharded.scheduler.gradients.norm(sharded.slots[name][1].parameter)
+            assert torch.equal(norm, gradient_norm(parameter.grad.flatten()))
+            parameter.grad = None
+        sharded.finish_step()

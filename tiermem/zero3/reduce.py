@@ -19,6 +19,7 @@ from tiermem.errors import InvariantError
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, PageKey
 from tiermem.pager.pager import Pager
+from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
 from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
@@ -88,7 +89,8 @@ class GradientStore(StepGradients):
         gradient = take_gradient(self._parameters[parameter])
         if gradient is None:
             return
-        flat = memory_order(plain(gradient), self._places[parameter][1])
+        gradient = plain(gradient)
+        flat = memory_order(gradient, self._places[parameter][1])
         earlier = self._waiting.pop(parameter)
         if earlier is None and more and together and self._waiting.accepts(parameter, flat):
             return
@@ -113,8 +115,7 @@ class GradientStore(StepGradients):
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
         add = parameter in self._norms
-        # Beside the gradient itself, which is not to be added to: a view's is a view of what goes on upstream.
-        sums = flat.new_empty(flat.shape) if add and not more and measuring_copy(flat) is None else None
+        sums = _room_for_sums(flat, slot) if add and not more and measuring_copy(flat) is None else None
         squares = self._store(layout, slot, flat, earlier, sums, add=add, measure=not more)
         # As torch.nn.utils.clip_grad_norm_ measures it, but in float32 whatever the gradient's dtype; not read here,
         # so that a device is not waited for.
@@ -253,3 +254,12 @@ class GradientStore(StepGradients):
                 lease.fail(error)
                 raise
         return None if measuring is None else measuring.squares
+
+
+def _room_for_sums(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Where what comes of adding to a gradient, [n], goes: in its place, as torch adds, if nobody else looks at it.
+
+    A view's gradient is a view of what goes on upstream. The caller has the gradient in its own shape, too.
+    """
+    ours = viewers(torch.empty(1, device="cpu")) + (len(slot.shape) != 1)
+    return flat if viewers(flat) <= ours else flat.new_empty(flat.shape)
