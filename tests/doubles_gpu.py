@@ -134,7 +134,7 @@ def config_of(
         param_dtype="float32",
         update=update,  # type: ignore[arg-type]
         update_on=update_on,  # type: ignore[arg-type]
-        poison=True,
+        poison=update != "forward",  # filling frames on one stream orders much that nothing else does: not everywhere
         stall_timeout=30.0,  # less than a test has: what stalls says so itself
     )
 
