@@ -93,7 +93,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             gone = steps_gone(runtime._house.storage.pager._core.residency.forecast)
             list(islice(steps, COUNTED))
             after = moved_at_rest(runtime)
-            blueprint, order = runtime._house.steps._plans._planner, runtime._house.scheduler.order.expected
+            blueprint, order = runtime._house.steps._plans._blueprint, runtime._house.scheduler.order.expected
             return {
                 "shared": (blueprint.footprint, blueprint.device),
                 "disk": blueprint.swap_nbytes(

@@ -325,7 +325,7 @@ def test_gradient_after_completion_says_what_to_do():
     sharded.finish_step()
     mlp_step(model)
     sharded.changing.clear()
-    with pytest.raises(TiermemError, match='update="forward"'):
+    with pytest.raises(TiermemError, match=r"Choose update='auto', 'forward' or 'step'"):
         mlp_step(model)
 
 

@@ -42,11 +42,15 @@ _IN_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`manifest`: the commit to continue; `snapshot`: what to start anew from; neither: from the model."""
+    """`manifest`: the commit to continue; `snapshot`: what to start anew from; neither: from the model.
+
+    `given_up`: the number of a commit that is here, but not with all ranks, which then start anew.
+    """
 
     manifest: Manifest | None = None
     snapshot: Snapshot | None = None
     rank: int = 0
+    given_up: int | None = None
 
     @property
     def past(self) -> Mapping[str, Any] | None:
@@ -201,7 +205,7 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
         return beginning
     without = [str(rank) for rank, generation in enumerate(found) if generation < 0]
     if without and _is_first(beginning, config, company):
-        return replace(beginning, manifest=None)
+        return replace(beginning, manifest=None, given_up=max(found))
     if without:
         raise ResumeError(
             f"of {company.size} ranks, rank {', '.join(without)} holds no commit and the others do: the run was "

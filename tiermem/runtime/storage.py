@@ -180,7 +180,9 @@ def _open(
                     "direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive"
                 )
             if not (resumed or config.overwrite):  # again, now that nobody else has these directories
-                refuse_committed(config, store.read_latest())
+                latest = store.read_latest()
+                if latest is not None and latest.generation != beginning.given_up:
+                    refuse_committed(config, latest)
             recovered = _recover(config, space, store, beginning.generation) if resumed else None
             extents = Extents(
                 space,
