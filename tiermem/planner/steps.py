@@ -76,7 +76,7 @@ def plan_step(
             yield from _update(unit, tiles[unit])
 
     def walk() -> Iterator[tuple[Lane, PageKey]]:
-        for part, index in _course(accesses, ahead=beside and bool(transit) and not stale, two=two, late=late):
+        for part, index in _course(accesses, ahead=beside and not stale, two=two, late=late, alone=not transit):
             unit = accesses[index].unit
             if part is _Part.BEGIN:
                 yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
@@ -104,16 +104,19 @@ class _Part(enum.Enum):
     ADD = enum.auto()
 
 
-def _course(accesses: Sequence[Access], *, ahead: bool, two: bool, late: bool) -> Iterator[tuple[_Part, int]]:
+def _course(
+    accesses: Sequence[Access], *, ahead: bool, two: bool, late: bool, alone: bool
+) -> Iterator[tuple[_Part, int]]:
     """The parts of all accesses, each with its access' index, in the order in which pages are leased for them.
 
     `ahead`: the next unit is gathered, and gradients are added up, beside the computation. One thread does both, one
     thing after the other: `zero3.conductor`. A bucket that is not the unit's last is kept open until the next one is
     wanted: `zero3.exchange`. `two`: there is room for a bucket beside one that is being added up. `late`: buckets wait
-    for the end, and are taken once more for that.
+    for the end, and are taken once more for that. `alone`: there are no buckets, and nothing is done ahead.
     """
     last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
     taken = filled = -1  # ahead of their turn
+    ahead = ahead and not alone
     waiting: list[int] = []  # to be added up; one at most
     for index, access in enumerate(accesses):
         yield _Part.BEGIN, index
@@ -127,7 +130,7 @@ def _course(accesses: Sequence[Access], *, ahead: bool, two: bool, late: bool) -
             if late:
                 continue
             waiting.append(index)
-            if not ahead and index == last[access.unit]:
+            if alone or (not ahead and index == last[access.unit]):
                 yield from _added_up(waiting)
             continue
         if access.phase is Phase.FORWARD or (taken != index and not left_open):
