@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +176,20 @@ def other_models(directory: Path, rank: int, size: int) -> Any:
 
 
 def other_snapshots(directory: Path, rank: int, size: int) -> Any:
-    """Rank 1 goes on from another snapshot of the same run, then from a copy of the same one."""
+    """Rank 1 goes on from another snapshot of the same run, from none, and then from a copy of the same one."""
     torch.manual_seed(1)
     model = Odd()
     paths = [directory.with_name(f"copy {step}") for step in range(2)]
     with tiermem.offload(model, config_for(directory)) as runtime:
         _steps(model, rank, size, count=2, after=lambda step: runtime.snapshot(paths[step], {"step": step}).wait())
-    said = told(lambda: tiermem.offload(Odd(), config_for(directory.with_name("other")), resume=paths[rank]))
+    sources: list[list[Any]] = [[paths[0], paths[1]], [paths[0], False]]
+    other = config_for(directory.with_name("other"))
+    said = [told(partial(tiermem.offload, Odd(), other, resume=own[rank])) for own in sources]
     path = paths[1]
     if rank == 1:
         path = Path(shutil.copytree(path, directory.with_name("copy of the same")))
     with tiermem.offload(Odd(), config_for(directory.with_name("same")), resume=path) as runtime:
-        return said, runtime.committed
+        return *said, runtime.committed
 
 
 def _other_verbs(stage: int, update: str, verbs: Callable[[tiermem.AdamW, bool], Any]) -> Callable[..., Any]:

@@ -245,4 +245,7 @@ def test_another_snapshot_on_one_rank_is_refused_and_a_copy_of_the_same_is_not(r
     assert first[0].startswith("ConfigError: the ranks have different models or settings: rank 0: ")
     for step in (1, 2):
         assert f"resume=a snapshot of step {step} made at " in first[0]
-    assert first[1] == {"step": 1}
+    assert first[1].startswith("ConfigError: the ranks have different models or settings: rank 0: ")
+    assert "resume=a snapshot of step 1 made at " in first[1]
+    assert "weights=not given" in first[1]
+    assert first[2] == {"step": 1}

@@ -148,8 +148,10 @@ def _find_beginning(own: Config, company: Company, resume: bool | str | os.PathL
     if resume is True and beginning.manifest is None:
         names = ", ".join(str(path) for path in own.swap_paths)
         raise ResumeError(f"resume=True, but {names} holds no commit; use resume='auto' to start anew then")
-    if (past := beginning.past) is not None:
-        company.together("restore its random number generators", lambda: require_restorable(past["random"]))
+    past = beginning.past
+    states = None if past is None else past["random"]
+    # Also where there are none: ranks that are given other sources of values are told so further on (`require_alike`).
+    company.together("restore its random number generators", lambda: require_restorable(states))
     return beginning
 
 
