@@ -253,6 +253,8 @@ class SwapFile:
 
     def _reserve(self, before: int) -> None:
         needed = DATA_OFFSET + self.nbytes
+        if self._lacks_room(needed):  # else a piece after the other would take what there is, of tmpfs the memory
+            raise self._full(OSError())
         try:
             self._system.fallocate(self._fd, 0, needed)
             self.reserved = has_all_blocks(os.fstat(self._fd), needed)  # some file systems promise without doing it
@@ -263,16 +265,13 @@ class SwapFile:
                 raise self._full(error) from error
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error
-            # Without reservation the best that can be done is to look, and to fail later if others fill the disk.
-            if self._lacks_room(needed):
-                raise self._full(error) from error
-            self._truncate(max(before, needed))
+            self._truncate(max(before, needed))  # and fail later if others fill the disk
 
     def _lacks_room(self, needed: int) -> bool:
-        try:
-            return self._system.free_bytes(self.path) + os.fstat(self._fd).st_blocks * 512 < needed
-        except OSError:  # nobody says how much there is: writing will
-            return False
+        with contextlib.suppress(OSError):  # nobody says how much there is: writing will
+            free = self._system.free_bytes(os.path.dirname(self.path) or ".")
+            return free + os.fstat(self._fd).st_blocks * 512 < needed
+        return False
 
     def _full(self, error: OSError) -> SwapFullError:
         needed, folder = DATA_OFFSET + self.nbytes, os.path.dirname(self.path) or "."

@@ -349,6 +349,18 @@ def test_what_is_free_is_said_without_what_was_reserved_in_vain(tmp_path: Path) 
     assert os.stat(tmp_path / "r0.swapfile").st_size == 0
 
 
+def test_what_does_not_fit_takes_nothing_of_what_there_is(tmp_path: Path) -> None:
+    """Piece after piece it would be taken until the disk is full; of tmpfs, which may be larger than memory, that."""
+    system = FaultySystemCalls()
+    system.free_bytes = lambda _: 600 * MIB  # type: ignore[method-assign]
+    reserved = []
+    system.fallocate = lambda fd, offset, nbytes: reserved.append(nbytes)  # type: ignore[method-assign]
+    with pytest.raises(SwapFullError, match=f"cannot reserve .*: {600 * MIB} bytes are free"):
+        SwapSpace.open([tmp_path], name="r0", nbytes=1 << 40, system=system)
+    assert reserved == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_does_not_cost_an_earlier_file(tmp_path: Path) -> None:
     open_file(tmp_path).close()
     system = FaultySystemCalls()
