@@ -359,9 +359,9 @@ def test_a_look_for_it_that_fails_is_told_as_what_fails_elsewhere(
 def test_a_full_disk_with_room_for_the_manifest_has_no_inodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, free: int, said: str
 ) -> None:
-    monkeypatch.setattr(swap.SystemCalls, "free_bytes", lambda *_: free)
     run = Run(tmp_path)
     run.two_commits()
+    monkeypatch.setattr(swap.SystemCalls, "free_bytes", lambda *_: free)
     run.system.inject("open", code)
     with pytest.raises(SwapFullError, match=said) as error:
         run.commit(2)
