@@ -81,6 +81,14 @@ def test_a_value_that_an_option_never_takes_is_wrong_usage(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize("endurance", ["0.001DWPD/1y", "0.0001DWPD", "0.0001DWPD@2TB", "1B@1B"])
+def test_an_endurance_that_some_drive_has_is_taken_however_little_it_is(plain_core: Any, endurance: str) -> None:
+    """The number of bytes depends on the drives, which the command line does not know."""
+    Path("text").write_text("a text to learn " * 100)
+    arguments = ["--model", "llama-tiny", "--steps", "1", "--batch", "1", "--seq", "16", "--text", "text"]
+    assert main.run([*TRAIN, *arguments, "--endurance", endurance]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -206,7 +206,7 @@ Endurance = Annotated[
     str | None,
     checked_option(
         "--endurance",
-        lambda text: parse_endurance(text, capacity=1),
+        lambda text: parse_endurance(text, capacity=1 << 60),  # with any drive's, little enough is nothing at all
         help="What the drives stand, to say how long they last: 600TB, or 1DWPD@2TB (drive writes per day, capacity).",
     ),
 ]
