@@ -62,6 +62,7 @@ NEVER = [
     (BENCH, "--seconds", "inf", "expected a positive number, found inf"),
     (BENCH, "--backend", "rocket", "expected one of threads"),
     (BENCH, "--queue-depth", "0", "expected 1 to 256, found 0"),
+    (EXPORT, "--max-shard-size", "0", "expected a positive size, found '0'"),
     (EXPORT, "--max-shard-size", "5X", "expected one of the units"),
     (RESHARD, "--ranks", "0", "Invalid value for '--ranks'"),
 ]

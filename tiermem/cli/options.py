@@ -95,6 +95,11 @@ def setting_option(name: str, *, help: str) -> Any:  # noqa: A002 - as above
     return checked_option(name, check, help=help, setting=setting)
 
 
+def _positive_size(text: str) -> None:
+    if parse_bytes(text) == 0:
+        raise ConfigError(f"expected a positive size, found {text!r}")
+
+
 def _rate(text: Any) -> float:
     try:
         rate = float(text)
@@ -193,7 +198,7 @@ SnapshotPath = Annotated[
 ]
 NewFolder = Annotated[Path, path_option("--to", help="Folder to write; a free name, or an empty folder.")]
 MaxShardSize = Annotated[
-    str, checked_option("--max-shard-size", parse_bytes, help="Most bytes of a file of weights, such as 5GB.")
+    str, checked_option("--max-shard-size", _positive_size, help="Most bytes of a file of weights, such as 5GB.")
 ]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks the snapshot is to have files for.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
