@@ -197,6 +197,45 @@ def test_an_evaluation_keeps_what_it_can_from_batch_to_batch(trained, device, tm
         within_budgets(runtime.statistics())
 
 
+def test_a_part_that_fits_is_read_once_though_another_was_evaluated_before(tmp_path):
+    model = nn.ModuleDict({name: nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8))) for name in "ab"})
+    nbytes = sum(parameter.nbytes for parameter in model["b"].parameters())
+    with (
+        tiermem.offload(model, config_for(tmp_path, nbytes * 3 // 2, "forward"), coalesce=0) as runtime,
+        torch.no_grad(),
+    ):
+        for name, count in (("a", 2), ("b", 2), ("a", 2), ("b", 2)):
+            for _ in range(count):
+                model[name](torch.ones(2, 128))
+        read = runtime.statistics().total.bytes_read
+        for _ in range(4):
+            model["b"](torch.ones(2, 128))
+        assert runtime.statistics().total.bytes_read - read < nbytes
+
+
+def test_what_is_updated_while_another_part_is_evaluated_is_not_read_for_it_again(tmp_path):
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(n))) for n in (4, 20)))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with tiermem.offload(model, config_for(tmp_path, nbytes * 3 // 2, "forward"), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+
+        def step(*, settle_first: bool) -> int:
+            if settle_first:
+                runtime.settle()
+            with torch.no_grad():
+                model[0](torch.ones(2, 128))
+                model[0](torch.ones(2, 128))
+                runtime.settle()
+            before = runtime.statistics().total.bytes_read
+            model(torch.ones(2, 128)).sum().backward()
+            read = runtime.statistics().total.bytes_read - before
+            optimizer.step()
+            return read
+
+        usual = [step(settle_first=True) for _ in range(5)][-1]
+        assert min(step(settle_first=False) for _ in range(3)) < usual + nbytes
+
+
 @pytest.mark.parametrize("verb", ["parameter", "gathered", "save_pretrained", "zero_grad"])
 def test_a_step_reads_no_more_for_what_was_looked_at_before_it(verb, tmp_path):
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(24)))

@@ -91,6 +91,22 @@ def test_who_wants_to_know_is_told_what_an_evaluation_uses_over_and_over_and_its
     assert told[5:] == [[Access(0, FORWARD)], None, None]
 
 
+def test_an_evaluation_goes_round_in_what_it_uses_now():
+    """Text is encoded twice, an image denoised fifty times; with a decoder, what encodes is used once for each text."""
+    order, told = after(*STEP[:2]), []
+    order.evaluates = told.append
+    evaluate(order, 0, 0, 1, 2, 1, 2, 1, 2)
+    assert told == [[Access(0, FORWARD)], [Access(1, FORWARD), Access(2, FORWARD)]]
+    evaluate(order, 0, 1, 2, 1, 2, 0, 1, 2)
+    assert len(told) == 2, "once between others it is no round of its own"
+    evaluate(order, 0, 0)
+    assert told[2:] == [[Access(0, FORWARD)]]
+    order.access(1, BACKWARD)
+    assert told[3:] == [None]
+    evaluate(order, 0)
+    assert len(told) == 4, "of what went round before nothing is known any more"
+
+
 def test_behind_an_evaluation_units_used_without_gradients_belong_to_the_step_again():
     order = OrderRecorder()
     evaluate(order, 0, 0)

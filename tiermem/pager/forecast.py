@@ -83,8 +83,8 @@ class Forecast:
         self._done = {}
 
     def beside(self, schedule: Schedule) -> Forecast:
-        """That of an evaluation, which goes round in `schedule`; what the update does next is known to both."""
-        other = Forecast(self._agenda)
+        """That of an evaluation, which goes round in `schedule`; what the update does is known to both."""
+        other = _Beside(self._agenda, self)
         other.set_schedule(schedule)
         return other
 
@@ -136,7 +136,7 @@ class Forecast:
         self._fetched.discard(key)
         if lane is Lane.UPDATE and self._agenda is not None:
             self._agenda.tick_off(key)
-            self._update_done(key)
+            self.update_done(key)
             return
         if self._schedule is None:
             return
@@ -326,12 +326,23 @@ class Forecast:
         start = self._lanes[Lane.COMPUTE if self._agenda is not None else lane].cursor
         return start if key is None or lane is Lane.COMPUTE else max(start, self._done.get(key, 0))
 
-    def _update_done(self, key: PageKey) -> None:
+    def update_done(self, key: PageKey) -> None:
         """The update has made the access to `key` that the computation brought about last."""
         if self._schedule is not None and key in self._due:
             position, behind = self._due[key]
             period, cursor = self._schedule.period, self._lanes[Lane.COMPUTE].cursor
             self._done[key] = position + (cursor - 1 - behind) // period * period + 1
+
+
+class _Beside(Forecast):
+    """An evaluation's, of which no update is a part: what is done meanwhile counts for the step."""
+
+    def __init__(self, agenda: Agenda | None, step: Forecast) -> None:
+        super().__init__(agenda)
+        self._of_step = step
+
+    def update_done(self, key: PageKey) -> None:
+        self._of_step.update_done(key)
 
 
 def _is_gradient(access: Access) -> bool:

@@ -61,8 +61,10 @@ class OrderRecorder:
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
         self._together = False
-        # What an outermost call without gradients has used behind everything else: part of the step, or an evaluation.
-        self._gradless: set[Access] = set()
+        # What outermost calls without gradients have used behind everything else, each once: part of the step; or, in
+        # an evaluation, what its round does not hold and has not come back to since.
+        self._gradless: dict[Access, None] = {}
+        self._round: frozenset[Access] = frozenset()
         self._evaluating = False
         # Told what is used over and over without gradients, from now on; and None when a step begins, or goes on.
         self.evaluates: Callable[[Sequence[Access] | None], object] = lambda _: None
@@ -112,26 +114,36 @@ class OrderRecorder:
         if not self._accesses:
             self.evaluates(None)
         if gradless:
-            self._gradless.add(access)
+            self._gradless[access] = None
         if self._expected is not None and self._on_course:
             ahead = self._expected.accesses
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
         self._accesses.append(access)
 
-    def _evaluate(self, again: Access) -> None:
-        """Forget what the evaluation has used so far; what comes next is not expected, as long as it goes on."""
-        begun, self._evaluating, self._on_course = self._evaluating, True, False
-        if not begun:
-            first = len(self._accesses) - len(self._gradless)
-            used = self._accesses[first:]
-            del self._accesses[first:]
-            self.evaluates(used[used.index(again) :])
+    def _evaluate(self, access: Access) -> None:
+        """Forget what the evaluation has used so far; what comes next is not expected, as long as it goes on.
+
+        What is used again goes round, until others are used again and none of these in between.
+        """
+        if not self._evaluating:
+            self._evaluating, self._on_course = True, False
+            del self._accesses[len(self._accesses) - len(self._gradless) :]
+        if access in self._round:
+            self._gradless.clear()
+        elif access in self._gradless:
+            used = list(self._gradless)
+            again = used[used.index(access) :]
+            self._round = frozenset(again)
+            self._gradless.clear()
+            self.evaluates(again)
+        else:
+            self._gradless[access] = None
 
     def _end_gradless(self) -> None:
         """What is computed now is computed with gradients: behind an evaluation the step goes on where it was."""
         self._gradless.clear()
         if self._evaluating:
-            self._evaluating = False
+            self._evaluating, self._round = False, frozenset()
             self._on_course = self._is_as_expected()
             self.evaluates(None)
 
