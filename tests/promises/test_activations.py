@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -351,6 +352,32 @@ def test_other_hooks_inside_and_outside(chain: Chain, tmp_path: Path) -> None:
         assert torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is pack, "theirs stay, for them to remove"
         left.__exit__(None, None, None)
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "ours are off nevertheless"
+
+
+def test_left_in_another_thread_it_is_off_and_the_hooks_there_stay(tmp_path: Path) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def leave() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+            with pytest.raises(tiermem.TiermemError, match="in another thread"):
+                paging.__exit__(None, None, None)
+            left.append(torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is pack)
+
+    left: list[bool] = []
+    with offload("plain", tmp_path, budget=4 * MIB) as runtime:
+        paging = runtime.offload_activations(THRESHOLD)
+        paging.__enter__()
+        try:
+            thread = threading.Thread(target=leave)
+            thread.start()
+            thread.join()
+            assert left == [True]
+            out = torch.randn(ROWS, WIDTH, requires_grad=True).exp()
+            assert nothing_is_kept(runtime), "ours are still there, and off"
+            out.sum().backward()
+        finally:
+            torch.autograd.graph.saved_tensors_hooks(pack, pack).__exit__()
 
 
 @BESIDE_A_DEVICE

@@ -19,6 +19,7 @@ equal steps touch equal pages in an equal order, and the recorded order of a ste
 from __future__ import annotations
 
 import heapq
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -241,6 +242,7 @@ class ActivationHooks:
         self._threshold = max(1, threshold)
         self._outer: tuple[Pack, Unpack] | None = None
         self._pair: tuple[Pack, Unpack] | None = None
+        self._thread = threading.get_ident()
 
     @property
     def is_on_top(self) -> bool:
@@ -260,13 +262,16 @@ class ActivationHooks:
         self.abandon()
         if not is_on_top:
             raise TiermemError(
-                "offload_activations was left while other saved-tensor hooks lie on top of it: leave what was entered "
-                "inside it (torch.autograd.graph.saved_tensors_hooks) first"
+                "offload_activations was left while other saved-tensor hooks lie on top of it, or in another thread: "
+                "leave what was entered inside it (torch.autograd.graph.saved_tensors_hooks) first, all on one thread"
             )
 
     def abandon(self) -> None:
-        """Undo `enter` after an error, which may have left hooks of others on top: they stay there."""
-        if self._pair is not None:
+        """Undo `enter` after an error, which may have left hooks of others on top: they stay there.
+
+        Hooks are a thread's. In another one there are only those of others; ours stay where they are, and do nothing.
+        """
+        if self._pair is not None and self._thread == threading.get_ident():
             remove_hooks(self._pair[0], self._parameters.owns)
         self._pair = None  # a circle as in `handles._Scope`
 
@@ -274,7 +279,7 @@ class ActivationHooks:
         handle = self._parameters.recognise(tensor)
         if handle is not None:
             return handle
-        if self._is_worth_it(tensor):
+        if self._pair is not None and self._is_worth_it(tensor):
             return self._store.keep(tensor)
         return leave_to(self._outer, tensor)
 
