@@ -61,39 +61,48 @@ class SimulatedUnits:
 
     @property
     def ahead(self) -> int | None:
-        """The unit that is gathered ahead."""
+        """The unit that is fetched ahead."""
         return None if self._ahead is None else self._ahead[0]
 
     def take(self, unit: int) -> Steps:
-        """Wait for the unit, gathered."""
+        """Wait for the unit, and hold it."""
         ahead = self._ahead
         if ahead is not None and ahead[0] == unit:
             self._ahead = None
             yield from self._world.wait_for(ahead[1], "ranks")
         else:
             yield from self.give_up()
-            yield from self._world.wait_for(self._conductor.start(self._gather(unit)), "ranks")
+            if self._is_due(unit):
+                yield from self._world.wait_for(self._conductor.start(self._fetch(unit)), "ranks")
 
     def start(self, unit: int) -> Steps:
-        """Begin to gather the unit that comes next."""
-        if self._world.design.beside and self.ahead != unit:
+        """Begin to fetch the unit that comes next."""
+        if self._world.design.beside and self._is_due(unit) and self.ahead != unit:
             yield from self.give_up()
-            self._ahead = unit, self._conductor.start(self._gather(unit))
+            self._ahead = unit, self._conductor.start(self._fetch(unit))
 
     def give_up(self) -> Steps:
-        """Wait for what is gathered ahead, and let go of it."""
+        """Wait for what is fetched ahead, and let go of it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             yield from self._world.wait_for(ahead[1], "ranks")
-            self.release(ahead[0])
+            self._let_go(ahead[0])
 
     def release(self, unit: int) -> None:
-        """Give a gathered unit back."""
+        """Give the unit back."""
         gathered = [self._world.design.shard(unit).gathered_key]
         self._world.discard(gathered[0])
         self._world.release(gathered, Lane.COMPUTE)
 
-    def _gather(self, unit: int) -> Steps:
+    def _is_due(self, _: int) -> bool:
+        """Whether the other ranks have what is lacking of it."""
+        return True
+
+    def _let_go(self, unit: int) -> None:
+        """What was fetched is not wanted."""
+        self.release(unit)
+
+    def _fetch(self, unit: int) -> Steps:
         world, shard = self._world, self._world.design.shard(unit)
         yield from self._update.running(unit)
         yield from world.lease([shard.layout.key], Intent.READ, Lane.COMPUTE, aside=True)
@@ -114,28 +123,9 @@ class SimulatedWholeUnits(SimulatedUnits):
         self._stale.add(unit)
 
     def take(self, unit: int) -> Steps:
-        """Wait for the unit, complete."""
-        ahead = self._ahead
-        if ahead is not None and ahead[0] == unit:
-            self._ahead = None
-            yield from self._world.wait_for(ahead[1], "ranks")
-        else:
-            yield from self.give_up()
-            if unit in self._stale:
-                yield from self._world.wait_for(self._completed(unit), "ranks")
+        """Wait for the unit to be complete, and hold it."""
+        yield from super().take(unit)
         yield from self._world.lease(self._page(unit), Intent.READ, Lane.COMPUTE)
-
-    def start(self, unit: int) -> Steps:
-        """Begin to complete the unit that comes next."""
-        if self._world.design.beside and unit in self._stale and self.ahead != unit:
-            yield from self.give_up()
-            self._ahead = unit, self._completed(unit)
-
-    def give_up(self) -> Steps:
-        """Wait for what is completed ahead."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            yield from self._world.wait_for(ahead[1], "ranks")
 
     def release(self, unit: int) -> None:
         """Give the unit back."""
@@ -144,9 +134,15 @@ class SimulatedWholeUnits(SimulatedUnits):
     def _page(self, unit: int) -> list[PageKey]:
         return [self._world.design.shard(unit).layout.key]
 
-    def _completed(self, unit: int) -> Signal:
-        self._stale.discard(unit)
-        return self._conductor.start(self._complete(unit))
+    def _is_due(self, unit: int) -> bool:
+        return unit in self._stale
+
+    def _let_go(self, unit: int) -> None:
+        """Nothing to do: it is complete, and held by nobody."""
+
+    def _fetch(self, unit: int) -> Steps:
+        self._stale.discard(unit)  # now, and not when its turn comes
+        return self._complete(unit)
 
     def _complete(self, unit: int) -> Steps:
         yield from self._update.running(unit)

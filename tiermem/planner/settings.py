@@ -72,7 +72,12 @@ class PlanSettings:
     @property
     def acts_as(self) -> str:
         """`update`, or what becomes of it where gradients are added up behind backward."""
-        return "forward" if self.division.late and self.update in ("backward", "auto") else self.update
+        return acting(self.update, late=self.division.late)
+
+
+def acting(update: str, *, late: bool) -> str:
+    """`update` as it acts; `late`: gradients are added up over ranks behind backward, so nothing is updated in it."""
+    return "forward" if late and update in ("backward", "auto") else update
 
 
 def require_whole(name: str, value: Any, least: int, advice: str = "") -> None:

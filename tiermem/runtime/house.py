@@ -30,6 +30,7 @@ from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
 from tiermem.planner.footprint import rounded
 from tiermem.planner.reserved import wanted_copies
+from tiermem.planner.settings import acting
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import Blueprint
@@ -323,9 +324,7 @@ def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
 
 
 def _update(config: Config, company: Company) -> str:
-    # At stage 1 gradients are added up once a step, behind backward: there is nothing to update in it.
-    late = company.size > 1 and config.stage == 1
-    return "forward" if late and config.update in ("backward", "auto") else config.update
+    return acting(config.update, late=company.size > 1 and config.stage == 1)
 
 
 def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
