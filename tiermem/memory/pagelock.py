@@ -61,9 +61,8 @@ class PageLock:
             while self.nbytes < nbytes and self.refusal is None:
                 self._lock(address + self.nbytes, min(piece, nbytes - self.nbytes))
                 self.edges += (self.nbytes,) if self.nbytes < nbytes and self.refusal is None else ()
-        except (
-            BaseException
-        ):  # an interrupt: a GiB takes a moment, and what stays locked would be so for whoever is next
+        except BaseException:
+            # An interrupt: a GiB takes a moment, and what stays locked would be so for whoever is next.
             with contextlib.suppress(CapacityError):  # of the piece that the interrupt came amid
                 self.release()
             raise
