@@ -22,14 +22,16 @@ from workloads import BETAS, LEARNING_RATE, WEIGHT_DECAY, Workload
 import tiermem
 from tiermem.cli import measure_training as training
 from tiermem.cli.measure import slower_together
-from tiermem.cli.measure_training import Measured, rates_of
+from tiermem.cli.measure_training import Measured, beside_io, rates_of
 from tiermem.cli.modelwork import workload_of
 from tiermem.memory.links import parse_link
+from tiermem.optim.compiled import are_wanted
 from tiermem.planner import workload as planned
-from tiermem.planner.design import Design, PlanSettings, make_design
+from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.device import device_least
 from tiermem.planner.footprint import plan_footprint
 from tiermem.planner.machine import Device, Drive, Host, Machine
+from tiermem.planner.overhead import split_budget
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.tilesizes import planned_tile
@@ -93,7 +95,7 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
             train_steps(model, settings_of(work, update, nbytes), [Path(place) / update], steps)
             for update, nbytes in (("step", ROOMY), ("backward", share))
         )
-    seen, rates = alone.observed, rates_of(alone, paged, work.parameters, (beside_update, beside_compute))
+    seen, rates = alone.observed, rates_of(alone, paged, work.parameters, beside_compute)
     units = tuple(
         dataclasses.replace(unit, seconds=(seen.forward.get(number, 0.0), seen.backward.get(number, 0.0)))
         for number, unit in enumerate(work.units)
@@ -106,10 +108,11 @@ def calibrate(model: Workload, work: planned.Workload, folder: Path, *, quick: b
         tile_seconds=rates.tile_seconds,
         compute_beside_update=beside_update,
         update_beside_compute=beside_compute,
-        compute_beside_io=rates.compute_beside_io,
     )
     drive = Drive(read=rates.read, write=rates.write, mixed=rates.mixed)
     machine = Machine(name="this machine", source="calibrated in training", host=host, drive=drive)
+    slower = beside_io(alone, paged, work, machine, plan_settings(share, "backward", work))
+    machine = dataclasses.replace(machine, host=dataclasses.replace(host, compute_beside_io=slower))
     return Calibration(machine, dataclasses.replace(work, units=units))
 
 
@@ -138,8 +141,15 @@ def host_bytes(case: Case, work: planned.Workload) -> int:
 def designed(case: Case, calibration: Calibration) -> Design:
     """A configuration as the simulation has it."""
     work = calibration.work
-    settings = PlanSettings(host_memory=host_bytes(case, work), update=case.update)
+    settings = plan_settings(host_bytes(case, work), case.update, work)
     return make_design(work, machine_with(case, calibration), settings)
+
+
+def plan_settings(nbytes: int, update: str, work: planned.Workload) -> PlanSettings:
+    """What a training with this host budget is simulated by."""
+    least = least_host_memory(work, 1)
+    pages, beside = split_budget(nbytes, least, compiled=are_wanted(getattr(torch, work.dtype), work.moments))
+    return PlanSettings(host_memory=pages, beside_pages=beside, update=update)
 
 
 def predict(case: Case, calibration: Calibration) -> Simulation:

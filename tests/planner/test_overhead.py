@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiermem
-from tiermem.planner.overhead import beside_pages, budget_with
+from tiermem.planner.overhead import beside_pages, budget_with, split_budget
 from tiermem.runtime.blueprint import draw
 
 
@@ -30,6 +30,18 @@ def test_the_smallest_budget_with_so_many_bytes_for_pages(blocks: int, compiled:
     assert enough - beside_pages(enough, compiled=compiled) >= pages
     less = enough - 4096
     assert less - beside_pages(less, compiled=compiled) < pages
+
+
+@given(budget=st.integers(0, 4 << 30), share=st.floats(0.0, 1.5), compiled=st.booleans())
+def test_a_budget_is_split_unless_pages_would_lack_what_they_must_have(
+    budget: int, share: float, compiled: bool
+) -> None:
+    least = round(budget * share)
+    pages, beside = split_budget(budget, least, compiled=compiled)
+    assert pages % 4096 == 0
+    assert budget - 4096 < pages + beside <= budget
+    kept = beside_pages(budget, compiled=compiled)
+    assert beside == (kept if budget - kept >= least else 0)
 
 
 def test_the_numbers() -> None:

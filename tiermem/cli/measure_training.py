@@ -1,8 +1,9 @@
 """What some steps of training show: their seconds, and from their timelines the rates that the planner takes.
 
 Owns the training of a few steps and what is made of its timeline. Does not choose models or budgets, and does not
-predict. Guarantees that each training leaves nothing behind, and that what a kernel and moving bytes take from the
-computation is counted once.
+judge predictions. Guarantees that each training leaves nothing behind, that what a kernel and moving bytes take from
+the computation is counted once, and that a step simulated by these rates takes as long as the one they come from, as
+far as bytes that move explain it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,19 @@ from torch import nn
 import tiermem
 from tiermem.config import Config
 from tiermem.overlap import explain_stalls
+from tiermem.planner.design import make_design
+from tiermem.planner.machine import Machine
 from tiermem.planner.observed import Observed, bandwidths_by_stretch, observe
+from tiermem.planner.settings import PlanSettings
+from tiermem.planner.simulate import simulate
+from tiermem.planner.workload import Workload
 from tiermem.stats import READ_EDGE, WRITE_EDGE
-from tiermem.timeline import STALL, STEP_LANE, UPDATE_LANE, Event
+from tiermem.timeline import STEP_LANE, UPDATE_LANE, Event
 
 # Behind them a step moves what later ones do.
 _WARM_UP = 3
+# Computation beside bytes that move takes three times as long at most, and is known to a part in 256 of that.
+_MOST_BESIDE, _HALVINGS = 2.0, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,6 @@ class Measured:
         observed: the typical step: the median of seconds, bandwidths over all of them.
         kernels: calls of the update kernel in a step.
         beside: seconds of a step in which update kernels ran beside the computation.
-        moving: seconds of a step in which bytes moved to or from the drives beside the computation.
         stalls: seconds of a step in which the computation waited, by cause (`tiermem.overlap.Cause`).
     """
 
@@ -49,7 +56,6 @@ class Measured:
     observed: Observed
     kernels: int
     beside: float
-    moving: float
     stalls: Mapping[str, float]
 
     @property
@@ -64,7 +70,6 @@ class Rates:
 
     update_rate: float
     tile_seconds: float
-    compute_beside_io: float
     step_seconds: float
     read: float
     write: float
@@ -115,28 +120,24 @@ def train_steps(
         return Measured(taken, read, written, **seen_in(trace, steps))
 
 
-def rates_of(alone: Measured, paged: Measured, numel: int, beside: tuple[float, float]) -> Rates:
+def rates_of(alone: Measured, paged: Measured, numel: int, beside: float) -> Rates:
     """The rates behind two trainings of a model of `numel` elements.
 
     Args:
         alone: where everything stays in memory, with `update="step"`: computation and kernel one after the other.
         paged: of the same model, with a budget that makes bytes move.
         numel: elements of all units.
-        beside: how much longer the computation takes beside the update, and the update beside the computation.
+        beside: how much longer the update takes beside the computation.
     """
     seen, moving = alone.observed, paged.observed
-    # What the other took from each of them is taken off; what remains is the bytes' and the tiles' doing.
-    kernel, computed = (
-        found - paged.beside * slower / (1 + slower)
-        for found, slower in ((moving.updating, beside[1]), (computing(moving), beside[0]))
-    )
+    # What the computation took from the kernels is taken off; what remains is the tiles' doing.
+    kernel = moving.updating - paged.beside * beside / (1 + beside)
     # Where nothing but tiles seemed to take time, elements take half of it all the same.
     most = seen.updating / max(1, 2 * alone.kernels)
     tile_seconds = min(most, max(0.0, (kernel - seen.updating) / max(1, paged.kernels - alone.kernels)))
     return Rates(
         update_rate=numel / (seen.updating - tile_seconds * alone.kernels),
         tile_seconds=tile_seconds,
-        compute_beside_io=slower_beside(computing(seen), computed, paged.moving),
         step_seconds=seen.elsewhere,
         read=moving.read,
         write=moving.write,
@@ -144,20 +145,39 @@ def rates_of(alone: Measured, paged: Measured, numel: int, beside: tuple[float, 
     )
 
 
-def slower_beside(alone: float, found: float, beside: float) -> float:
-    """How much longer computation takes beside something that was there for `beside` of its `found` seconds.
+def beside_io(alone: Measured, paged: Measured, work: Workload, machine: Machine, settings: PlanSettings) -> float:
+    """How much longer computation takes while bytes move, as in `planner.machine.Host`.
 
-    What it takes otherwise, `alone` seconds, is what is left without.
+    It is what makes a simulated step take as long as the `paged` one. To be found from a timeline it would have to be
+    told apart which of the seconds were lost to bytes, and which to the update that came with them; and whatever else
+    the simulation leaves out would be missing.
+
+    Args:
+        alone: where everything stays in memory, with `update="step"`: what units take.
+        paged: with the budget and the update schedule of `settings`.
+        work: the step that was trained.
+        machine: the other rates.
+        settings: of `paged`.
+
+    From 0 to 2; a step that took less than any in which bytes cost nothing gives 0. Raises what `make_design` raises.
     """
-    lost = max(0.0, found - alone)
-    # Of the seconds beside it, the rest was computation as ever; never less than half of them.
-    share = min(0.5, lost / max(1e-9, min(beside, found)))
-    return share / (1 - share)
-
-
-def computing(seen: Observed) -> float:
-    """Seconds of a step that are neither stalls nor kernels."""
-    return sum(seen.forward.values()) + sum(seen.backward.values()) + seen.elsewhere
+    seen, wanted = alone.observed, paged.median
+    units = tuple(
+        dataclasses.replace(unit, seconds=(seen.forward.get(number, 0.0), seen.backward.get(number, 0.0)))
+        for number, unit in enumerate(work.units)
+    )
+    # Moving gradients into pages is in the seconds of backward.
+    machine = dataclasses.replace(machine, host=dataclasses.replace(machine.host, copy_rate=float("inf")))
+    design = make_design(dataclasses.replace(work, units=units), machine, settings)
+    least, most = 0.0, _MOST_BESIDE
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        slower = (*design.slower[:2], middle, design.slower[3])
+        if simulate(dataclasses.replace(design, slower=slower)).seconds < wanted:
+            least = middle
+        else:
+            most = middle
+    return least
 
 
 def seen_in(trace: Path, steps: int) -> dict[str, Any]:
@@ -192,23 +212,5 @@ def seen_in(trace: Path, steps: int) -> dict[str, Any]:
         "observed": typical,
         "kernels": kernels // len(whole),
         "beside": typical.updating * share,
-        "moving": moving_beside(events, whole) / len(whole),
         "stalls": {cause.name.lower(): seconds / report.steps for cause, seconds in report.by_cause().items()},
     }
-
-
-def moving_beside(events: Sequence[Event], steps: Sequence[Event]) -> float:
-    """Seconds of these steps in which bytes moved to or from the drives while the computation did not stand still."""
-    turns = []
-    for event in events:
-        kind = 0 if event.lane in (READ_EDGE, WRITE_EDGE) else 1 if event.name == STALL else None
-        if kind is not None:
-            turns += [(event.start, kind, 1), (event.end, kind, -1)]
-    turns += [(moment, 2, way) for step in steps for moment, way in ((step.start, 1), (step.end, -1))]
-    now, before, found = [0, 0, 0], 0.0, 0.0
-    for moment, kind, way in sorted(turns):
-        if now[0] and not now[1] and now[2]:
-            found += moment - before
-        now[kind] += way
-        before = moment
-    return found

@@ -32,17 +32,20 @@ from tiermem.cli.measure_layer import (
     slowed,
     train_layer,
 )
-from tiermem.cli.measure_training import Rates, rates_of, train_steps
+from tiermem.cli.measure_training import Measured, beside_io, rates_of, train_steps
 from tiermem.cli.modelwork import workload_of
 from tiermem.cli.timing import median_seconds
 from tiermem.config import Config, Update
 from tiermem.memory.machine import available_host_memory
 from tiermem.memory.sizes import format_bytes
+from tiermem.optim.compiled import are_wanted
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.design import least_host_memory
 from tiermem.planner.footprint import plan_footprint
 from tiermem.planner.machine import Machine
+from tiermem.planner.overhead import split_budget
 from tiermem.planner.parts import unit_sizes
+from tiermem.planner.settings import PlanSettings
 from tiermem.planner.workload import Workload
 
 # A layer of the model that stands for another is no wider than this.
@@ -126,12 +129,14 @@ def _fitted(
         lacks = f"no layers trained: {format_bytes(2 * nbytes)} of memory and disk have to be free"
         machine = _computing_at(slowed(rate, like, BESIDES_SECONDS), stand.dtype, machine)
         return replace(machine, source=f"{machine.source}; {lacks}")
-    alone = median_seconds(train_layer(dtype, CPU, stand.shape), seconds)
+    by_itself = median_seconds(train_layer(dtype, CPU, stand.shape), seconds)
     beside = slower_together(dtype, seconds)
-    seen, rates = _train(stand, directories, beside)
+    alone, paged, settings = _train(stand, directories)
+    work = _work(stand)
+    rates, in_training = rates_of(alone, paged, work.parameters, beside[1]), _layer_seconds(alone)
     copied = stand.shape.weights * dtype.itemsize / machine.host.copy_rate
     # What a layer takes besides is not a lease's: a gradient that arrives tile by tile is leased many times.
-    besides = max(0.0, seen - alone - copied - LEASES * LEASE_SECONDS)
+    besides = max(0.0, in_training - by_itself - copied - LEASES * LEASE_SECONDS)
     machine = _computing_at(slowed(rate, like, besides), stand.dtype, machine)
     host = replace(
         machine.host,
@@ -141,11 +146,13 @@ def _fitted(
         tile_seconds=rates.tile_seconds,
         compute_beside_update=beside[0],
         update_beside_compute=beside[1],
-        compute_beside_io=rates.compute_beside_io,
+        compute_beside_io=0.0,
         update_beside_io=0.0,  # is in the tiles' seconds
     )
     moved = {name: rate for name in ("read", "write", "mixed") if (rate := getattr(rates, name))}
-    return replace(machine, host=host, drive=replace(machine.drive, **moved))
+    machine = replace(machine, host=host, drive=replace(machine.drive, **moved))
+    slower = beside_io(alone, paged, work, replace(machine, device=None), settings)
+    return replace(machine, host=replace(host, compute_beside_io=slower))
 
 
 def _computing_at(rate: float, dtype: str, machine: Machine) -> Machine:
@@ -155,35 +162,40 @@ def _computing_at(rate: float, dtype: str, machine: Machine) -> Machine:
     return replace(machine, host=replace(machine.host, flops=flops), device=device)
 
 
-def _train(stand: Stand, directories: Sequence[Path], beside: tuple[float, float]) -> tuple[float, Rates]:
-    """Seconds of one layer's forward and backward in training, and what else two trainings show."""
-    work = _work(stand)
-    whole = _nbytes(stand)
+def _train(stand: Stand, directories: Sequence[Path]) -> tuple[Measured, Measured, PlanSettings]:
+    """Two trainings: with everything in memory, and with bytes that move; and what the second is simulated by."""
+    work, whole = _work(stand), _nbytes(stand)
+    least = least_host_memory(work, 1)
     share = round(_SHARE * work.parameters * (work.itemsize + work.state_itemsize))
-    paged = max(share, 2 * least_host_memory(work, 1))  # with room for more than one update at a time
+    paged = max(share, 2 * least)  # with room for more than one update at a time
+    tile = min(stand.tile_nbytes, max(paged // _TILES, SMALLEST_TILE * work.state_itemsize))
     settings: dict[str, Any] = {"device": "cpu", "param_dtype": stand.dtype, "moments": stand.moments, "commits": False}
-    ways: tuple[tuple[int, Update, int], ...] = ((whole, "step", _ALONE), (paged, "backward", _PAGED))
 
-    def config(nbytes: int, update: Update) -> Config:
-        tile = min(stand.tile_nbytes, max(paged // _TILES, SMALLEST_TILE * work.state_itemsize))
-        ahead = plan_footprint(unit_sizes(work), nbytes, tile).look_ahead
-        return Config(
-            swap_dirs=list(directories),
-            host_memory=nbytes,
-            update=update,
-            tile_size=tile,
-            look_ahead=ahead,  # and not refined meanwhile
-            **settings,
-        )
+    def look_ahead(nbytes: int) -> int:
+        return plan_footprint(unit_sizes(work), nbytes, tile).look_ahead  # what "auto" begins with; not refined
+
+    def train(nbytes: int, update: Update, steps: int) -> Measured:
+        shared: dict[str, Any] = {"host_memory": nbytes, "tile_size": tile, "look_ahead": look_ahead(nbytes)}
+        config = Config(swap_dirs=list(directories), update=update, **shared, **settings)
+        return train_steps(model.make, model.backward, _optimizer, config, steps, coalesce=0)
 
     model = _Model(stand)
-    alone, moving = (
-        train_steps(model.make, model.backward, _optimizer, config(nbytes, update), steps, coalesce=0)
-        for nbytes, update, steps in ways
+    alone, moving = train(whole, "step", _ALONE), train(paged, "backward", _PAGED)
+    pages, beside = split_budget(paged, least, compiled=are_wanted(DTYPES[stand.dtype], stand.moments))
+    simulated = PlanSettings(
+        host_memory=pages,
+        beside_pages=beside,
+        tile_nbytes=tile,
+        look_ahead=look_ahead(paged),
+        update="backward",
     )
+    return alone, moving, simulated
+
+
+def _layer_seconds(alone: Measured) -> float:
+    """Seconds of one layer's forward and backward in training."""
     seen = alone.observed
-    layer = median(seen.forward[unit] + seen.backward[unit] for unit in seen.forward)
-    return layer, rates_of(alone, moving, work.parameters, beside)
+    return median(seen.forward[unit] + seen.backward[unit] for unit in seen.forward)
 
 
 def _work(stand: Stand) -> Workload:

@@ -20,12 +20,11 @@ from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
-from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.compiled import are_wanted
 from tiermem.planner.design import least_host_memory
 from tiermem.planner.machine import Machine
-from tiermem.planner.overhead import beside_pages
+from tiermem.planner.overhead import split_budget
 from tiermem.planner.predict import Prediction, Relief, predict
 from tiermem.planner.settings import PlanSettings
 from tiermem.planner.simulate import StepPlan
@@ -124,12 +123,11 @@ def plan_settings(
         above = None if machine.device is None else machine.device.memory
         _require_room("device_memory", config.device_nbytes, above, f"{machine.name} has on each device")
     host = config.host_nbytes or (available if measured else resolve_host_memory(config, available))
-    beside = beside_pages(host, compiled=are_wanted(config.dtype, config.moments))
     device = machine.device is not None
-    if host - beside < least_host_memory(workload, ranks, copies=copies, stage=config.stage, device=device):
-        beside = 0
+    least = least_host_memory(workload, ranks, copies=copies, stage=config.stage, device=device)
+    pages, beside = split_budget(host, least, compiled=are_wanted(config.dtype, config.moments))
     return PlanSettings(
-        host_memory=(host - beside) // FRAME_ALIGNMENT * FRAME_ALIGNMENT,
+        host_memory=pages,
         beside_pages=beside,
         device_memory=config.device_nbytes,
         # Without room on disk for the copies that commits need there is none to take an update back either.

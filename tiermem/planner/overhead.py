@@ -22,6 +22,17 @@ def beside_pages(budget: int, *, compiled: bool) -> int:
     return min(taken, max(0, budget - _ALL_PAGES) // _SHARE) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
 
 
+def split_budget(budget: int, least: int, *, compiled: bool) -> tuple[int, int]:
+    """Bytes of a host budget for pages (whole frame alignments), and those beside them.
+
+    `least`: what pages must have; of a budget that is just enough for them all is theirs.
+    """
+    beside = beside_pages(budget, compiled=compiled)
+    if budget - beside < least:
+        beside = 0
+    return (budget - beside) // FRAME_ALIGNMENT * FRAME_ALIGNMENT, beside
+
+
 def budget_with(pages: int, *, compiled: bool) -> int:
     """The smallest host budget of which so many bytes are for pages (whole frame alignments)."""
     budget = pages
