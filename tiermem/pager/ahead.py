@@ -187,7 +187,7 @@ class Ahead:
 
     def _has_all(self, tier: Tier) -> bool:
         residency = self._residency
-        return residency.total <= self._capacity[tier] and not residency.census.away(tier)
+        return residency.total <= self._capacity[tier] and not residency.census.has_away(tier)
 
     def _look(self, tier: Tier) -> None:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""

@@ -23,10 +23,12 @@ from tiermem.pager.plan import Plan, best_plan
 from tiermem.pager.schedule import Access, Schedule
 from tiermem.pager.sweep import Farthest, make_cyclic, sweep
 
-# For parameters to last on the device, so large a part of it (one over) has to be free: room between them is not in one
-# piece, and one that has to go comes down. And the largest may be no more than such a part of host memory, where it
-# needs a place in one piece for its update, for which pages that were to stay would have to go.
-_SPARE, LARGEST = 4, 16
+# Parameters are at home on the device only if they leave a quarter of it free: room between them is not in one piece,
+# and one that has to go comes down.
+_SPARE_DIVISOR = 4
+# And only if the largest takes no more than a sixteenth of host memory: there it needs a place in one piece for its
+# update, for which pages that were to stay would have to go.
+LARGEST_DIVISOR = 16
 
 
 def make_plan_below(
@@ -49,11 +51,11 @@ def make_plan_below(
         above: bytes that a page takes on the device; None: as many.
     """
     accesses, own = schedule.accesses, rooms if above is None else above
-    roomy = replace(device, capacity=device.capacity - device.capacity // _SPARE)
+    roomy = replace(device, capacity=device.capacity - device.capacity // _SPARE_DIVISOR)
     there = _stays_above(accesses, own, roomy, settled, at_home=True)
     parameters = [index for index, access in enumerate(accesses) if access.key.kind is Kind.PARAM]
     largest = max((rooms.get(accesses[index].key, 0) for index in parameters), default=0)
-    at_home = largest * LARGEST <= limits.capacity and all(
+    at_home = largest * LARGEST_DIVISOR <= limits.capacity and all(
         index in there or accesses[index].key.is_of(settled) for index in parameters
     )
     if not at_home:

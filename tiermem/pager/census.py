@@ -2,8 +2,8 @@
 
 Owns what is derived from the facts of all pages: sums of bytes and the two orders of eviction per tier (copies that
 may simply be dropped, and copies that must be written down first). Does not change a page and decides nothing.
-Guarantees that noting a page costs next to nothing and looking a logarithm for each page noted since, however many
-pages there are, and that an entry of a page which has changed since is never handed out.
+Guarantees that noting a page takes constant time, that a look takes logarithmic time for each page noted since, however
+many pages there are, and that an entry of a page which has changed since is never handed out.
 
 Nothing is reckoned before somebody asks: a page changes several times on its way through a lease, and where everything
 fits nobody ever asks whom to evict.
@@ -56,12 +56,12 @@ class Census:
         """The facts of the page have changed."""
         page.stamp += 1
         self._changed[page] = None
-        there = not page.valid or page.error is not None
+        usable = page.valid and page.error is None
         for tier, away in self._away:
-            if there or tier in page.frames:
-                away.discard(page)
-            else:
+            if usable and tier not in page.frames:
                 away.add(page)
+            else:
+                away.discard(page)
 
     def held(self, tier: Tier) -> int:
         """Bytes leased."""
@@ -80,7 +80,7 @@ class Census:
         """Bytes of copies being written down that nobody holds: room that is about to be free."""
         return self._reckoned(tier).totals[_LEAVING]
 
-    def away(self, tier: Tier) -> bool:
+    def has_away(self, tier: Tier) -> bool:
         """Whether a page has contents but neither a frame on the tier nor an error."""
         return bool(self._tiers[tier].away)
 

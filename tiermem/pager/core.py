@@ -8,6 +8,7 @@ gets that error, now and later, and only closing works.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain
 from tiermem.pager.forecast import Forecast
-from tiermem.pager.lease import Lease, LeasesOut, Parting, PendingLease, Release
+from tiermem.pager.lease import Lease, LeasesOut, Parting, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
@@ -36,7 +37,6 @@ Answered = Callable[[Lease | None, BaseException | None], None]
 _LOOK_SECONDS = 0.25
 # How long tasks may take to act on the error that closing gives them before they are cancelled.
 _GRACE_SECONDS = 1.0
-
 
 _LEVELS = {tier: f"reserved {tier.name}" for tier in Tier}
 
@@ -87,7 +87,7 @@ class Core:
             for page in pages:
                 frame = frames[page.key] = page.frames[tier]
                 fences += frame.fences
-            release: Release = lambda lease, parting, failure: self._post_release(lease, tier, parting, failure)  # noqa: E731
+            release = functools.partial(self._post_release, tier)
             lease = Lease(pages, frames, release, fences, self.residency.chain.arenas[tier].fence)
             self._out.add(lease, (pages, tier, intent))
             answered(lease, None)
@@ -131,7 +131,7 @@ class Core:
             self.loop.wake()
 
     def thread_waits(self, who: object, future: weakref.ref[Future[Any]] | None) -> None:
-        """A thread waits for a task's future; None: no more. Nobody waits for one that is done, said or not."""
+        """A thread waits for a task's future; None: no more. A future that is done counts as awaited by nobody."""
         if future is None:
             self._awaited.pop(who, None)
         else:
@@ -157,7 +157,7 @@ class Core:
         self.service.fail_all(self._refusal)
         self._notify()
 
-    def _post_release(self, lease: Lease, tier: Tier, parting: Parting, failure: BaseException | None) -> None:
+    def _post_release(self, tier: Tier, lease: Lease, parting: Parting, failure: BaseException | None) -> None:
         fence = self.residency.chain.arenas[tier].fence()  # here: it is the releasing thread that has asked for work
 
         def release() -> None:

@@ -19,9 +19,9 @@ class Limits:
 
     Attributes:
         capacity: for pages in use, read ahead and kept.
-        ahead: read ahead of the accesses of both lanes at most.
+        ahead: for what is read ahead of the accesses of both lanes, at most.
         lead: by how much the computation's own accesses are taken to be ahead of an update that lags.
-        behind: of pages that the update has let go of and that are still being written down.
+        behind: for pages that the update has let go of and that are still being written down, at most.
     """
 
     capacity: int

@@ -83,7 +83,7 @@ class Forecast:
         self._done = {}
 
     def beside(self, schedule: Schedule) -> Forecast:
-        """That of an evaluation, which goes round in `schedule`; what the update does is known to both."""
+        """The forecast of an evaluation, which goes round in `schedule`; both know what the update does."""
         other = _Beside(self._agenda, self)
         other.set_schedule(schedule)
         return other
@@ -335,7 +335,7 @@ class Forecast:
 
 
 class _Beside(Forecast):
-    """An evaluation's, of which no update is a part: what is done meanwhile counts for the step."""
+    """The forecast of an evaluation. It has no update: what the update does meanwhile is noted in that of the step."""
 
     def __init__(self, agenda: Agenda | None, step: Forecast) -> None:
         super().__init__(agenda)

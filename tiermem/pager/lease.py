@@ -36,7 +36,7 @@ Release = Callable[["Lease", Parting, BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("__weakref__", "_closed", "_fence", "_fences", "_frames", "_pages", "_release", "handed_over")
+    __slots__ = ("__weakref__", "_closed", "_fences", "_frames", "_make_fence", "_pages", "_release", "handed_over")
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Lease:
         frames: dict[PageKey, Frame],
         release: Release,
         fences: Sequence[Fence] = (),
-        fence: Callable[[], Fence | None] = lambda: None,
+        make_fence: Callable[[], Fence | None] = lambda: None,
     ) -> None:
-        """`frames`: where the bytes are. `fences`: what may still be going on in them.
+        """`frames`: where the bytes are. `fences`: what a device may still be doing with them.
 
-        `fence()`: what the calling thread has asked for.
+        `make_fence()`: a fence behind what the calling thread has asked of a device; None where there is no device.
         """
         self.handed_over: tuple[Fence, ...] = ()
-        self._fence = fence
+        self._make_fence = make_fence
         self._fences = fences
         self._pages = pages
         self._frames: dict[PageKey, Frame] | None = frames
@@ -82,7 +82,7 @@ class Lease:
 
     def hand_over(self) -> None:
         """Another thread goes on: `tensor` there, and release, come after what this one has asked of a device."""
-        fence = self._fence()
+        fence = self._make_fence()
         if fence is not None:
             self.handed_over = (*(before for before in self.handed_over if not before.passed()), fence)
 
@@ -154,12 +154,12 @@ class PendingLease:
     A lock instead of a `concurrent.futures.Future`, because every use of a page waits for one of these.
     """
 
-    __slots__ = ("_abandoned", "_error", "_gate", "_lease", "_stalled", "awaited")
+    __slots__ = ("_abandoned", "_error", "_gate", "_lease", "_waited", "awaited")
 
-    def __init__(self, stalled: Callable[[float, float], None]) -> None:
-        """`stalled(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`."""
+    def __init__(self, waited: Callable[[float, float], None]) -> None:
+        """`waited(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`."""
         self.awaited = False
-        self._stalled = stalled
+        self._waited = waited
         self._gate = threading.Lock()
         self._gate.acquire()
         self._lease: Lease | None = None
@@ -188,7 +188,7 @@ class PendingLease:
                 with self._gate:
                     pass
             finally:
-                self._stalled(started, time.perf_counter())
+                self._waited(started, time.perf_counter())
         except BaseException:
             self.give_up()
             raise

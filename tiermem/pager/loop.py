@@ -73,7 +73,7 @@ class LoopThread:
         return True
 
     def leave(self, message: Message) -> bool:
-        """As `post`, but nobody is woken while nobody is hungry: it runs before whatever comes next."""
+        """As `post`, but only a hungry loop is woken for it (`set_hungry`); another one runs it when it next wakes."""
         if not self._home.is_here:
             return False
         with self._door:

@@ -44,7 +44,7 @@ class Pager:
         self._timeline = timeline
         self._core = Core(chain, appetite, counters=counters, timeline=timeline)
         self._loop = self._core.loop
-        # Threads whose waits hold nobody up: whoever waits for one of them counts that.
+        # Threads whose waits are no stalls: the wait of whoever waits for such a thread is counted instead.
         self.aside: set[int] = set()
         self._worker = Worker("tiermem-update", self._loop.report)
         self.protection = self._core.saving.protection

@@ -28,7 +28,8 @@ class Schedule:
         accesses: who accesses what.
         hasty: how many pages of a unit's update are fetched before the parameters that the computation asks for next;
             the others come behind them and their gradients, wherever the update is recorded. None: all come before.
-        rests: whether some units are updated behind backward though others are under it: it is theirs that is to stay.
+        rests: whether some units are updated after backward though others are under it (`planner/resting.py`): pages of
+            the former are to stay.
         period: positions from one step to the next.
     """
 

@@ -248,13 +248,13 @@ class Service:
 
     def _reserve(self, request: LeaseRequest, page: Page, tier: Tier, claimed: set[Tier]) -> bool:
         """Room for the page on `tier`, on the way to the request's; if leases stand in the way nothing is evicted."""
-        lacking, passing = request.tier, tier != request.tier
-        free = self._room.unheld(lacking) >= page.room
-        if free and (not passing or (lacking not in claimed and self._room.prepare(page, lacking))):
-            lacking = tier
+        short = goal = request.tier
+        free = self._room.unheld(goal) >= page.room
+        if free and (tier == goal or (goal not in claimed and self._room.prepare(page, goal))):
+            short = tier
             if tier not in claimed and self._room.make(page, tier):
                 return True
-        request.short = request.short or (lacking, page.room)
+        request.short = request.short or (short, page.room)
         return False
 
     def _fits(self, request: LeaseRequest) -> bool:
@@ -275,12 +275,10 @@ class Service:
         failed = next((page.error for page in residency.pages.values() if page.error and page.frames), None)
         if failed is not None:
             return failed
-        needed = sum(page.room for page in request.lacking if _lacks_room(page, request.tier))
-        tier, needed = (
-            (request.tier, needed)
-            if needed > self._room.unheld(request.tier)
-            else (request.short or (request.tier, needed))
-        )
+        tier = request.tier
+        needed = sum(page.room for page in request.lacking if _lacks_room(page, tier))
+        if needed <= self._room.unheld(tier) and request.short is not None:
+            tier, needed = request.short
         arena = residency.chain.arenas[tier]
         held = {page.key: page.frames[tier].nbytes for page in residency.pages.values() if page.leases.get(tier)}
         largest = sorted(held.items(), key=lambda item: -item[1])[:8]

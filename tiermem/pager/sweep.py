@@ -23,7 +23,7 @@ from tiermem.pager.page import Kind
 # Times round the step before what happens in it is taken for what happens in every step.
 _ROUNDS = 3
 
-# At most so many gaps are tried for what room the sweep has left: each try looks at all of its positions.
+# How many gaps are tried, at most, for the room that the sweep has left: each try looks at all of its positions.
 _TRIED = 4096
 
 # Bytes by position, for sums over stretches of a step: many thousand positions, looked at thousands of times.
@@ -31,18 +31,18 @@ _Bytes = npt.NDArray[np.int64]
 
 
 class Order:
-    """Pages that may go, by position of the access they were there for; whoever goes first is taken first."""
+    """Pages that may go, each by the position of the access it was there for, in the order in which they go."""
 
     def __init__(self, course: Course) -> None:
         self._course = course
         self._heap: list[tuple[int, int]] = []
 
     def push(self, position: int) -> None:
-        """One more."""
+        """Add the page of the access at `position`."""
         heapq.heappush(self._heap, (self._rank(position), position))
 
-    def pop(self, now: int) -> int | None:  # noqa: ARG002 - for others
-        """The next one to go; None: no more."""
+    def pop(self, now: int) -> int | None:  # noqa: ARG002 - `Cheapest` needs it
+        """Take the next one to go, by its position; None: there is none."""
         return heapq.heappop(self._heap)[1] if self._heap else None
 
     def _rank(self, position: int) -> int:
@@ -50,7 +50,7 @@ class Order:
 
 
 class Farthest(Order):
-    """Belady's."""
+    """The page whose next use is farthest first: Belady's rule."""
 
     def _rank(self, position: int) -> int:
         return -self._course.next_at(position)
@@ -64,7 +64,7 @@ class Oldest(Order):
 
 
 class Cheapest:
-    """What has the longest way to its next use for what its going costs: twice as much where it has to be written."""
+    """The page first whose next use is farthest for what its going costs: twice as much where it has to be written."""
 
     def __init__(self, course: Course) -> None:
         self._course = course
@@ -72,12 +72,12 @@ class Cheapest:
         self._tops: list[int | None] = [None, None]
 
     def push(self, position: int) -> None:
-        """One more."""
+        """Add the page of the access at `position`."""
         kind = self._course.accesses[position % len(self._course.accesses)].key.kind
         (self._clean if kind is Kind.PARAM else self._dirty).push(position)
 
     def pop(self, now: int) -> int | None:
-        """The next one to go; None: no more."""
+        """Take the next one to go, by its position; None: there is none."""
         tops = self._tops
         for index, queue in enumerate((self._clean, self._dirty)):
             if tops[index] is None:
@@ -89,7 +89,7 @@ class Cheapest:
 
 
 def sweep(course: Course, capacity: int, rule: type[Order | Cheapest]) -> list[bool]:
-    """Go round the step; of the last round, whether each page was there when it had to be."""
+    """Go round the step `_ROUNDS` times; for each access of the last round, whether its page was still there."""
     count, pages, sizes = len(course.accesses), course.pages, course.sizes
     stays = [True] * count
     coming: dict[int, list[int]] = {}

@@ -21,7 +21,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.machine import available_host_memory
 from tiermem.optim.compiled import are_wanted
 from tiermem.optim.tiles import UnitState
-from tiermem.pager.below import LARGEST
+from tiermem.pager.below import LARGEST_DIVISOR
 from tiermem.pager.extents import DURABLE
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
@@ -76,7 +76,7 @@ class Blueprint:
         spared for them alone (`SlabArena`).
         """
         largest = max((rounded(size.param_nbytes) for size in self.sizes if not size.kept), default=0)
-        roomy = self.host_nbytes - kept_nbytes(self.sizes) >= LARGEST * largest
+        roomy = self.host_nbytes - kept_nbytes(self.sizes) >= LARGEST_DIVISOR * largest
         return largest if roomy and self.device is not None else 0
 
     @property
