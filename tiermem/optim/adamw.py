@@ -105,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
         self._service = service
         self._index_of.update(zip(group["params"], indices, strict=True))
         self._members.add(group, indices)
-        self._steps.update(service.attach_optimizer(self, indices) or {})
+        self._steps.update(service.attach_optimizer(self, indices))
 
     # torch.amp.GradScaler looks for these: it then leaves unscaling and skipping to `step`.
     _step_supports_amp_scaling = True

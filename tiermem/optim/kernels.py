@@ -157,7 +157,7 @@ def adamw_tile(
     for run in runs if workspace.device is None or isinstance(planes, MixedPlanes) else _joined(runs):
         whole = slice(run.begin, run.begin + run.length)
         part = planes.part(run.begin, run.length)
-        jobs += _update_run(parameter[whole], grad[whole], part, run, (workspace, grad_scale))
+        jobs += _update_run(parameter[whole], grad[whole], part, _Task(run.settings, grad_scale, workspace))
     workspace.shares.run(jobs)
 
 
@@ -181,44 +181,41 @@ def update_by_torch(
     grad_scale: float,
 ) -> None:
     """Update one run by torch's operations only: what the compiled loops are compared with."""
-    run, workspace = Run(0, parameter.numel(), settings), Workspace(parameter.numel(), compiled=False)
-    _update_run(parameter, grad, planes, run, (workspace, grad_scale))
+    workspace = Workspace(parameter.numel(), compiled=False)
+    _update_run(parameter, grad, planes, _Task(settings, grad_scale, workspace))
+
+
+class _Task(NamedTuple):
+    """What a run is updated with, and the memory for it."""
+
+    settings: Settings
+    grad_scale: float
+    workspace: Workspace
 
 
 def _update_run(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    planes: StatePlanes | BlockPlanes,
-    run: Run,
-    scaling: tuple[Workspace, float],
+    parameter: torch.Tensor, grad: torch.Tensor, planes: StatePlanes | BlockPlanes, task: _Task
 ) -> list[Job]:
     """Update what torch is to update of a run; return what is left to loops: other elements, so the order is free."""
-    settings = run.settings
-    begin, jobs = _update_compiled(parameter, grad, planes, settings, scaling)
-    if begin < run.length:
-        part = planes.part(begin, run.length - begin)
-        _update_rest(parameter[begin:], grad[begin:], part, settings, scaling)
+    begin, jobs = _update_compiled(parameter, grad, planes, task)
+    left = parameter.numel() - begin
+    if left:
+        _update_rest(parameter[begin:], grad[begin:], planes.part(begin, left), task)
     return jobs
 
 
-def _update_rest(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    planes: StatePlanes | BlockPlanes,
-    settings: Settings,
-    scaling: tuple[Workspace, float],
-) -> None:
+def _update_rest(parameter: torch.Tensor, grad: torch.Tensor, planes: StatePlanes | BlockPlanes, task: _Task) -> None:
     """By torch's operations."""
-    workspace, grad_scale = scaling
-    workspace.step.fill_(settings.step)
+    workspace = task.workspace
+    workspace.step.fill_(task.settings.step)
     if isinstance(planes, StatePlanes):
-        if parameter.dtype == torch.float32 and grad_scale == 1.0:
+        if parameter.dtype == torch.float32 and task.grad_scale == 1.0:
             # One pass over memory however long the run is: nothing to gain from slices.
-            _fused(parameter, grad, (planes.exp_avg, planes.exp_avg_sq), settings, workspace.step)
+            _fused(parameter, grad, (planes.exp_avg, planes.exp_avg_sq), task)
             return
         for piece in workspace.slices(parameter.numel()):
             part = planes.part(piece.start, piece.stop - piece.start)
-            _update_slice(parameter[piece], grad[piece], part, (part.exp_avg, part.exp_avg_sq), settings, scaling)
+            _update_slice(parameter[piece], grad[piece], part, (part.exp_avg, part.exp_avg_sq), task)
         return
     for piece in workspace.slices(parameter.numel(), coded=True):
         coded = planes.part(piece.start, piece.stop - piece.start)
@@ -226,20 +223,16 @@ def _update_rest(
         coded.exp_avg.load(signed, first, scratch)
         coded.exp_avg_sq.load(unsigned, second, scratch)
         moments = first[: coded.numel], second[: coded.numel]
-        _update_slice(parameter[piece], grad[piece], coded, moments, settings, scaling)
+        _update_slice(parameter[piece], grad[piece], coded, moments, task)
         coded.exp_avg.store(signed, first, scratch)
         coded.exp_avg_sq.store(unsigned, second, scratch)
 
 
 def _update_compiled(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    planes: StatePlanes | BlockPlanes,
-    settings: Settings,
-    scaling: tuple[Workspace, float],
+    parameter: torch.Tensor, grad: torch.Tensor, planes: StatePlanes | BlockPlanes, task: _Task
 ) -> tuple[int, list[Job]]:
-    """How many elements compiled loops update, from the first one on, and those of them that are still to be run."""
-    workspace, grad_scale = scaling
+    """How many elements compiled loops update, from the first one on, and the loops that are still to be run."""
+    settings, grad_scale, workspace = task
     numel = parameter.numel()
     coded = isinstance(planes, BlockPlanes)
     block = BLOCK_NUMEL if coded else ALIGN_NUMEL
@@ -255,22 +248,16 @@ def _update_compiled(
     else:
         for piece in workspace.slices(end, coded=True):  # one at a time: they need scratch
             part = planes.part(piece.start, piece.stop - piece.start)
-            _update_coded(loops, parameter[piece], grad[piece], part, settings, scaling)
+            _update_coded(loops, parameter[piece], grad[piece], part, task)
         return end, []
     return end, [Job(end, block, loop)]
 
 
 def _update_coded(
-    loops: CompiledLoops,
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    planes: BlockPlanes,
-    settings: Settings,
-    scaling: tuple[Workspace, float],
+    loops: CompiledLoops, parameter: torch.Tensor, grad: torch.Tensor, planes: BlockPlanes, task: _Task
 ) -> None:
-    workspace, grad_scale = scaling
     master = parameter if planes.master is None else planes.master
-    loops.update_coded(master, scaled_grad(grad, grad_scale, workspace), planes, settings, 1.0)
+    loops.update_coded(master, _scaled_grad(grad, task), planes, task.settings, 1.0)
     if planes.master is not None:
         parameter.copy_(planes.master)
 
@@ -280,38 +267,36 @@ def _update_slice(
     grad: torch.Tensor,
     planes: StatePlanes | BlockPlanes,
     moments: tuple[torch.Tensor, torch.Tensor],
-    settings: Settings,
-    scaling: tuple[Workspace, float],
+    task: _Task,
 ) -> None:
-    workspace, grad_scale = scaling
-    numel = parameter.numel()
-    grad32 = scaled_grad(grad, grad_scale, workspace)
+    workspace, numel = task.workspace, parameter.numel()
+    grad32 = _scaled_grad(grad, task)
     if planes.remainder is not None:
         master, integers = workspace.master[:numel], workspace.integers[:numel]
         if workspace.device is not None:
             masks = planes.masks
             join_masked(parameter, planes.remainder, masks, master)
-            _fused(master, grad32, moments, settings, workspace.step)
+            _fused(master, grad32, moments, task)
             split_masked(master, parameter, planes.remainder, masks)
             return
         marks = planes.marks
         join(parameter, planes.remainder, marks, master, integers)
-        _fused(master, grad32, moments, settings, workspace.step)
+        _fused(master, grad32, moments, task)
         split(master, parameter, planes.remainder, marks, integers)
     elif planes.master is not None:
-        _fused(planes.master, grad32, moments, settings, workspace.step)
+        _fused(planes.master, grad32, moments, task)
         parameter.copy_(planes.master)
     else:
-        _fused(parameter, grad32, moments, settings, workspace.step)
+        _fused(parameter, grad32, moments, task)
 
 
-def scaled_grad(grad: torch.Tensor, grad_scale: float, workspace: Workspace) -> torch.Tensor:
+def _scaled_grad(grad: torch.Tensor, task: _Task) -> torch.Tensor:
     """Return a slice of gradients in float32, after scaling in its own dtype as `clip_grad_norm_` does.
 
     float16 is scaled in float32: undoing a loss scale in float16 would lose what the scale was there to keep.
     The result is `grad` itself or scratch, valid until the next slice.
     """
-    numel = grad.numel()
+    grad_scale, workspace, numel = task.grad_scale, task.workspace, grad.numel()
     grad32 = workspace.grad[:numel]
     if grad_scale == 1.0:
         return grad if grad.dtype == torch.float32 else grad32.copy_(grad)
@@ -324,20 +309,15 @@ def scaled_grad(grad: torch.Tensor, grad_scale: float, workspace: Workspace) -> 
     return grad32.copy_(narrow)
 
 
-def _fused(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    settings: Settings,
-    step: torch.Tensor,
-) -> None:
+def _fused(master: torch.Tensor, grad: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor], task: _Task) -> None:
+    settings = task.settings
     torch._fused_adamw_(
         [master],
         [grad],
         [moments[0]],
         [moments[1]],
         [],
-        [step],
+        [task.workspace.step],
         lr=settings.lr,
         beta1=settings.beta1,
         beta2=settings.beta2,

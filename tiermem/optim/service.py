@@ -68,7 +68,7 @@ class MomentStore(Protocol):
 class UpdateService(Protocol):
     """What an optimizer asks of the runtime that owns its parameters."""
 
-    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int] | None:
+    def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
         """From now on `source` is the optimizer of `parameters` (all of them, in its own order).
 
         Returns how many updates those of them have had that come from a resumed run, or from another optimizer.
@@ -100,7 +100,7 @@ class GradientBook(Protocol):
         """The parameters of a unit that have a gradient which no update has claimed."""
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
-        """The 2-norm of each parameter's whole gradient, 0-dim, in the gradient's dtype. May wait for I/O."""
+        """The 2-norm of each parameter's whole gradient: 0-dim float32 (float64 for float64). May wait for I/O."""
 
     def are_known(self, parameters: Sequence[int]) -> bool:
         """Whether their norms can be read without waiting for a device; else they are on their way from now on."""
