@@ -157,12 +157,12 @@ def test_all_memory_is_given_back_at_the_end_though_the_optimizer_lives_on(updat
                 optimizer.zero_grad()
             host, device = (arena._slab for arena in runtime._house.storage.arenas.values())
             stream = runtime._house.updater._stream
-            assert (stream._workspace_above is None) == (update_on == "host")
+            assert (stream._device_workspace is None) == (update_on == "host")
             bytes_above = StorageWeakRef(device._tensor.untyped_storage())
         assert optimizer.param_groups
         assert bytes_above.expired()
         assert host._mapping._map.closed
-        assert stream._workspace_above is None
+        assert stream._device_workspace is None
     finally:
         gc.enable()
 

@@ -108,17 +108,17 @@ class UnitStream:
         *,
         depth: int = 2,
         workspace: Workspace | None = None,
-        above: DeviceKernels | None = None,
+        on_device: DeviceKernels | None = None,
     ) -> None:
-        """`depth`: tiles held at once of a unit that is updated in host memory. `above`: who is not."""
+        """`depth`: tiles held at once of a unit that is updated in host memory. `on_device`: which units are not."""
         if depth < 1:
             raise ConfigError(f"an update holds at least one tile at a time, found depth={depth}")
         self.pager = pager
         self.units = units
         self._depth = depth
         self._workspace = workspace if workspace is not None else Workspace(shares=Shares(update_threads()))
-        self._above = above
-        self._workspace_above: Workspace | None = None  # made on the worker, whose stream its memory then belongs to
+        self._on_device = on_device
+        self._device_workspace: Workspace | None = None  # made on the worker, whose stream its memory then belongs to
         self._lock = threading.Lock()
         self._done = StreamStatistics()
 
@@ -130,7 +130,7 @@ class UnitStream:
     def close(self) -> None:
         """End the threads that share the kernel's work; call it when no update runs any more."""
         self._workspace.shares.close()
-        self._workspace_above = None  # memory of a device, and an optimizer that is kept keeps this
+        self._device_workspace = None  # memory of a device, and an optimizer that is kept keeps this
 
     def prepare(self) -> None:
         """Have the thread begun that runs kernels, and the kernel compiled, if some unit has use for that. Waits.
@@ -138,7 +138,7 @@ class UnitStream:
         Raises TiermemError where the system allows no more threads: now, while no page is leased that would be lost.
         """
         self.pager.start_task(self.pager.run_worker(begin_thread)).result()
-        self._workspace.prepare(state for state in self.units.values() if not self._is_above(state.unit))
+        self._workspace.prepare(state for state in self.units.values() if not self._is_on_device(state.unit))
 
     def keys(self, update: UnitUpdate) -> list[PageKey]:
         """The pages that an update touches, in order."""
@@ -183,7 +183,7 @@ class UnitStream:
     async def _update_tiles(
         self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Sequence[Work]
     ) -> None:
-        if len(work) == 1 or self._is_above(state.unit):
+        if len(work) == 1 or self._is_on_device(state.unit):
             # On a device a tile in hand is enough: a kernel is asked for and not waited for.
             for item in work:
                 await self._use(state, update, await self._load(state, update, param, item))
@@ -218,16 +218,16 @@ class UnitStream:
 
     async def _use(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> None:
         """Run the kernel on a tile that is held, and give it back."""
-        above = self._is_above(state.unit)
+        on_device = self._is_on_device(state.unit)
         try:
-            kernel = self._run_above if above else self._run_kernel
+            kernel = self._run_on_device if on_device else self._run_kernel
             await self.pager.run_worker(kernel, state, update, loaded)
         except BaseException as error:
             loaded.fail(error)
             raise
         loaded.release()
         self._discard(update, [loaded.work.tile])
-        self._count(tiles=1, device_tiles=int(above))
+        self._count(tiles=1, device_tiles=int(on_device))
 
     def _discard(self, update: UnitUpdate, tiles: Iterable[int]) -> None:
         """Forget gradient tiles that nobody wants any more."""
@@ -263,20 +263,21 @@ class UnitStream:
             raise
         return Loaded(work, param, held, grad, fresh)
 
-    def _is_above(self, unit: int) -> bool:
+    def _is_on_device(self, unit: int) -> bool:
         """Whether the unit is updated on a device."""
-        return self._above is not None and unit in self._above.units
+        return self._on_device is not None and unit in self._on_device.units
 
-    def _run_above(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> None:
+    def _run_on_device(self, state: UnitState, update: UnitUpdate, loaded: Loaded) -> None:
         """As `_run_kernel`, on the device: whoever has the frames next, on whatever thread, comes after it."""
-        if self._above is not None and self._workspace_above is None:
-            self._above.enter()
-            states = [self.units[unit] for unit in self._above.units & self.units.keys()]
+        device = self._on_device
+        if device is not None and self._device_workspace is None:
+            device.enter()
+            states = [self.units[unit] for unit in device.units & self.units.keys()]
             numel = aligned(max(min(state.tile_numel, state.numel) for state in states))  # 0: all is with other ranks
-            numel = min(numel, self._above.slice_numel)
-            self._workspace_above = Workspace(numel, device=self._above.device)
+            numel = min(numel, device.slice_numel)
+            self._device_workspace = Workspace(numel, device=device.device)
         try:
-            self._run_kernel(state, update, loaded, self._workspace_above)
+            self._run_kernel(state, update, loaded, self._device_workspace)
         finally:
             loaded.hand_over()
 

@@ -54,11 +54,11 @@ class Updater:
         *,
         depth: int = 2,
         workspace: Workspace | None = None,
-        above: DeviceKernels | None = None,
+        on_device: DeviceKernels | None = None,
     ) -> None:
         """Arguments as of `UnitStream`."""
         self._pager = pager
-        self._stream = UnitStream(pager, units, depth=depth, workspace=workspace, above=above)
+        self._stream = UnitStream(pager, units, depth=depth, workspace=workspace, on_device=on_device)
         self._lock = threading.Lock()
         # In order; a dictionary, so that moving a unit to the front does not depend on how many are queued.
         self._queue: OrderedDict[_Entry, None] = OrderedDict()

@@ -42,9 +42,12 @@ _IN_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`manifest`: the commit to continue; `snapshot`: what to start anew from; neither: from the model.
+    """What a run starts from: a commit that it continues, a snapshot, or, with neither, the model as it is.
 
-    `given_up`: the number of a commit that is here, but not with all ranks, which then start anew.
+    Attributes:
+        manifest: of the commit.
+        rank: whose random states are taken from the snapshot.
+        given_up: the number of a commit that is here, but not with all ranks, which then start anew.
     """
 
     manifest: Manifest | None = None
@@ -85,7 +88,7 @@ class Beginning:
 def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beginning:
     """Look at the swap directories, or at a snapshot, and decide; changes nothing.
 
-    Where there is no commit True is as "auto": that is an error when all ranks have looked.
+    Without a commit True is taken as "auto" here; the caller refuses that once all ranks have looked.
 
     Raises:
         ConfigError: an unknown word for `resume`.

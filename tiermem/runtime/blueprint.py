@@ -49,7 +49,15 @@ from tiermem.zero3.units import ModelUnits, Wanted, find_units
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What can be known before anything is opened. `host_nbytes` are for pages, `beside_nbytes` are not."""
+    """What can be known before anything is opened.
+
+    Attributes:
+        layouts, shards, sizes: of each unit, by number: its flat buffer, this rank's part of it, what planning asks.
+        states: of each trainable unit, by number: the optimizer state that this rank keeps.
+        footprint, device: how host memory, and that of a device, are shared out.
+        host_nbytes, beside_nbytes: bytes of the host budget that are for pages, and for other things.
+        resting: units whose update waits for the step, so that their pages stay in memory.
+    """
 
     divided: ModelUnits
     layouts: tuple[UnitLayout, ...]

@@ -54,10 +54,8 @@ def _record(value: Any, what: str) -> Any:
         return {MARK: "dict", "items": items}
     if isinstance(value, (list, tuple)):
         kinds = set(map(type, value))
-        if kinds <= _AS_THEY_ARE and not (
-            int in kinds and _holds_long(value)
-        ):  # the numbers of thousands of parameters
-            return list(value)
+        if kinds <= _AS_THEY_ARE and not (int in kinds and _holds_long(value)):
+            return list(value)  # at once: there may be the numbers of thousands of parameters
         return [_record(item, f"{what}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, torch.Tensor):
         return _of_tensor(value, what)

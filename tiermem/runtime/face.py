@@ -211,7 +211,10 @@ class Runtime(Closing):
         return whole.as_strided(slot.shape, slot.stride)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of this step's gradient, or None; before clipping, the mean over ranks, in its shape. Collective."""
+        """A copy of this step's gradient, of the parameter's shape and dtype, or None; waits for it. Collective.
+
+        Before clipping; the mean over ranks.
+        """
         unit, slot = self._places.find(parameter)
         house = self._open()
         house.ledger.line_up()

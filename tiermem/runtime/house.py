@@ -61,7 +61,7 @@ from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.norms import compiled_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
-from tiermem.zero3.shards import Piece
+from tiermem.zero3.shards import Piece, Shard
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,10 @@ class House:
         return f"{model}, parameters {numel:,}, units {len(self.layouts)}, steps {self.steps.number}{ranks}; {held}"
 
     def require_between_steps(self, verb: Act) -> None:
-        """Raise TiermemError while some gradients wait for an optimizer's step: half a step is nothing to keep.
+        """Raise TiermemError unless the run is between two steps, and all ranks have come here for the same `verb`.
 
-        Inside a forward or backward, too: random numbers are of no step there. Or if not all ranks call the same.
+        While gradients wait for an optimizer's step only half of it could be kept; inside a forward or backward the
+        random numbers belong to no step.
         """
         refuse_inside(verb.name.lower(), self.scheduler)
         self.ledger.line_up()
@@ -158,7 +159,6 @@ class House:
 
         None: they go unless something is committed, or may be. After an interrupt it may be called again.
         """
-
         close_rooms(self, remove=remove)
 
 
@@ -176,7 +176,7 @@ def build(
 
     `device`: instead of the one `config` names; the house closes it.
     """
-    swap_nbytes = blueprint.swap_nbytes(wanted_copies(_update(config, company), commits=config.commits))
+    swap_nbytes = blueprint.swap_nbytes(wanted_copies(_acting_update(config, company), commits=config.commits))
     alone = company.size == 1
     storage = company.together(
         "open its swap files",
@@ -213,7 +213,7 @@ def _furnish(
     conductor = open_conductor(storage, company, names)
     source, gradients = open_exchanges(blueprint, parameters, storage, company, conductor, updater)
     gatherer = Gatherer(source, layouts, parameters, placeholders, storage.counters)
-    schedule = choose_schedule(_update(config, company), blueprint)
+    schedule = choose_schedule(_acting_update(config, company), blueprint)
     ledger = GradientLedger(tuple(blueprint.states), gatherer)
     commits = Commits(storage, updater, company, origin=past)
     snapshots = Snapshots(storage, updater, commits, blueprint, company, second_copy=config.commits)
@@ -221,7 +221,7 @@ def _furnish(
     speculation = make_speculation(storage, snapshots.wait_open, queue, ledger, room_for=blueprint.swap_nbytes)
     states_in_order, divided, early = list(blueprint.states.values()), blueprint.divided, schedule.early
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=blueprint.patient)
-    watch = ComputeWatch(_listener(coordinator, queue, blueprint), storage.timeline, names)
+    watch = ComputeWatch(_throttle(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(divided, parameters, gatherer, gradients, watch, early=early, follow=storage.follow)
     _tell_of_gradients(gatherer, gradients, coordinator)
     ledger.connect(scheduler)
@@ -234,22 +234,22 @@ def _furnish(
     for number, parameter in enumerate(parameters):
         registry.attach(parameter, steps, number)
     house = House(
-        config,
-        blueprint,
-        storage,
-        parameters,
-        gatherer,
-        ledger,
-        scheduler,
-        updater,
-        coordinator,
-        states,
-        steps,
-        commits,
-        buffers,
-        snapshots,
-        company,
-        conductor,
+        config=config,
+        blueprint=blueprint,
+        storage=storage,
+        parameters=parameters,
+        gatherer=gatherer,
+        ledger=ledger,
+        scheduler=scheduler,
+        updater=updater,
+        coordinator=coordinator,
+        states=states,
+        steps=steps,
+        commits=commits,
+        buffers=buffers,
+        snapshots=snapshots,
+        company=company,
+        conductor=conductor,
     )
     steps.connect(PagedMoments(house))
     return house
@@ -310,30 +310,32 @@ def _queue(
 
 def _updater(blueprint: Blueprint, storage: Storage) -> Updater:
     """Who updates, with as many threads as nobody else wants."""
-    shares, above = Shares(update_threads(beside_device=storage.torch_device.type != "cpu")), _above(blueprint, storage)
-    depth, workspace = blueprint.footprint.depth, Workspace(shares=shares)
-    return Updater(storage.pager, blueprint.states, depth=depth, workspace=workspace, above=above)
+    workspace = Workspace(shares=Shares(update_threads(beside_device=storage.torch_device.type != "cpu")))
+    on_device, depth = _device_kernels(blueprint, storage), blueprint.footprint.depth
+    return Updater(storage.pager, blueprint.states, depth=depth, workspace=workspace, on_device=on_device)
 
 
-def _above(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
-    """Who is updated on the device; None: nobody."""
+def _device_kernels(blueprint: Blueprint, storage: Storage) -> DeviceKernels | None:
+    """Which units are updated on the device; None: none."""
     if storage.device is None or blueprint.device is None or not blueprint.device.settled:
         return None
     units, numel = frozenset(blueprint.device.settled), device_slice_numel(blueprint.device.nbytes)
     return DeviceKernels(units, storage.torch_device, storage.device.work_beside, numel)
 
 
-def _update(config: Config, company: Company) -> str:
+def _acting_update(config: Config, company: Company) -> str:
     return acting(config.update, late=company.size > 1 and config.stage == 1)
 
 
-def _listener(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
-    sizes = {
-        shard.unit: (0 if shard.layout.kept else rounded(shard.nbytes))
-        + shard.trainable_numel * shard.layout.dtype.itemsize
-        for shard in blueprint.shards
-    }
+def _throttle(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
+    """What holds backward up while updates lag too far behind it."""
+
+    def waiting_nbytes(shard: Shard) -> int:
+        parameters = 0 if shard.layout.kept else rounded(shard.nbytes)
+        return parameters + shard.trainable_numel * shard.layout.dtype.itemsize
+
+    nbytes = {shard.unit: waiting_nbytes(shard) for shard in blueprint.shards}
     # Ranks that have all parameters complete a unit from each other after its update: all of them, or none.
     agreed = any(shard.whole for shard in blueprint.shards)
     limit = sys.maxsize if blueprint.fits else blueprint.footprint.lag  # gradients that wait keep nobody out then
-    return BackwardThrottle(coordinator, queue, sizes, limit=limit, agreed=agreed)
+    return BackwardThrottle(coordinator, queue, nbytes, limit=limit, agreed=agreed)

@@ -43,7 +43,7 @@ class LookAheadChoice(Protocol):
 
 
 class FixedLookAhead:
-    """It stays."""
+    """The look-ahead that was given or planned; it stays."""
 
     def __init__(self, nbytes: int, reason: str) -> None:
         self.look_ahead = LookAhead(nbytes, nbytes, reason)
@@ -56,7 +56,7 @@ class FixedLookAhead:
 
 
 class RefinedLookAhead:
-    """It is refined."""
+    """The planned look-ahead at first, then what simulations of the run's own steps find better."""
 
     def __init__(self, control: LookAheadControl, timeline: Timeline, blueprint: Blueprint, config: Config) -> None:
         self._control = control

@@ -190,12 +190,12 @@ class Snapshots:
             if rank == 0:
                 parts.append(part)
             else:  # too long to be told: the first rank reads it, and takes it away
-                draft.text(_told(rank), json.dumps({"part": part.to_text(), "random": record["random"][0]}))
+                draft.text(_part_file(rank), json.dumps({"part": part.to_text(), "random": record["random"][0]}))
 
         def finish() -> None:
             for other in range(1, self._company.size) if rank == 0 else ():
-                found = json.loads(read_text(draft.folder / _told(other)))
-                (draft.folder / _told(other)).unlink()
+                found = json.loads(read_text(draft.folder / _part_file(other)))
+                (draft.folder / _part_file(other)).unlink()
                 parts.append(Part.from_text(found["part"]))
                 states.append(found["random"])
             if rank == 0:
@@ -209,5 +209,6 @@ class Snapshots:
         together(line, "finish the snapshot", finish)
 
 
-def _told(rank: int) -> str:
+def _part_file(rank: int) -> str:
+    """Where a rank leaves word of its part for the first one."""
     return f"rank-{rank:05d}.json"
