@@ -135,7 +135,7 @@ class PatientSystemCalls(SystemCalls):
         if answer:
             return answer[0]
         if raised:
-            raise raised.pop()  # this frame does not keep it, as it keeps this frame: a circle
+            raise raised.pop()  # this frame does not keep it, as it keeps this frame: a reference cycle
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
 

@@ -48,7 +48,7 @@ class Future(Generic[T]):
             try:
                 raise error
             finally:
-                del error, self  # it keeps this frame: a circle
+                del error, self  # it keeps this frame: a reference cycle
         return self._result
 
     def exception(self) -> BaseException | None:

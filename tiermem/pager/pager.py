@@ -144,7 +144,7 @@ class Pager:
         finally:
             self._loop.post(lambda: self._core.thread_waits(who, None))  # first: an interrupt may come here, too
             self._note_stall(started, time.perf_counter())
-            del future  # it keeps the error that it raises, and that this frame: a circle
+            del future  # it keeps the error that it raises, and that this frame: a reference cycle
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the residency is not consistent. Waits for the loop."""
@@ -204,7 +204,7 @@ class Pager:
         try:
             raise again(found) from found
         finally:
-            del found  # it keeps this frame: a circle
+            del found  # it keeps this frame: a reference cycle
 
     def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
         """Say what the update does next, unit by unit, so that it is read ahead and kept. On the loop only."""

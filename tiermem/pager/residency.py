@@ -161,7 +161,7 @@ class Residency:
         if page.move is not move:
             raise InvariantError(f"{page.key}: the end of {move} came, found {page.move}; this is a bug in tiermem")
         page.move = None
-        move.transfer = None  # a circle: it knows whom to tell, and with it frames that are long free would be kept
+        move.transfer = None  # it knows whom to tell: a reference cycle, which would keep frames that are long free
         self.moves -= 1
         self.counters.move_finished(move.edge, 0 if error is not None else page.nbytes)
         if error is None:

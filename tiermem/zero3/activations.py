@@ -273,7 +273,7 @@ class ActivationHooks:
         """
         if self._pair is not None and self._thread == threading.get_ident():
             remove_hooks(self._pair[0], self._parameters.owns)
-        self._pair = None  # a circle as in `handles._Scope`
+        self._pair = None  # a reference cycle as in `handles._Scope`
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         handle = self._parameters.recognise(tensor)

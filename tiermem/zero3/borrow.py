@@ -38,7 +38,8 @@ _MAKING = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
 )
-# What computes nothing; `view_as` is how torch asks for a leaf's node of the graph. What is made of `data` is told of.
+# What computes nothing, and so is not warned of (what is then computed from `data` is); `view_as` is how torch asks for
+# a leaf's node of the graph.
 _ASIDE = frozenset(("data", "detach", "view_as", "numpy", "__array__", "__dlpack__"))
 # What is done to all parameters of a model: `Module.to`, and the like.
 _CONVERTING = frozenset(

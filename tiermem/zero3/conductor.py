@@ -115,12 +115,9 @@ class Conductor:
     ) -> None:
         """`grid`: who shares what; all of them keep one order. `names`: of the units, for messages.
 
-        `timeline`: where each operation is noted, without what it prepares.
-
-        `counters`: where waits are counted; None: nowhere, as there is nobody but this rank to wait for.
-
-        `begin`: called on the issuer's thread, as part of the first operation that it prepares: on a device it asks for
-        things beside the computation.
+        `timeline`: where each operation is noted, without what it prepares. `counters`: where waits are counted; None:
+        nowhere, as there is nobody but this rank to wait for. `begin`: called once on the issuer's thread, before it
+        prepares its first operation: what it then asks of a device is beside the computation.
         """
         self.grid = grid
         self._timeline = timeline

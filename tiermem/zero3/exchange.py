@@ -68,7 +68,7 @@ class RankGradients(StepGradients):
         conductor.connect(self.serve)
 
     def prepare_together(self) -> None:
-        """Nothing."""
+        """Nothing to prepare: no gradient waits here for another one."""
 
     def accumulate(self, parameter: int, *, more: bool = False, together: bool = False) -> None:  # noqa: ARG002
         """Move `p.grad` of this parameter into its unit's bucket, whatever comes. Waits for the bucket's page."""

@@ -53,7 +53,7 @@ class _UnitState:
 
     __slots__ = (
         "base",
-        "between",
+        "changing",
         "counted",
         "held",
         "holds",
@@ -79,7 +79,7 @@ class _UnitState:
         self.writable = False
         self.counted = False
         # While parameters become views or placeholders, one by one. Still so afterwards: an interrupt has come.
-        self.between = False
+        self.changing = False
 
     def written(self, looks: FirstLooks) -> str | None:
         """The name of a parameter that was written without permission while gathered; None: there is none."""
@@ -148,7 +148,7 @@ class Gatherer:
     def forget_calls(self) -> None:
         """No module call is in progress: let go of what an interrupt has left of those that were."""
         for unit, state in enumerate(self._units):
-            if state.between or state.holds > state.lent:
+            if state.changing or state.holds > state.lent:
                 state.holds = state.lent
                 if not state.holds:
                     self.reshard(unit)
@@ -175,16 +175,16 @@ class Gatherer:
         Raises what the pager raises (CapacityError, an I/O error), and TiermemError for a written placeholder.
         """
         state = self._units[unit]
-        if state.presence is Presence.GATHERED and state.base is not None and not writable and not state.between:
+        if state.presence is Presence.GATHERED and state.base is not None and not writable and not state.changing:
             return state.base
         if writable and state.presence is not Presence.SHARDED:
             raise TiermemError(f"unit {state.layout.name} is in use and cannot be written now: {self.explain(unit)}")
         self._placeholders.check(f"unit {state.layout.name}")
-        if state.presence is not Presence.GATHERED and not state.between:
+        if state.presence is not Presence.GATHERED and not state.changing:
             self._check_converted(state)
         with outside_inference():
             base = state.base if state.base is not None else self._take(state, writable=writable)
-            state.between = True
+            state.changing = True
             views = typed_views(base, state.layout.slots)
             for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
                 self.absence.end(parameter)
@@ -195,7 +195,7 @@ class Gatherer:
             self._looks.begin(unit, base)
         state.presence = Presence.GATHERED
         self._lingering.discard(unit)
-        state.between = False
+        state.changing = False
         self._gathers += 1
         return base
 
@@ -210,13 +210,13 @@ class Gatherer:
         if state.holds:
             raise InvariantError(f"unit {unit} is resharded while {state.holds} module call(s) rely on it")
         written = None
-        if state.presence is Presence.GATHERED or (state.between and state.base is not None):
-            written = None if state.between else state.written(self._looks)
-            state.between = True
+        if state.presence is Presence.GATHERED or (state.changing and state.base is not None):
+            written = None if state.changing else state.written(self._looks)
+            state.changing = True
             self.put_placeholders(unit)
             state.presence = Presence.LINGERING
             self._lingering.add(unit)
-            state.between = False
+            state.changing = False
         if written is not None:
             self._looks.forget(unit)
         free = state.held is None or self._try_release(state)

@@ -135,8 +135,8 @@ class _Scope:
     def __init__(self, hooks: SavedTensorHooks, outer: tuple[Pack, Unpack] | None) -> None:
         self.hooks = hooks
         self.outer = outer
-        # One object each, so that it can be recognised again on torch's stack. A circle, which `leave` opens: the pair
-        # covered may be a checkpoint's, and with it all that the checkpoint keeps would wait for the cycle collector.
+        # One object each, so that it can be recognised again on torch's stack. A reference cycle, which `leave` breaks:
+        # the pair covered may be a checkpoint's, and all that this keeps would wait for the cycle collector.
         self.pair: tuple[Pack, Unpack] | None = (self, self.unpack)
 
     @property

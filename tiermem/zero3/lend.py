@@ -54,7 +54,7 @@ def lend(
             finally:  # beside values that do not fit, others have been written
                 _report(layouts[unit], gatherer.gather(unit), before, written)
         except BaseException as error:
-            # Its frames have views of the unit, and ExitStack makes a circle of it: they would be kept.
+            # Its frames have views of the unit, and ExitStack makes a reference cycle of it: they would be kept.
             empty_all_frames(error)
             raise
 

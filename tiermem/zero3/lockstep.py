@@ -215,7 +215,7 @@ class Lockstep:
             try:
                 raise error
             finally:
-                del error  # it keeps this frame: a circle, and with it all that the computation's frames hold
+                del error  # it keeps this frame: a reference cycle, and with it all that the computation's frames hold
 
     def _go_back(self, computations: Sequence[Computation]) -> None:
         """Take all back through what they have left, unit by unit."""
