@@ -207,7 +207,7 @@ def plan_shards(specs: Sequence[TensorSpec], max_nbytes: int) -> list[list[Tenso
 
 
 def shard_names(count: int) -> list[str]:
-    """The names that transformers gives to so many files."""
+    """The names that transformers gives to `count` files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

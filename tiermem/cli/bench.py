@@ -54,7 +54,7 @@ SteadySeconds = Annotated[
     float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for so long, past the drive's cache.")
 ]
 SteadyBytes = Annotated[
-    str, checked_option("--steady-bytes", parse_bytes, help="Stop overwriting after so many bytes.")
+    str, checked_option("--steady-bytes", parse_bytes, help="Stop overwriting after this many bytes.")
 ]
 SmallPages = Annotated[
     bool, typer.Option("--small-pages", help="Keep the memory of the requests out of huge pages, unlike training.")

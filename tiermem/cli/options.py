@@ -175,7 +175,10 @@ Keep = Annotated[
     bool, typer.Option("--keep", help="Commit at the end and leave the swap files; --resume goes on from there.")
 ]
 CommitEvery = Annotated[
-    int, typer.Option("--commit-every", min=0, help="Commit every so many steps and keep the swap files; 0: never.")
+    int,
+    typer.Option(
+        "--commit-every", min=0, help="Commit each time this many steps are done, and keep the swap files; 0: never."
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Begin anew where a committed run is, which is lost; not with --resume.")
@@ -231,7 +234,7 @@ PlanModelOption = Annotated[
     str | None, typer.Option("--model", "-m", "--config-json", help="The same as MODEL, by the name that train has.")
 ]
 Parameters = Annotated[
-    str | None, typer.Option("--parameters", help="A transformer of so many parameters instead, such as 70B.")
+    str | None, typer.Option("--parameters", help="A transformer with this many parameters instead, such as 70B.")
 ]
 Machine = Annotated[
     str | None,

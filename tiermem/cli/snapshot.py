@@ -146,7 +146,7 @@ def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> Written
 
 
 def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
-    """Write a snapshot anew for so many ranks, and verify what was written; waits."""
+    """Write a snapshot anew for `ranks` ranks, and verify what was written; waits."""
     if not _is_snapshot(paths):
         raise ConfigError(
             f"expected one snapshot to reshard, found none in {', '.join(map(str, paths))}; of a commit make one "

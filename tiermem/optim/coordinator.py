@@ -52,7 +52,7 @@ class UpdateCoordinator:
         self._source_of: dict[int, SettingsSource] = {}
         self._sources: list[SettingsSource] = []  # those in `_source_of`, which is asked for every unit
         self._scales = Scales(gradients)
-        # Optimizers of whose parameters others have so many; remembered as long as anybody else does.
+        # How many of an optimizer's parameters others have taken over; forgotten when the optimizer is gone.
         self._robbed: MutableMapping[SettingsSource, int] = weakref.WeakKeyDictionary()
         # Optimizers that clip by calls between backward and step, or drop gradients there.
         self._calling: MutableSet[SettingsSource] = weakref.WeakSet()

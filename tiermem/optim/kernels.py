@@ -56,7 +56,7 @@ class Run:
 
 
 def device_slice_numel(budget: int) -> int:
-    """Elements of a slice on a device whose budget is so many bytes."""
+    """Elements of a slice on a device with a budget of `budget` bytes."""
     smallest, largest = _DEVICE_SLICES
     numel = min(max(budget // (_SCRATCH_ITEMSIZE * _SCRATCH_PART), smallest), largest)
     return numel // ALIGN_NUMEL * ALIGN_NUMEL
@@ -113,7 +113,7 @@ class Workspace:
             compiled_loops()
 
     def slices(self, length: int, *, coded: bool = False) -> Iterator[slice]:
-        """Cut so many elements into slices that fit the scratch; `coded`: for 8-bit moments."""
+        """Cut `length` elements into slices that fit the scratch; `coded`: for 8-bit moments."""
         numel = self.coded_slice_numel if coded else self.slice_numel
         for start in range(0, length, numel):
             yield slice(start, min(start + numel, length))

@@ -133,8 +133,8 @@ def split(
 
 
 # On a device
-# Looking for the few ties means waiting for their number; masks over all elements are so many passes more, but none of
-# them waits, and the bits are the same.
+# Looking for the few ties means waiting for their number. Masks over all elements take more passes, but none of them
+# waits, and the bits are the same.
 
 
 class Masks(Protocol):

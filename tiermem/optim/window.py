@@ -1,6 +1,6 @@
 """A tile of a unit on its way through the update, and the queue between who leases tiles and who works on them.
 
-Owns the records of a tile that is leased (`Loaded`) and the window through which at most so many are held. Does not
+Owns the records of a tile that is leased (`Loaded`) and the window that limits how many are held. Does not
 know pages, kernels or which tiles there are. Guarantees that what was loaded and never used is given back, and that
 state which was never filled in is then declared garbage.
 """

@@ -66,9 +66,10 @@ class Ahead:
         self._version = -1
 
     def make_plan(self, schedule: Schedule, rooms: Mapping[PageKey, int], look_ahead: int | None = None) -> Plan:
-        """What stays in HOST in a step of this schedule, with pages that take so many bytes. Any thread.
+        """What stays in HOST in a step of this schedule. Any thread.
 
-        `look_ahead`: bytes fetched ahead into HOST; None: as many as now. `follow` has to be told of it, too.
+        `rooms`: bytes that each page takes. `look_ahead`: bytes fetched ahead into HOST; None: as many as now. `follow`
+        has to be told of it, too.
         What is kept by choice takes its bytes off the budget, and no room in the plan. With a device above it, what
         stays there is foreseen first; what leaves that is decided from use to use.
         """

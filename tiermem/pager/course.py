@@ -104,7 +104,7 @@ class Course:
         )
 
     def _write_down(self, behind: int) -> None:
-        """Pages that the update has changed take room until they are written; so many bytes of them at a time."""
+        """Pages that the update has changed take room until they are written: `behind` bytes of them at a time."""
         updates = [
             position
             for position, access in enumerate(self.accesses)

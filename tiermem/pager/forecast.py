@@ -232,9 +232,9 @@ class Forecast:
     def _with_agenda(self, agenda: Agenda, schedule: Schedule) -> Iterator[tuple[int, Lane, PageKey]]:
         """One step of the record, less what is announced or done already, with the agenda in between.
 
-        With `Schedule.hasty`: of updates that are not announced yet all but so many pages come behind the next
-        parameters; and behind their gradients, which find no room otherwise. So does all of the agenda where the
-        computation is about to begin with these.
+        With `Schedule.hasty` only that many pages of updates that are not announced yet come where they are recorded.
+        The others come behind the next parameters that the computation asks for, and behind the gradients of these,
+        which would find no room otherwise. So does the agenda where the computation is about to write such gradients.
 
         All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
         ahead goes through it for each access it sees.

@@ -145,7 +145,7 @@ class _Gap:
         return max(most, int(taken[over].max())) if over.stop else most
 
     def add(self, taken: _Bytes, nbytes: int) -> None:
-        """Take so many bytes more there."""
+        """Take `nbytes` bytes more there."""
         first, over = self._parts(len(taken))
         taken[first] += nbytes
         taken[over] += nbytes

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Parameters begin, and are cut, at multiples of so many elements only: fused AdamW has the same bits there alone
+# Elements: parameters begin, and are cut, at multiples of it only, as fused AdamW has the same bits there alone
 # ("Slicing and bits" in `optim/kernels.py`).
 ALIGN_NUMEL = 64
 # Elements of the smallest tile; all others are multiples of it.

@@ -39,7 +39,7 @@ class LookAheadChoice(Protocol):
         """Steps will be like `order` from now on, updated as `update` says."""
 
     def step_closed(self, seconds: float) -> None:
-        """A step like that has ended, after so many seconds."""
+        """A step like that has ended; it took `seconds`."""
 
 
 class FixedLookAhead:
@@ -88,7 +88,7 @@ class RefinedLookAhead:
             self._foresee(SHARE * seconds)
 
     def _foresee(self, allowance: float) -> None:
-        """Simulate for so many seconds, and a little."""
+        """Simulate for `allowance` seconds, and for one portion longer at most."""
         began = time.perf_counter()
         try:
             self._course = self._course or self._begin()

@@ -72,9 +72,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
-        self._objects: dict[
-            int, tuple[nn.Module, str, nn.Parameter]
-        ] = {}  # a conversion gives a parameter other memory
+        # By identity, too: a conversion gives a parameter other memory.
+        self._objects: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._watch = ValueWatch()
@@ -133,9 +132,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if frame is None or not isinstance(frame.f_locals["x"], nn.Module):
             return
         copied, made = frame.f_locals["x"], frame.f_locals["y"]
-        first = self._known.get(
-            memory_of(original), (copied, "", None)
-        )  # a tie's record is where the parameter came first
+        # A tie's record is where the parameter came first.
+        first = self._known.get(memory_of(original), (copied, "", None))
         for attribute, parameter in copied._parameters.items():  # noqa: SLF001
             if parameter is not None and memory_of(parameter) == memory_of(original):
                 copy_writes(first[0], first[1], made, attribute)

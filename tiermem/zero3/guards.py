@@ -144,7 +144,7 @@ class _Span:
         steps = [stride * tensor.element_size() for stride in tensor.stride()]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True)) + tensor.element_size()
         self.begin, self.end = tensor.data_ptr(), tensor.data_ptr() + span
-        self.__array_interface__ = {  # numpy knows no bfloat16, but numbers of so many bytes
+        self.__array_interface__ = {  # numpy knows no bfloat16, but elements of any size
             "data": (self.begin, True),
             "shape": tuple(tensor.shape),
             "strides": tuple(steps),

@@ -21,7 +21,7 @@ from tiermem.zero3.absent import is_absent
 from tiermem.zero3.engine import Pack, Unpack, backward_number, push_hooks, remove_hooks, top_hooks, unseen, version
 from tiermem.zero3.layout import Slot, view_bytes
 
-# Notes of handles that are no more are thrown away when there are so many, and then whenever they have doubled.
+# Notes of dead handles are thrown away when there are this many notes, and then whenever these have doubled.
 _TIDY_AT = 64
 
 

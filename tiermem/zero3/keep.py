@@ -62,7 +62,7 @@ def nbytes_in(dtype: torch.dtype | None, parameter: nn.Parameter) -> int:
 
 
 def _small(named: list[tuple[str, nn.Parameter]], size: int | str, dtype: torch.dtype) -> frozenset[int]:
-    """The parameters that take at most so many bytes."""
+    """The parameters that take at most `size` bytes."""
     most = parse_bytes(size, f"keep={size!r}: ")
     found = frozenset(id(parameter) for _, parameter in named if nbytes_in(dtype, parameter) <= most)
     if named and not found:

@@ -37,7 +37,7 @@ Wanted = Callable[[nn.Module], bool] | Iterable[Wish] | Wish | None
 _ORCHESTRATORS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-# So many small units that have become one are all named by it.
+# A coalesced unit of at most this many parts is named after all of them.
 _NAMED = 6
 
 
