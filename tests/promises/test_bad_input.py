@@ -25,6 +25,8 @@ from torch.distributed.fsdp import fully_shard
 import swap
 import tiermem
 from swap.syscalls import SystemCalls
+from tiermem.optim.coordinator import UpdateCoordinator
+from tiermem.runtime import closing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -552,6 +554,129 @@ def test_closing_inside_a_call_of_the_model_leaves_no_nan(restore_model, tmp_pat
         for _ in range(2):
             with pytest.raises(tiermem.TiermemError, match="after its runtime was closed"):
                 model(x)
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Amid:
+    """A thread that calls the model, and stays inside a hook until it may go on."""
+
+    def __init__(self, work):
+        self._inside, self._may_go_on, self._work = threading.Event(), threading.Event(), work
+        self.found: torch.Tensor | BaseException | None = None
+        self._thread = threading.Thread(target=self._live, name="trainer")
+
+    def stay(self, *_):
+        self._inside.set()
+        assert self._may_go_on.wait(60)
+
+    def _live(self):
+        try:
+            self.found = self._work(self)
+        except BaseException as error:  # noqa: BLE001 - looked at
+            self.found = error
+        self._inside.set()
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._inside.wait(60)
+        return self
+
+    def __exit__(self, *_):
+        self._may_go_on.set()
+        self._thread.join()
+
+
+def _gradient_with(model, x, hook, where):
+    """Forward, backward, and a gradient; `hook` is called in the middle of the first or the second."""
+    with contextlib.ExitStack() as registered:
+        if where == "forward":
+            registered.enter_context(model[0].register_forward_hook(hook))
+        elif where == "first parameter":
+            registered.enter_context(model[0].weight.register_hook(hook))
+        y = model(x)
+        if where == "backward begins":
+            y.register_hook(hook)
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("restore_model", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward begins", "first parameter"])
+def test_closing_while_another_thread_is_inside_is_refused_and_closes_nothing(where, restore_model, tmp_path):
+    model, x = mlp(), torch.randn(4, 6)
+    expected = model(x).detach()
+    model(x).sum().backward()
+    gradient, model[0].weight.grad = model[0].weight.grad, None
+    runtime = offload(model, tmp_path)
+
+    def work(amid):
+        _gradient_with(model, x, amid.stay, where)
+        return runtime.gradient(model[0].weight)
+
+    with _Amid(work) as trainer:
+        for close in (lambda: runtime.close(restore_model=restore_model), runtime.__exit__):
+            with pytest.raises(
+                tiermem.TiermemError, match=r"thread 'trainer' is inside .*closed\. Wait for that thread"
+            ):
+                close()
+    assert isinstance(trainer.found, torch.Tensor), trainer.found
+    assert torch.equal(trainer.found, gradient)
+    runtime.close(restore_model=restore_model)
+    assert list(tmp_path.iterdir()) == []
+    if restore_model:
+        assert torch.equal(model(x), expected)
+
+
+def test_a_call_that_begins_in_another_thread_amid_closing_is_refused(tmp_path, monkeypatch):
+    """It had computed NaN once its hooks were taken off."""
+    model, x, found = mlp(), torch.randn(4, 6), []
+    runtime = offload(model, tmp_path)
+    wait_updates = UpdateCoordinator.wait_updates
+
+    def call() -> None:
+        with pytest.raises(tiermem.TiermemError, match=r"while thread 'MainThread' was inside .* of close"):
+            model(x)
+        found.append("refused")
+
+    def call_meanwhile(coordinator) -> None:
+        if not found:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(call).result(60)
+        wait_updates(coordinator)
+
+    monkeypatch.setattr(UpdateCoordinator, "wait_updates", call_meanwhile)
+    runtime.close()
+    assert found == ["refused"]
+
+
+def test_what_keeps_no_thread_from_closing(tmp_path):
+    """A call that an interrupt has ended, a backward of another model, a close that was refused or failed."""
+    model, x = mlp(), torch.randn(4, 6)
+    expected = model(x).detach()
+    runtime = offload(model, tmp_path)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with model[0].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        model(x)
+
+    def another_model(amid):
+        other = torch.ones(2, requires_grad=True)
+        other.register_hook(amid.stay)
+        (2 * other).sum().backward()
+
+    def close_elsewhere() -> None:
+        with runtime.gathered(model), pytest.raises(tiermem.TiermemError, match="close inside"):
+            runtime.close()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(closing, "copies", lambda *_, **__: interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                runtime.close(restore_model=True)
+
+    with _Amid(another_model), ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(close_elsewhere).result(60)
+        assert torch.equal(model(x), expected)
+        elsewhere.submit(runtime.close).result(60)
     assert list(tmp_path.iterdir()) == []
 
 

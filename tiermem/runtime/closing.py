@@ -14,13 +14,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Self, SupportsIndex
 
+import torch
+from torch import nn
+
 from tiermem.errors import CopyError, TiermemError
 from tiermem.future import Future
 from tiermem.process import start_thread
 from tiermem.registry import registry
 from tiermem.runtime.company import leave_directories
 from tiermem.runtime.storage import close_all
-from tiermem.zero3.engine import backward_number
+from tiermem.zero3.engine import backward_elsewhere, backward_number
+from tiermem.zero3.lend import copies
 from tiermem.zero3.scheduler import GatherScheduler
 
 if TYPE_CHECKING:
@@ -60,6 +64,43 @@ def refuse_inside(verb: str, scheduler: GatherScheduler) -> None:
         raise TiermemError(
             f"{verb} inside a forward or backward: expected between two steps. Have a signal handler set a flag, and "
             "the loop look at it there; or have it raise an exception"
+        )
+
+
+def begin_to_close(house: House, *, restore_model: bool) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """From here on no other thread may call the model. Returns the values that parameters are to have, if any.
+
+    Raises TiermemError where another thread is inside a forward or backward, and whatever keeps from the values; then
+    nothing has changed.
+    """
+    scheduler = house.scheduler
+    refuse_elsewhere(scheduler)
+    try:
+        if not restore_model:
+            return []
+        house.coordinator.wait_updates()
+        scheduler.settle()
+        return copies(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
+    except BaseException:
+        scheduler.stack.leave()
+        raise
+
+
+def refuse_elsewhere(scheduler: GatherScheduler) -> None:
+    """Raise TiermemError while another thread is inside a forward or backward; else others may not call the model.
+
+    A backward that has not come to a unit yet is known by the graph that it may come through.
+    """
+    name = scheduler.stack.ask()
+    if name is None and (scheduler.backwards or scheduler.saved.any_outstanding):
+        name = backward_elsewhere()
+        if name is not None:
+            scheduler.stack.leave()
+    if name is not None:
+        raise TiermemError(
+            f"close in thread {threading.current_thread().name!r} while thread {name!r} is inside a forward or "
+            "backward: expected it between two steps; nothing is closed. Wait for that thread (thread.join()), or put "
+            "a lock around its steps and around close"
         )
 
 

@@ -26,7 +26,7 @@ from tiermem.process import HomeProcess
 from tiermem.runtime.abandoned import abandon
 from tiermem.runtime.activations import make_store, paging
 from tiermem.runtime.capture import start_commit, start_snapshot
-from tiermem.runtime.closing import Closing, refuse_to_close
+from tiermem.runtime.closing import Closing, begin_to_close, refuse_to_close
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.extra import from_record, to_record
 from tiermem.runtime.house import House
@@ -41,7 +41,7 @@ from tiermem.zero3.activations import ActivationStore
 from tiermem.zero3.conductor import Act
 from tiermem.zero3.guards import ModelGuards, refuse_placeholders
 from tiermem.zero3.layout import Slot
-from tiermem.zero3.lend import copies, give, lend
+from tiermem.zero3.lend import give, lend
 
 
 class Runtime(Closing):
@@ -320,20 +320,17 @@ class Runtime(Closing):
             remove: delete the swap files, and what is committed in them. Default: if nothing is; False: never.
 
         Raises the error of an update or commit that failed; closes nevertheless. TiermemError inside `gathered` and
-        `forward_backward`, and closes nothing. Dropped without this, it is closed by Python, late, with a
-        ResourceWarning.
+        `forward_backward`, and while another thread is inside a forward or backward; then it closes nothing.
+        Dropped without this, it is closed by Python, late, with a ResourceWarning.
         """
         again = self._closed  # to its end, or an interrupt came before that
         if not self._home.is_here or not self._abandoned.alive:  # in a forked child there is nothing to end
             if again and restore_model:
                 refuse_placeholders(self.model)
             return
-        house, values = self._house if again else self._open(), []
+        house = self._house if again else self._open()
         refuse_to_close(house.scheduler, lent=bool(self._lent))
-        if restore_model and not again:
-            self.settle()
-            house.scheduler.settle()
-            values = copies(house.gatherer, house.layouts, house.parameters, needed=house.coordinator.unit_needed)
+        values = [] if again else begin_to_close(house, restore_model=restore_model)
         self._closed = True
         # Given twice: an interrupt may end the first. The guards last: what an interrupted forward had gathered is
         # placeholders only then.

@@ -1,7 +1,7 @@
 """The module calls in progress, on each thread.
 
 Owns the stack of calls with the units each of them holds. Does not gather or let go of anything. Guarantees that a
-second thread that calls the model meanwhile is refused.
+second thread that calls the model meanwhile is refused, and that who closes it knows whether another one is inside.
 """
 
 from __future__ import annotations
@@ -25,18 +25,27 @@ class Turn:
         self.follow = follow
         self._thread: dict[str, int] = {}  # its `setdefault` asks and sets in one
 
-    def take(self) -> None:
-        """An outermost call begins. Raises TiermemError if another thread, still alive, is inside one."""
+    def ask(self) -> str | None:
+        """Take the turn, unless another thread has it; then that one's name.
+
+        Who is alive may have ended its call by an interrupt that no module saw. It is in nothing of torch then.
+        """
         own = threading.get_ident()
         other = self._thread.setdefault("inside", own)
         name = next((thread.name for thread in threading.enumerate() if thread.ident == other != own), None)
-        if name is not None:
+        if name is None or not _is_within(other):
+            self._thread["inside"] = own
+            return None
+        return name
+
+    def take(self) -> None:
+        """An outermost call begins. Raises TiermemError if another thread is inside one."""
+        if (name := self.ask()) is not None:
             raise TiermemError(
                 f"the model was called in thread {threading.current_thread().name!r} while thread {name!r} was inside "
-                "a call of it; its parameters come and go for one thread at a time: put a lock around forward and "
-                "backward"
+                "a call of it, or of close(); its parameters come and go for one thread at a time: put a lock around "
+                "forward and backward"
             )
-        self._thread["inside"] = own
 
     def leave(self) -> None:
         """The outermost call of this thread has ended."""
@@ -88,6 +97,15 @@ class CallStack(threading.local):
         """Whether whoever asks does so from inside one of them; those that an interrupt has ended are none."""
         return any(call.module is not None and _is_running(call.module) for call in self.calls)
 
+    def ask(self) -> str | None:
+        """Have others refused, as in a call; the name of the thread that is inside one, instead. Then `leave`."""
+        return self._turn.ask()
+
+    def leave(self) -> None:
+        """Have others come in again, unless a call is in progress on this thread."""
+        if not self.calls:
+            self._turn.leave()
+
     def put_aside(self) -> Callable[[], None]:
         """Have no call in progress on this thread; returns what has these in progress again."""
         before, self.calls = self.calls, []
@@ -101,9 +119,18 @@ class CallStack(threading.local):
         """The innermost call has ended."""
         self.follow()
         call = self.calls.pop()
-        if not self.calls:
-            self._turn.leave()
+        self.leave()
         return call
+
+
+def _is_within(thread: int) -> bool:
+    """Whether a thread is in something of torch's or ours, as in a call of a module."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "tiermem"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_running(module: nn.Module) -> bool:

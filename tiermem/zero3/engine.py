@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -28,6 +29,7 @@ _NAMES = (
     "autograd.Variable._execution_engine.queue_callback",
     "autograd._unsafe_preserve_version_counter",
     "autograd.graph.Node._sequence_nr",
+    "autograd.graph._engine_run_backward",
     "_C._DisableTorchDispatch",
     "_C._autograd._get_sequence_nr",
     "_C._autograd._top_saved_tensors_default_hooks",
@@ -105,6 +107,19 @@ def remove_hooks(pack: Pack, ours: Callable[[Pack], bool]) -> bool:
 def backward_number() -> int:
     """Return the number of the backward running on this thread (nested ones have larger numbers), or -1."""
     return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+
+
+def backward_elsewhere() -> str | None:
+    """The name of another thread that waits for a backward of its own, of whatever model, or None."""
+    begun = torch.autograd.graph._engine_run_backward.__code__  # noqa: SLF001 - what every way into the engine calls
+    frames = sys._current_frames()  # noqa: SLF001 - documented
+    for thread in threading.enumerate():
+        frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)
+        while frame is not None:
+            if frame.f_code is begun:
+                return thread.name
+            frame = frame.f_back
+    return None
 
 
 def call_at_backward_end(function: Callable[[], None]) -> None:

@@ -61,6 +61,11 @@ class Tally:
         )
 
     @property
+    def are_any(self) -> bool:
+        """Whether one is, for whoever asks beside the thread that makes them."""
+        return any(handle() is not None for handle in tuple(self._handles))
+
+    @property
     def alive(self) -> int:
         """How many are."""
         self._handles = [handle for handle in self._handles if handle() is not None]
@@ -255,6 +260,11 @@ class SavedTensorHooks:
     def outstanding(self, unit: int) -> int:
         """How many saved views of this unit a living graph still has."""
         return self._tallies[unit].alive
+
+    @property
+    def any_outstanding(self) -> bool:
+        """Whether a living graph has any; may be asked on every thread."""
+        return any(tally.are_any for tally in self._tallies)
 
     def values_changed(self, parameters: Iterable[int]) -> None:
         """Say that these were updated: handles on them made before are stale; those on others of their unit are not."""

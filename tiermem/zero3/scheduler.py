@@ -71,7 +71,8 @@ class GatherScheduler:
         self._held = Held(divided, gatherer)
         # Units with a gradient in this step; True once an update has taken them.
         self._touched: dict[int, bool] = {}
-        self._watched: set[int] = set()
+        # Backwards that have come to a unit, and one that failed since the model was last at rest.
+        self.backwards: set[int] = set()
         self._hooks: list[RemovableHandle | LastHook] = []
         self._install(divided, parameters)
 
@@ -87,7 +88,7 @@ class GatherScheduler:
         while self.stack.calls:
             self._finish(self.stack.end())
         self.saved.leave_rest()
-        self._watched.clear()
+        self.backwards.clear()
         self._held.between.end()
         self._release_backward()
         self._gatherer.forget_calls()
@@ -273,12 +274,11 @@ class GatherScheduler:
         """Have the end of the running backward noticed. A nested backward has its own end, which harms nobody."""
         self.stack.follow()
         number = backward_number()
-        if number >= 0 and number not in self._watched:
-            self._watched.add(number)
+        if number >= 0 and number not in self.backwards:
+            self.backwards.add(number)
             call_at_backward_end(lambda: self._backward_ended(number))
 
     def _backward_ended(self, number: int) -> None:
-        self._watched.discard(number)
         self._release_backward()
         self.gradients.backward_ended(together=self.lockstep is not None)
         self._gatherer.recheck()
@@ -286,6 +286,7 @@ class GatherScheduler:
         # In lockstep a unit is still held for others here, beside which an update that is waited for may find no room.
         for unit in tuple(self._touched) if self._early and self.lockstep is None else ():
             self.announce(unit)
+        self.backwards.discard(number)
 
     def _gradient_arrived(self, unit: int, parameter: int) -> None:
         self._watch_backward()
