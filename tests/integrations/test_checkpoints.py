@@ -340,6 +340,32 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
         assert torch.equal(runtime.parameter(model["first"].weight), torch.ones(2, 2))
 
 
+def test_weights_open_a_file_for_its_header_and_for_all_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time: it had been opened for each tensor."""
+    values = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).state_dict()
+    names = list(values)
+    for number, part in enumerate((names[:4], names[4:])):
+        save_file({name: values[name] for name in part}, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
+    opened: list[str] = []
+    open_file, model = swap.SystemCalls.open, nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def noting(self: swap.SystemCalls, path: str, flags: int, mode: int = 0o600) -> int:
+        opened.append(Path(path).name)
+        return open_file(self, path, flags, mode)
+
+    config = tiermem.Config(host_memory="64MiB", swap_dirs=[tmp_path], param_dtype="float32", device="cpu")
+    with tiermem.offload(model, config) as runtime:
+        monkeypatch.setattr(swap.SystemCalls, "open", noting)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        load_weights(runtime, tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert [opened.count(path.name) for path in tmp_path.glob("*.safetensors")] == [2, 2]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(runtime.parameter(parameter), values[name])
+
+
 def test_buffers_are_loaded_with_the_weights_or_neither_is(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.zeros(3).expand(4, 3))

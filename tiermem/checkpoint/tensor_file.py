@@ -14,7 +14,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,14 +78,6 @@ class TensorFile:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
 
-    def load(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own. Raises SwapIOError, FormatError where the file ends before."""
-        info = self.tensors[name]
-        values = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-        with self.reading() as reader:
-            reader.read(bytes_of(values), info.offset)
-        return values
-
     @contextmanager
     def reading(self, system: SystemCalls | None = None) -> Iterator[TensorReader]:
         """Open the file for reads. Raises SwapIOError, also for a drive that does not answer."""
@@ -117,6 +109,26 @@ class TensorReader:
                     "been cut short"
                 )
             done += moved
+
+
+class TensorLoader(ExitStack):
+    """Tensors of several files, one of which is open at a time: the last. At the end of a `with` none is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: TensorFile | None = None
+        self._reader: TensorReader | None = None
+
+    def load(self, file: TensorFile, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own. Raises SwapIOError, FormatError where the file ends before."""
+        info = file.tensors[name]
+        values = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+        if self._reader is None or self._file is not file:
+            self._reader = None
+            self.close()
+            self._file, self._reader = file, self.enter_context(file.reading())
+        self._reader.read(bytes_of(values), info.offset)
+        return values
 
 
 def open_tensors(path: Path) -> TensorFile:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.checkpoint.tensor_file import open_tensors
+from tiermem.checkpoint.tensor_file import TensorLoader, open_tensors
 from tiermem.errors import ResumeError
 from tiermem.integrations.checkpoints import is_of_peft, state_buffers
 from tiermem.registry import registry
@@ -58,7 +58,8 @@ def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
                 f"expected {_FILE} in {str(path.parent)!r}, found none; pass a checkpoint of this Trainer"
             )
         file = open_tensors(path)
-        saved = {name: file.load(name) for name in file.tensors}
+        with TensorLoader() as loader:
+            saved = {name: loader.load(file, name) for name in file.tensors}
         shapes = {(name, tuple(values.shape)) for name, values in saved.items()} - frozen
         wanted = {(name, tuple(values.shape)) for name, values in own.items()}
         if shapes != wanted:

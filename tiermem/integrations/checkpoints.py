@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tiermem.checkpoint.restoring import fill_buffer
-from tiermem.checkpoint.tensor_file import TensorFile, open_tensors
+from tiermem.checkpoint.tensor_file import TensorFile, TensorLoader, open_tensors
 from tiermem.errors import ResumeError
 from tiermem.integrations.ranks import by_first, is_first
 from tiermem.output_file import write_whole
@@ -258,8 +258,8 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any, *, mapped: bool
 def load_weights(runtime: Runtime, folder: Path) -> None:
     """Give the offloaded model the values in a Trainer's folder; moments stay as they are.
 
-    A layer is in memory at a time. Raises ResumeError if the folder lacks a parameter or holds one, or a buffer, of
-    another shape, swap.FormatError if a file of it is damaged, before anything is changed.
+    A layer is in memory at a time, and a tensor of a file. Raises ResumeError if the folder lacks a parameter, or holds
+    one, or a buffer, of another shape, swap.FormatError if a file of it is damaged, before anything is changed.
     """
     opened = map(open_tensors, sorted(folder.glob("*.safetensors")))
     files = {name: file for file in opened for name in file.tensors}
@@ -267,17 +267,18 @@ def load_weights(runtime: Runtime, folder: Path) -> None:
     buffers = [(buffer, name) for name, buffer in runtime.model.named_buffers() if name in files]
     for values, name in (*found, *buffers):
         _require_shape(values, name, files[name])
-    for layer in _layers(found):
-        # What is frozen is written once, and SWAP has no room for it beside what a commit holds: it is the same.
-        frozen = [pair for pair in layer if not pair[0].requires_grad]
-        with runtime.gathered([parameter for parameter, _ in frozen]):
-            same = {name for parameter, name in frozen if torch.equal(parameter, files[name].load(name))}
-        group = [pair for pair in layer if pair[1] not in same]
-        with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
-            for parameter, name in group:
-                parameter.copy_(files[name].load(name))
-    for buffer, name in buffers:
-        fill_buffer(runtime.model, name, buffer, files[name].load(name))
+    with TensorLoader() as loader:
+        for layer in _layers(found):
+            # What is frozen is written once, and SWAP has no room for it beside what a commit holds: it is the same.
+            frozen = [pair for pair in layer if not pair[0].requires_grad]
+            with runtime.gathered([parameter for parameter, _ in frozen]):
+                same = {name for values, name in frozen if torch.equal(values, loader.load(files[name], name))}
+            group = [pair for pair in layer if pair[1] not in same]
+            with runtime.gathered([parameter for parameter, _ in group], write=True), torch.no_grad():
+                for parameter, name in group:
+                    parameter.copy_(loader.load(files[name], name))
+        for buffer, name in buffers:
+            fill_buffer(runtime.model, name, buffer, loader.load(files[name], name))
 
 
 def _match(model: nn.Module, files: Container[str], folder: Path) -> list[tuple[nn.Parameter, str]]:
