@@ -90,7 +90,8 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             steps = trained(model, runtime, batches=case.batches)
             list(islice(steps, 3))
             before = moved_at_rest(runtime)
-            gone = steps_gone(runtime._house.storage.pager._core.residency.forecast)
+            forecast = runtime._house.storage.pager._core.residency.forecast
+            gone, surprised = steps_gone(forecast), forecast.surprises
             list(islice(steps, COUNTED))
             after = moved_at_rest(runtime)
             blueprint, order = runtime._house.steps._plans._blueprint, runtime._house.scheduler.order.expected
@@ -102,6 +103,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
                 "pages": sorted((str(key), nbytes) for key, nbytes in blueprint.pages),
                 "accesses": order.accesses,
                 "gone": gone,
+                "surprises": forecast.surprises - surprised,
                 "moved": {edge: after[edge] - before[edge] for edge in EDGES},
             }
 

@@ -203,6 +203,26 @@ def test_the_forecast_goes_through_the_schedule_once_a_step(update: str, host: i
     assert max(gone) <= 1
 
 
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize("device", [None, 40])
+def test_where_all_have_all_parameters_the_next_unit_is_used_while_one_is_added_up(
+    update: str, device: int | None
+) -> None:
+    """The schedule had it behind that, and each tile that was added up surprised the forecast."""
+    work = workload([1 << 20] * 6)
+    machine = replace(several(device is not None), link=Link(rate=1e10, latency=1e-4))
+    host, above = 40 * MIB, None if device is None else device * MIB
+    settings = PlanSettings(
+        host_memory=host, device_memory=above, update=update, ranks=2, stage=2, tile_nbytes=MIB // 2, look_ahead=0
+    )
+    design = make_design(work, machine, settings)
+    assert design.beside
+    assert design.tiles(0) > 4
+    world = World(design)
+    run_steps(world, 3)
+    assert world.residency.forecast.surprises <= 3 * 2 * len(work.units)
+
+
 @pytest.mark.parametrize(("memory", "update"), half_of([(150, None), (96, 40), (256, 200)], ["forward", "backward"]))
 def test_fewer_units_stand_for_many_over_ranks_too(update: str, memory: tuple[int, int | None]) -> None:
     host, device = memory

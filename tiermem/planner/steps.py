@@ -11,7 +11,8 @@ order, would send the forecast astray (a page that was just written would seem t
 
 Over ranks a bucket is asked for before the next unit is gathered, and a unit's gradients are added up after the next
 bucket was asked for. A schedule that had the first behind the gathering, and the second before that bucket, sent the
-forecast a whole step ahead several times in each backward (README.md, "Several ranks").
+forecast a whole step ahead several times in each backward (README.md, "Several ranks"). So did one in which ranks that
+have all parameters take the next unit of backward only when the one before it is added up: nothing has to be gathered.
 """
 
 from __future__ import annotations
@@ -65,18 +66,17 @@ def plan_step(
         late: whether gradients are added up over ranks behind the last backward.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
+    whole = any(shard.whole for shard in transit.values())
     before, after = _places(accesses, tiles, update, resting)
-    stale = {each.unit for each in accesses if each.phase is Phase.GRADIENT and transit and transit[each.unit].whole}
-    touched: dict[int, list[PageKey]] = {}
-    for position, key in touches:
-        touched.setdefault(position, []).append(key)
+    stale = {each.unit for each in accesses if each.phase is Phase.GRADIENT} if whole else set()
+    touched = _by_position(touches)
 
     def updated(units: Iterable[int]) -> Iterator[tuple[Lane, PageKey]]:
         for unit in units:
             yield from _update(unit, tiles[unit])
 
     def walk() -> Iterator[tuple[Lane, PageKey]]:
-        for part, index in _course(accesses, ahead=beside and not stale, two=two, late=late, alone=not transit):
+        for part, index in _course(accesses, beside=beside, whole=whole, two=two, late=late, alone=not transit):
             unit = accesses[index].unit
             if part is _Part.BEGIN:
                 yield from ((Lane.COMPUTE, key) for key in touched.get(index, ()))
@@ -105,18 +105,21 @@ class _Part(enum.Enum):
 
 
 def _course(
-    accesses: Sequence[Access], *, ahead: bool, two: bool, late: bool, alone: bool
+    accesses: Sequence[Access], *, beside: bool, whole: bool, two: bool, late: bool, alone: bool
 ) -> Iterator[tuple[_Part, int]]:
     """The parts of all accesses, each with its access' index, in the order in which pages are leased for them.
 
-    `ahead`: the next unit is gathered, and gradients are added up, beside the computation. One thread does both, one
+    `beside`: the next unit is gathered, and gradients are added up, beside the computation. One thread does both, one
     thing after the other: `zero3.conductor`. A bucket that is not the unit's last is kept open until the next one is
-    wanted: `zero3.exchange`. `two`: there is room for a bucket beside one that is being added up. `late`: buckets wait
-    for the end, and are taken once more for that. `alone`: there are no buckets, and nothing is done ahead.
+    wanted: `zero3.exchange`. `whole`: ranks have all parameters, so that in backward nothing is gathered, and a unit is
+    taken while the one before it is added up. `two`: there is room for a bucket beside one that is being added up.
+    `late`: buckets wait for the end, and are taken once more for that. `alone`: there are no buckets, and nothing is
+    done ahead.
     """
     last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}
     taken = filled = -1  # ahead of their turn
-    ahead = ahead and not alone
+    beside = beside and not alone
+    ahead = beside and not whole
     waiting: list[int] = []  # to be added up; one at most
     for index, access in enumerate(accesses):
         yield _Part.BEGIN, index
@@ -130,15 +133,16 @@ def _course(
             if late:
                 continue
             waiting.append(index)
-            if alone or (not ahead and index == last[access.unit]):
+            if alone or (not beside and index == last[access.unit]):
                 yield from _added_up(waiting)
             continue
-        if access.phase is Phase.FORWARD or (taken != index and not left_open):
+        behind = beside and whole and not left_open
+        if not behind and (access.phase is Phase.FORWARD or not (taken == index or left_open)):
             yield from _added_up(waiting)
         if taken != index:
             yield _Part.TAKE, index
         gradient = index + 1 < len(accesses) and accesses[index + 1] == Access(access.unit, Phase.GRADIENT)
-        if ahead and gradient and not left_open and (two or not waiting):
+        if beside and gradient and not left_open and (two or not waiting):
             filled = index + 1
             yield _Part.BUCKET, filled
         if not left_open:
@@ -151,6 +155,13 @@ def _course(
     yield from _added_up(waiting)
     for unit in sorted(last) if late else ():
         yield from ((_Part.BUCKET, last[unit]), (_Part.ADD, last[unit]))
+
+
+def _by_position(touches: Sequence[tuple[int, PageKey]]) -> Mapping[int, Sequence[PageKey]]:
+    touched: dict[int, list[PageKey]] = {}
+    for position, key in touches:
+        touched.setdefault(position, []).append(key)
+    return touched
 
 
 def _added_up(waiting: list[int]) -> Iterator[tuple[_Part, int]]:
