@@ -44,7 +44,7 @@ class Service(UpdateCoordinator):
     def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         def keep() -> None:
             for parameter, (first, second) in given.items():
-                self.store.store_moments(self.unit_of[parameter], parameter, first, second)
+                self.store.store_moments(self.unit_of[parameter], {parameter: (first, second)})
 
         return keep
 

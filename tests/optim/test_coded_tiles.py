@@ -186,11 +186,11 @@ def test_masters_and_moments_come_back(pager: FakePager, dtype: torch.dtype) -> 
         for parameter, value in values.items():
             assert torch.equal(store.read_master(0, parameter), value)
     first, second = torch.randn(9000), torch.rand(9000)
-    store.store_moments(0, 0, first, second)
+    store.store_moments(0, {0: (first, second)})
     kept = store.read_moments(0, 0)
     assert (kept[0] - first).abs().max() <= 0.0075 * first.abs().max()
     assert (kept[1] - second).abs().max() <= 0.004
-    store.store_moments(0, 0, *kept)
+    store.store_moments(0, {0: kept})
     assert all(map(torch.equal, store.read_moments(0, 0), kept))
     assert torch.equal(store.read_master(0, 0), values[0])
     assert not store.read_moments(0, 2)[0].any()

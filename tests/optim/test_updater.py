@@ -452,7 +452,7 @@ def test_masters_and_moments_come_back(pager: FakePager, dtype: torch.dtype) -> 
         assert torch.equal(store.read_master(0, parameter), value)
         assert not store.read_moments(0, parameter)[0].any()
     first, second = torch.randn(3000), torch.rand(3000)
-    store.store_moments(0, 0, first, second)
+    store.store_moments(0, {0: (first, second)})
     assert torch.equal(store.read_moments(0, 0)[0], first)
     assert torch.equal(store.read_moments(0, 0)[1], second)
     assert torch.equal(store.read_master(0, 0), values[0])
@@ -465,7 +465,7 @@ def test_a_cut_that_was_never_updated_has_no_moments_whatever_the_buffers_had(pa
     store, buffers, ones = StateStore(pager, {0: state}), CutBuffers(), torch.ones(2048)
     for parameter in (0, 1):
         write_parameter(pager, state, parameter, ones)
-    store.store_moments(0, 0, ones, ones)
+    store.store_moments(0, {0: (ones, ones)})
     for parameter, moment in ((0, ones), (1, torch.zeros(2048))):
         (cut,) = store.cuts(0, parameter)
         found = store.read_cut(0, parameter, cut, buffers)
@@ -491,7 +491,7 @@ def test_a_master_comes_with_its_moments_or_leaves_those_that_are_there(pager: F
     assert all(map(torch.equal, store.read_moments(0, 0), (first, second)))
     other = torch.randn(5000)
     write_parameter(pager, state, 0, other)
-    store.change_master(0, 0, other)
+    store.change_masters(0, {0: other})
     assert torch.equal(store.read_master(0, 0), other)
     out = torch.empty(5000), torch.empty(5000)
     assert all(map(torch.equal, store.read_moments(0, 0, out), (first, second)))
@@ -504,7 +504,7 @@ def test_what_has_never_been_updated_is_changed_without_state(pager: FakePager) 
     add_unit(pager, state)
     store, value = StateStore(pager, {0: state}), torch.randn(3000).bfloat16()
     write_parameter(pager, state, 0, value)
-    store.change_master(0, 0, value)
+    store.change_masters(0, {0: value})
     assert not pager.is_written(PageKey(0, Kind.STATE, 0))
 
 
@@ -529,7 +529,7 @@ def test_exact_parameters_leave_nothing_of_what_was_there_before(pager: FakePage
         store.store_master(0, 0, value)
         assert torch.equal(store.read_master(0, 0), value)
         assert not any(moment.any() for moment in store.read_moments(0, 0))
-        store.store_moments(0, 0, torch.ones(3000), torch.ones(3000))
+        store.store_moments(0, {0: (torch.ones(3000), torch.ones(3000))})
 
 
 def test_a_float16_tile_has_all_its_masters_those_that_fewer_bits_could_hold_too(pager: FakePager) -> None:

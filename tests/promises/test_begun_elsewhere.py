@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import errno
+from collections.abc import Mapping
 
 import pytest
 import torch
 from doubles_combinations import in_turn
-from doubles_models import Stack
+from doubles_models import Stack, small_llama
 from doubles_training import BUDGETS, MIB, UPDATES, PlainAdamW, budget_for, config_for
 from torch import nn
 
 import tiermem
 from tiermem.optim.masters import StateStore
+from tiermem.optim.service import Moments
 
 HYPER = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
 
@@ -173,14 +175,49 @@ def test_moments_of_a_unit_are_not_gathered_in_memory_before_they_are_stored(tmp
     own = {entry[name].data_ptr() for entry in given["state"].values() for name in ("exp_avg", "exp_avg_sq")}
     stored, original = set(), StateStore.store_moments
 
-    def store(states: StateStore, unit: int, parameter: int, *moments: torch.Tensor) -> None:
-        stored.update(each.data_ptr() for each in moments)
-        original(states, unit, parameter, *moments)
+    def store(states: StateStore, unit: int, given: Mapping[int, Moments], masters: None) -> None:
+        stored.update(each.data_ptr() for moments in given.values() for each in moments)
+        original(states, unit, given, masters)
 
     monkeypatch.setattr(StateStore, "store_moments", store)
     with tiermem.offload(moved, config_for(tmp_path, 64 * MIB, "step")):
         tiermem.AdamW(groups(moved), **HYPER).load_state_dict(given)
     assert stored == own
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "moments"),
+    [("bfloat16", "float32"), ("bfloat16", "int8"), ("float16", "float32"), ("float32", "float32")],
+)
+def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_dtype, moments):
+    """A tile was written for each of the parameters that lie in it: nine here."""
+    model = small_llama(words=64, width=128, mlp_width=256, layers=6)
+    settings = {"param_dtype": param_dtype, "moments": moments, "commits": False}
+    config = config_for(tmp_path, 4 * MIB, "step", **settings)
+    with tiermem.offload(model, config, coalesce=0) as runtime:
+        ours = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            inputs = torch.randint(0, 64, (2, 8))
+            model(input_ids=inputs, labels=inputs).loss.backward()
+            ours.step()
+            ours.zero_grad()
+        states, layouts = runtime._house.blueprint.states.values(), runtime._house.layouts
+        nbytes = sum(state.state_nbytes(tile) for state in states for tile in range(state.tiles))
+
+        def written() -> int:
+            runtime.settle()
+            return runtime.statistics().total.bytes_written
+
+        given, before = [torch.rand(parameter.shape) for parameter in model.parameters()], written()
+        entries = {n: {"step": torch.tensor(3.0), "exp_avg": each, "exp_avg_sq": each} for n, each in enumerate(given)}
+        ours.load_state_dict({"state": entries, "param_groups": ours.state_dict()["param_groups"]})
+        loaded = written()
+        assert 0 < loaded - before <= 1.1 * nbytes
+        for layer in model.model.layers:
+            with runtime.gathered(layer, write=True), torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.mul_(1.01)
+        assert 0 < written() - loaded <= 1.1 * (nbytes + sum(layout.nbytes for layout in layouts))
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):

@@ -2,13 +2,14 @@
 
 Owns what happens to optimizer state outside the update: when a model is materialized, when a checkpoint is written or
 read, and in tests. Does not know models or files. Guarantees that a master read back has the bits of the one stored,
-that moments are float32 for whoever asks, and that at no time more than one page is leased. The caller sees to it that
+that moments are float32 for whoever asks, that at no time more than one page is leased, and that what is changed of a
+unit is written tile by tile, however many parameters lie in one. The caller sees to it that
 no update of the unit is pending. All functions wait for pages and raise their errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -24,10 +25,12 @@ from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
 
 Planes = StatePlanes | BlockPlanes
+Action = Callable[[Planes], None]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 SLICE_NUMEL = 1 << 18  # elements whose master is put together, or whose moments are translated, at one time
 
-MomentsOf = Callable[[TileRange], tuple[torch.Tensor, torch.Tensor] | None]
+MomentsOf = Callable[[TileRange], Pair | None]
 """Both moments of a part of a parameter, float32 and 1-D; None: zeros."""
 
 
@@ -77,22 +80,25 @@ class StateStore:
         flat = _flat(values, segment)
         for cut in state.cuts(segment):
             part, given = flat[cut.begin : cut.begin + cut.length], None if moments is None else moments(cut)
-            exact = given is None and state.dtype == torch.bfloat16 and _is_bfloat16(part)
-            if not exact or self._pager.is_written(_state_key(unit, cut)):
-                self._write(state, cut, partial(_begin, part, given))
+            if given is not None or not _is_kept(state, part) or self._pager.is_written(_state_key(unit, cut.tile)):
+                self._write(state, cut.tile, [(cut, partial(_begin, part, given))])
 
-    def change_master(self, unit: int, parameter: int, values: torch.Tensor) -> None:
-        """As `store_master`, of a parameter that may have had updates: its moments stay."""
-        state, _ = self._find(unit, parameter)
+    def change_masters(self, unit: int, values: Mapping[int, torch.Tensor]) -> None:
+        """As `store_master`, of several parameters, which may have had updates: their moments stay."""
+        state = self._state(unit)
         if state.dtype == torch.float32:
             return
-
-        def moments(cut: TileRange) -> tuple[torch.Tensor, torch.Tensor] | None:
-            first, second = _floats(cut.length), _floats(cut.length)
-            copy = partial(_copy_moments, first, second, _scratch_for(cut.length))
-            return (first, second) if self._read(state, cut, copy) else None
-
-        self.store_master(unit, parameter, values, moments)
+        actions = []
+        for parameter, given in values.items():
+            segment = state.segment_of(parameter)
+            flat = _flat(given, segment)
+            for cut in state.cuts(segment):
+                part = flat[cut.begin : cut.begin + cut.length]
+                if self._pager.is_written(_state_key(unit, cut.tile)):
+                    actions.append((cut, partial(_change, part)))
+                elif not _is_kept(state, part):
+                    actions.append((cut, partial(_begin, part, None)))
+        self._write_all(state, actions)
 
     def read_master(self, unit: int, parameter: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The float32 master of a parameter, 1-D; written to `out` (float32, 1-D) if there is one."""
@@ -119,7 +125,7 @@ class StateStore:
         return moments
 
     def cuts(self, unit: int, parameter: int) -> Sequence[TileRange]:
-        """How a parameter falls into tiles: what `read_cut` and `store_cut` take."""
+        """How a parameter falls into tiles: what `read_cut` takes."""
         state, segment = self._find(unit, parameter)
         return state.cuts(segment)
 
@@ -144,29 +150,33 @@ class StateStore:
             second.zero_()
         return master, first, second
 
-    def store_cut(
-        self, unit: int, parameter: int, cut: TileRange, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    def store_moments(
+        self, unit: int, given: Mapping[int, Pair], masters: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Overwrite both moments of a part of a parameter; else as `store_moments`. Parts as for `read_cut`."""
-        state, _ = self._find(unit, parameter)
-        self._write(state, cut, lambda planes: planes.store_moments(exp_avg, exp_avg_sq))
+        """Overwrite both moments (any shape, the parameter's numel) of these parameters; the masters stay.
 
-    def store_moments(self, unit: int, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        """Overwrite both moments (any shape, the parameter's numel); the master stays.
-
-        Where moments have 8 bits they are rounded; those that `read_moments` gave come back as they were. In a
-        float16 unit store the master first.
+        Where moments have 8 bits they are rounded; those that `read_moments` gave come back as they were. `masters`
+        are kept with them: in a float16 unit, of every trainable parameter, as for `store_master`.
         """
-        state, segment = self._find(unit, parameter)
-        first, second = _flat(exp_avg, segment), _flat(exp_avg_sq, segment)
-        for cut in state.cuts(segment):
-            part = slice(cut.begin, cut.begin + cut.length)
-            self.store_cut(unit, parameter, cut, first[part], second[part])
+        state, actions = self._state(unit), []
+        for parameter, (exp_avg, exp_avg_sq) in given.items():
+            segment = state.segment_of(parameter)
+            first, second = _flat(exp_avg, segment), _flat(exp_avg_sq, segment)
+            master = None if masters is None else _flat(masters[parameter], segment)
+            for cut in state.cuts(segment):
+                part = slice(cut.begin, cut.begin + cut.length)
+                own = None if master is None else master[part]
+                actions.append((cut, partial(_store, own, (first[part], second[part]))))
+        self._write_all(state, actions)
 
-    def _find(self, unit: int, parameter: int) -> tuple[UnitState, Segment]:
+    def _state(self, unit: int) -> UnitState:
         state = self._units.get(unit)
         if state is None:
             raise InvariantError(f"unit {unit} has no optimizer state")
+        return state
+
+    def _find(self, unit: int, parameter: int) -> tuple[UnitState, Segment]:
+        state = self._state(unit)
         return state, state.segment_of(parameter)
 
     def _read_parameter(self, state: UnitState, start: int, out: torch.Tensor) -> None:
@@ -181,22 +191,31 @@ class StateStore:
 
     # Bytes are looked at inside an action only, so that no view of a frame outlives its lease.
 
-    def _write(self, state: UnitState, cut: TileRange, action: Callable[[Planes], None]) -> None:
-        key = _state_key(state.unit, cut)
+    def _write_all(self, state: UnitState, actions: Iterable[tuple[TileRange, Action]]) -> None:
+        """Each tile once: one that nobody holds may be written down at once, and was for each of its parameters."""
+        of_tiles: dict[int, list[tuple[TileRange, Action]]] = {}
+        for each in actions:
+            of_tiles.setdefault(each[0].tile, []).append(each)
+        for tile, its in of_tiles.items():
+            self._write(state, tile, its)
+
+    def _write(self, state: UnitState, tile: int, actions: Iterable[tuple[TileRange, Action]]) -> None:
+        key = _state_key(state.unit, tile)
         fresh = not self._pager.is_written(key)
         held = self._pager.lease([key], Intent.FRESH if fresh else Intent.WRITE, lane=Lane.UPDATE)
         try:
             if fresh:
-                _forget(held.tensor(key), state, cut)
-            action(_part(held.tensor(key), state, cut))
+                _forget(held.tensor(key), state, tile)
+            for cut, action in actions:
+                action(_part(held.tensor(key), state, cut))
         except BaseException as error:
             held.fail(error)
             raise
         held.release()
 
-    def _read(self, state: UnitState, cut: TileRange, action: Callable[[Planes], None]) -> bool:
+    def _read(self, state: UnitState, cut: TileRange, action: Action) -> bool:
         """False if the tile was never written."""
-        key = _state_key(state.unit, cut)
+        key = _state_key(state.unit, cut.tile)
         if not self._pager.is_written(key):
             return False
         held = self._pager.lease([key], Intent.READ, lane=Lane.UPDATE)
@@ -207,6 +226,11 @@ class StateStore:
         return True
 
 
+def _is_kept(state: UnitState, master: torch.Tensor) -> bool:
+    """Whether the parameters hold all of a master, for whom a tile that was never written need not be."""
+    return state.dtype == torch.bfloat16 and _is_bfloat16(master)
+
+
 def _is_bfloat16(values: torch.Tensor) -> bool:
     """Whether bfloat16 holds all of these (1-D); of random numbers it does not, which the first slice shows."""
     if values.dtype == torch.bfloat16:
@@ -215,7 +239,20 @@ def _is_bfloat16(values: torch.Tensor) -> bool:
     return all(torch.equal(master.to(torch.bfloat16).to(torch.float32), master) for master in masters)
 
 
-def _begin(values: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor] | None, planes: Planes) -> None:
+def _store(master: torch.Tensor | None, moments: Pair, planes: Planes) -> None:
+    if master is None:
+        planes.store_moments(*moments)
+    else:
+        _begin(master, moments, planes)
+
+
+def _change(master: torch.Tensor, planes: Planes) -> None:
+    first, second = _floats(planes.numel), _floats(planes.numel)
+    _copy_moments(first, second, _scratch_for(planes.numel), planes)
+    _begin(master, (first, second), planes)
+
+
+def _begin(values: torch.Tensor, moments: Pair | None, planes: Planes) -> None:
     planes.clear_moments()
     scratch = _scratch_for(planes.numel)
     for piece, part in _slices(planes, scratch):
@@ -259,15 +296,15 @@ def _scratch_for(numel: int) -> BlockScratch:
     return BlockScratch(min(numel, SLICE_NUMEL))
 
 
-def _forget(buffer: torch.Tensor, state: UnitState, cut: TileRange) -> None:
+def _forget(buffer: torch.Tensor, state: UnitState, tile: int) -> None:
     buffer.zero_()
-    planes = tile_planes(buffer, state, cut.tile)
+    planes = tile_planes(buffer, state, tile)
     if planes.master is not None:
         planes.master.fill_(float("nan"))
 
 
-def _state_key(unit: int, cut: TileRange) -> PageKey:
-    return PageKey(unit, Kind.STATE, cut.tile)
+def _state_key(unit: int, tile: int) -> PageKey:
+    return PageKey(unit, Kind.STATE, tile)
 
 
 def _part(buffer: torch.Tensor, state: UnitState, cut: TileRange) -> Planes:

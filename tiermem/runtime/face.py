@@ -261,10 +261,13 @@ class Runtime(Closing):
             self._lent -= 1
             self._writing = [each for each in self._writing if each is not units]
             house.scheduler.saved.were_written(slot.parameter for _, slot, _ in changed)
+            masters: dict[int, dict[int, torch.Tensor]] = {}
             for unit, slot, values in changed:
                 for piece in house.owned(unit, slot) if slot.trainable else ():
                     own = values[piece.begin : piece.begin + piece.length]
-                    house.states.change_master(unit, slot.parameter, own)
+                    masters.setdefault(unit, {})[slot.parameter] = own
+            for unit, of_unit in masters.items():
+                house.states.change_masters(unit, of_unit)
 
     def forward_backward(
         self, micro_batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None

@@ -83,15 +83,14 @@ class PagedMoments:
             number = piece.slot.parameter
             if number in given:
                 own = slice(piece.begin, piece.begin + piece.length)
-                found[number] = tuple(_in_memory_order(values, piece.slot)[own] for values in given[number])
+                first, second = (_in_memory_order(values, piece.slot)[own] for values in given[number])
+                found[number] = first, second
             elif layout.dtype == torch.float16:
                 found[number] = states.read_moments(unit, number)
+        masters = None
         if layout.dtype == torch.float16:  # masters are stored for all of a unit, or for none
             masters = {number: states.read_master(unit, number) for number in found}
-            for number, master in masters.items():
-                states.store_master(unit, number, master)
-        for number, (first, second) in found.items():
-            states.store_moments(unit, number, first, second)
+        states.store_moments(unit, found, masters)
 
 
 def _check(slot: Slot, moments: Moments) -> None:
