@@ -89,8 +89,8 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
     """Or somebody has enough of waiting before that."""
     system, stall = FaultySystemCalls(), Stall()
     system.inject("fsync", stall)
-    settings = swap.EngineSettings(stall_seconds=0.1)
-    patience = swap.EngineSettings(stall_seconds=30.0) if interrupted else settings
+    # Time enough for the calls before that one, where others use the drive; the runs afterwards have more.
+    settings = swap.EngineSettings(stall_seconds=30.0 if interrupted else 1.0)
 
     def interrupt() -> None:
         stall.entered.wait(30)
@@ -103,14 +103,14 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
         KeyboardInterrupt if interrupted else swap.SwapIOError,
         match=None if interrupted else r"name\.swapfile.*ETIMEDOUT.*no progress",
     ):
-        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=patience, system=system)
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
     with pytest.raises(swap.SwapInUseError):  # as long as the call may still happen
-        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings)
+        swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16)
     stall.release()
     until = time.monotonic() + 10.0
     while True:
         try:
-            swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings).close(remove=True)
+            swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16).close(remove=True)
             break
         except swap.SwapInUseError:
             if time.monotonic() > until:
