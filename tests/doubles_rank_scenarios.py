@@ -592,14 +592,15 @@ def copied(directory: Path, rank: int, size: int) -> Any:
     torch.manual_seed(1)
     model = Odd()
     with tiermem.offload(model, config_for(directory, param_dtype="bfloat16"), resume=before or False) as runtime:
+        resumed, extra = runtime.committed, {"size": size, "rank": rank}
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         if before is None:
             for step in range(2):
                 loss_of(model, part(tokens(step), rank, size)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        runtime.commit({"size": size})
-        runtime.snapshot(folder / f"copy{size}", {"size": size}).wait()
+        runtime.commit(extra)
+        runtime.snapshot(folder / f"copy{size}", extra).wait()
         masters = masters_of(runtime, parameters_of(runtime))
         loss_of(model, part(tokens(5), rank, size)).backward()
         optimizer.step()
@@ -609,7 +610,7 @@ def copied(directory: Path, rank: int, size: int) -> Any:
             runtime.snapshot(folder / f"copy{size}")
         except (tiermem.ConfigError, tiermem.TiermemError) as error:
             taken = f"{type(error).__name__}: {error}"
-    return {"masters": masters, "committed": runtime.committed, "taken": taken}
+    return {"masters": masters, "resumed": resumed, "committed": runtime.committed, "taken": taken}
 
 
 SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {

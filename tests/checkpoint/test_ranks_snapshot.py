@@ -23,7 +23,10 @@ def test_from_two_ranks_to_three_to_one(warm_python: WarmPython, tmp_path: Path)
     snapshots = {}
     for size in (2, 3, 1):
         found = values(reports[size, "copied"])
-        assert [each["committed"] for each in found] == [{"size": size}] * size
+        assert [each["committed"] for each in found] == [{"size": size, "rank": rank} for rank in range(size)]
+        # To each rank its own, to a new one the first one's.
+        left_by = {2: [None, None], 3: [(2, 0), (2, 1), (2, 0)], 1: [(3, 0)]}[size]
+        assert [each["resumed"] and tuple(each["resumed"].values()) for each in found] == left_by
         assert "to be free or an empty folder" in found[0]["taken"]
         assert all("another rank could not begin a snapshot" in each["taken"] for each in found[1:])
         (path,) = tmp_path.rglob(f"copy{size}")

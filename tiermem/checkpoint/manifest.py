@@ -78,6 +78,8 @@ class Kept:
 class SnapshotManifest:
     """A snapshot. `record`: step, random states by rank, optimizers, the caller's extra, param_dtype, pretrained.
 
+    `extra` is the first rank's; where another one's differs the record has "extras", a list by rank.
+
     `seconds`: when it was made, since 1970 UTC, for people only.
     """
 
@@ -174,6 +176,8 @@ def _decode(body: Any) -> SnapshotManifest:
     _count(record["step"])
     if not isinstance(record["optimizers"], list) or not isinstance(record["random"], list) or not record["random"]:
         raise TypeError("expected lists of optimizers and of random states")
+    if not isinstance(record.get("extras", []), list):
+        raise TypeError("expected a list of extras")
     return SnapshotManifest(world_size, float(body["seconds"]), files, kept, record)
 
 

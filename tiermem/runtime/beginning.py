@@ -59,9 +59,11 @@ class Beginning:
     def past(self) -> Mapping[str, Any] | None:
         """Step, counts, random states and the rest that is taken over besides pages; None: nothing."""
         if self.snapshot is not None:
-            states = self.snapshot.record["random"]
+            record = self.snapshot.record
+            states, extras = record["random"], record.get("extras", [])
             own = states[self.rank] if self.rank < len(states) else None  # a rank that was not there begins as seeded
-            return {**self.snapshot.record, "random": own, "buffers": self.snapshot.record.get("buffers", {})}
+            extra = extras[self.rank] if self.rank < len(extras) else record["extra"]
+            return {**record, "random": own, "extra": extra, "buffers": record.get("buffers", {})}
         return self.record
 
     @property

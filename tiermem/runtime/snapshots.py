@@ -180,8 +180,8 @@ class Snapshots:
         grid = self._company.grid
         shard = MarkedShard(MarkedPages(self._storage.space, mark), blueprint.shards, blueprint.states)
         count = sum(len(layout.slots) for layout in blueprint.layouts)
-        told = line.tell([int(number in shard.moments) for number in range(count)])
-        shard.moments = {number for number in range(count) if any(own[number] for own in told)}
+        known = line.tell([int(number in shard.moments) for number in range(count)])
+        shard.moments = {number for number in range(count) if any(own[number] for own in known)}
 
         def write() -> None:
             part = Part((), ())  # of several copies of the model the first is written
@@ -190,7 +190,8 @@ class Snapshots:
             if rank == 0:
                 parts.append(part)
             else:  # too long to be told: the first rank reads it, and takes it away
-                draft.text(_part_file(rank), json.dumps({"part": part.to_text(), "random": record["random"][0]}))
+                told = {"part": part.to_text(), "random": record["random"][0], "extra": record["extra"]}
+                draft.text(_part_file(rank), json.dumps(told))
 
         def finish() -> None:
             for other in range(1, self._company.size) if rank == 0 else ():
@@ -198,13 +199,16 @@ class Snapshots:
                 (draft.folder / _part_file(other)).unlink()
                 parts.append(Part.from_text(found["part"]))
                 states.append(found["random"])
+                extras.append(found["extra"])
             if rank == 0:
                 parts.append(write_buffers(draft, buffers))
                 whole = {**record, "random": states}
+                if any(extra != extras[0] for extra in extras):
+                    whole["extras"] = extras
                 finish_snapshot(draft, parts, whole, seconds=time.time(), world_size=grid.shards.size)
 
         parts: list[Part] = []
-        states = list(record["random"])
+        states, extras = list(record["random"]), [record["extra"]]
         together(line, "write its part of the snapshot", write)
         together(line, "finish the snapshot", finish)
 
