@@ -214,12 +214,12 @@ class FakeBook:
     def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         return self.norms(parameters)
 
-    def claimed(self, unit: int, parameters: Sequence[int]) -> None:
+    def claimed(self, parameters: Sequence[int]) -> None:
         self.lent.difference_update(parameters)
         for parameter in parameters:
             self.used[parameter] = self.gradients.pop(parameter)
 
-    def borrowed(self, unit: int, parameters: Sequence[int]) -> None:
+    def borrowed(self, parameters: Sequence[int]) -> None:
         self.lent.update(parameters)
 
     def require_free(self, units: Iterable[int]) -> None:

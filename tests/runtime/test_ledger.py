@@ -78,7 +78,7 @@ def begin(arrived: Iterable[int] = (), **marks: Sequence[int]) -> tuple[Gradient
     scheduler.arrived.update(arrived)
     scheduler.order.position = len(scheduler.arrived)
     for verb, numbers in marks.items():
-        getattr(ledger, verb)(0, numbers)
+        getattr(ledger, verb)(numbers)
     return ledger, scheduler
 
 
@@ -103,10 +103,10 @@ def test_a_gradient_is_there_or_lent_or_gone_whatever_comes_in_whatever_order(
             scheduler.arrived |= chosen
             state |= {number: "there" for number in chosen if number not in state}
         elif deed == "borrow":
-            ledger.borrowed(0, there)
+            ledger.borrowed(there)
             state |= dict.fromkeys(there, "lent")
         elif deed == "claim":
-            ledger.claimed(0, [*there, *lent])
+            ledger.claimed([*there, *lent])
             state |= dict.fromkeys([*there, *lent], "gone")
         elif deed == "give back":
             ledger.given_back([0], lent)

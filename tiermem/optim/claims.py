@@ -16,13 +16,12 @@ from tiermem.optim.updates import Settings, UnitUpdate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """An update of parameters of a unit: of which of them it is to count, and itself if it is not queued yet.
+    """An update of parameters of a unit: those for which it is to count, and itself if it is not queued yet.
 
     On several ranks `update` has those of the parameters of which something lies here, which may be none.
     """
 
     source: SettingsSource
-    unit: int
     settings: Mapping[int, Settings]
     update: UnitUpdate | None = None
     behind: Callable[[], object] = lambda: None
@@ -47,7 +46,7 @@ class Claims:
         while self.left:
             claim = self.left[0]
             claim.source.count(claim.settings)
-            self._gradients.claimed(claim.unit, list(claim.settings))
+            self._gradients.claimed(list(claim.settings))
             claim.behind()
             if claim.update is not None:
                 self._queue.start(claim.update)

@@ -250,7 +250,7 @@ class UpdateCoordinator:
             settings = source.settings(parameters)
             update = _update(self._units[unit], settings, scale=scale, last=left == 0)
             behind = partial(self._scales.forget, parameters)
-            self._speculation.claims.make(Claim(source, unit, settings, update, behind))
+            self._speculation.claims.make(Claim(source, settings, update, behind))
 
     def start_early(self, unit: int) -> bool:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.

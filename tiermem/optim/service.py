@@ -108,10 +108,10 @@ class GradientBook(Protocol):
     def read_norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         """As `norms`, in host memory if all of them are known."""
 
-    def claimed(self, unit: int, parameters: Sequence[int]) -> None:
+    def claimed(self, parameters: Sequence[int]) -> None:
         """An update now owns these gradients: they are no longer present, and the next contribution starts anew."""
 
-    def borrowed(self, unit: int, parameters: Sequence[int]) -> None:
+    def borrowed(self, parameters: Sequence[int]) -> None:
         """An update that may be undone uses these gradients; not present, but not claimed either."""
 
     def require_free(self, units: Iterable[int]) -> None:

@@ -78,12 +78,12 @@ class Speculation:
         """
         if self._protection is None:
             self._spent.update(settings)
-            self.claims.make(Claim(source, update.unit, settings, update))
+            self.claims.make(Claim(source, settings, update))
             return
         update = replace(update, protection=self._protection)
         self._shares.append(_Share(source, update, settings))
         self._units.add(update.unit)
-        self._gradients.borrowed(update.unit, list(settings))
+        self._gradients.borrowed(list(settings))
         self._queue.start(update)
 
     def give_up(self) -> None:
@@ -126,7 +126,7 @@ class Speculation:
     def keep(self, source: SettingsSource) -> None:
         """The share of `source` counts; once that holds for everybody concerned, nothing can be taken back."""
         shares = [share for share in self._shares if share.source is source and source not in self._kept]
-        left = tuple(Claim(source, share.update.unit, share.settings) for share in shares)
+        left = tuple(Claim(source, share.settings) for share in shares)
         kept, claims = self._kept | {source}, self.claims
         # At once, as in `_close`: the rest is done by whoever comes next, should an interrupt come.
         self._kept, claims.left = kept, left
@@ -160,10 +160,9 @@ class Speculation:
         again = []
         for share in sorted(shares, key=lambda share: share.update.unit):
             if share.source in kept:
-                update, unit = share.update, share.update.unit
-                last = update.discard_gradients and unit not in wanted
-                update = replace(update, protection=None, discard_gradients=last)
-                again.append(Claim(share.source, unit, {}, update))  # it counts already
+                last = share.update.discard_gradients and share.update.unit not in wanted
+                update = replace(share.update, protection=None, discard_gradients=last)
+                again.append(Claim(share.source, {}, update))  # it counts already
         self._close(again)  # from here on it is not done again, should an interrupt come
         self.claims.finish()
         self._counters.count(speculated=1, redone=redone)

@@ -56,7 +56,7 @@ class Updater:
         workspace: Workspace | None = None,
         on_device: DeviceKernels | None = None,
     ) -> None:
-        """Arguments as of `UnitStream`."""
+        """Arguments as for `UnitStream`."""
         self._pager = pager
         self._stream = UnitStream(pager, units, depth=depth, workspace=workspace, on_device=on_device)
         self._lock = threading.Lock()

@@ -84,12 +84,12 @@ class GradientLedger:
         """The norms, in host memory if all of them are known."""
         return self.scheduler.gradients.read_norms(parameters)
 
-    def claimed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - part of the protocol
+    def claimed(self, parameters: Sequence[int]) -> None:
         """An update owns these gradients now."""
         self._claimed.update(parameters)
         self._borrowed.difference_update(parameters)
 
-    def borrowed(self, unit: int, parameters: Sequence[int]) -> None:  # noqa: ARG002 - as above
+    def borrowed(self, parameters: Sequence[int]) -> None:
         """An update that may be undone uses these gradients; their pages stay as they are meanwhile."""
         self._borrowed.update(parameters)
 

@@ -98,7 +98,7 @@ class Storage:
         return self.device.torch_device if self.device is not None else torch.device("cpu")
 
     def follow(self) -> None:
-        """As of `Device`, where there is one."""
+        """See `Device.follow`; nothing without a device."""
         if self.device is not None:
             self.device.follow()
 

@@ -19,7 +19,7 @@ from tiermem.process import HomeProcess
 
 
 class Turn:
-    """Which thread is inside a call of the model: one at a time. `follow()`: as of `Device`."""
+    """Which thread is inside a call of the model: one at a time. `follow()`: see `Device`."""
 
     def __init__(self, follow: Callable[[], None] = lambda: None) -> None:
         self.follow = follow

@@ -61,11 +61,11 @@ class OwnThread:
 
     @property
     def inside(self) -> bool:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         return self._thread is threading.current_thread()
 
     def go(self) -> None:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="tiermem-micro-batch", daemon=True)
             try:
@@ -77,12 +77,12 @@ class OwnThread:
         self._back.get()
 
     def stop(self) -> None:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         self._back.put(None)
         self._go.get()
 
     def end(self) -> None:
-        """As of every `Fiber`. It may be running: what interrupts a caller who waits does not interrupt it."""
+        """See `Fiber`. It may be running: what interrupts a caller who waits does not interrupt it."""
         if self._thread is None or self._begins.acquire(blocking=False):
             return  # where somebody was interrupted as he started it, it may begin yet: and does nothing
         self._go.put(None)
@@ -115,23 +115,23 @@ class OwnStack:
 
     @property
     def inside(self) -> bool:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         return greenlet.getcurrent() is self._greenlet
 
     def go(self) -> None:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         self._greenlet.parent = greenlet.getcurrent()
         self._switch(self._greenlet)
 
     def stop(self) -> None:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         caller = self._greenlet.parent
         if caller is None:
             raise InvariantError("a fiber stops that nobody has let go on")
         self._switch(caller)
 
     def end(self) -> None:
-        """As of every `Fiber`."""
+        """See `Fiber`."""
         while self._greenlet:  # has begun and not ended
             self.go()
 

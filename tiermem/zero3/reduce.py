@@ -124,7 +124,7 @@ class GradientStore(StepGradients):
         self._norms[parameter] = _NOT_YET if more or overflown else gradient_norm(whole, squares)
 
     def norm(self, parameter: int) -> torch.Tensor:
-        """As of every `StepGradients`; waits for the pages of a gradient that was expected to grow, and did not."""
+        """See `StepGradients.norm`; waits for the pages of a gradient that was expected to grow, and did not."""
         norm = super().norm(parameter)
         if norm is _NOT_YET:
             norm = self._norms[parameter] = gradient_norm(self._whole(parameter))

@@ -43,7 +43,7 @@ class GatherScheduler:
 
     `gradients`: which parameters have gradients in this step. `order` says what units were used in which order.
     `early`: announce units as complete during backward; a gradient that comes after that is an error, unless the
-    listener undoes what it did. `follow()`: as of `Device`.
+    listener undoes what it did. `follow()`: see `Device`.
     """
 
     def __init__(
