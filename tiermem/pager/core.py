@@ -72,8 +72,8 @@ class Core:
         try:
             if self._refusal is not None:
                 raise self._refusal
-            page = self.residency.page
-            pages = [page(keys[0])] if len(keys) == 1 else [page(key) for key in dict.fromkeys(keys)]
+            find = self.residency.page
+            pages = [find(keys[0])] if len(keys) == 1 else [find(key) for key in dict.fromkeys(keys)]
         except Exception as error:  # noqa: BLE001 - handed to whoever asked
             answered(None, error)
             return

@@ -249,24 +249,24 @@ class Residency:
         self.census.note(page)
 
     def _next_use(self, page: Page, tier: Tier) -> int:
-        """When the copy on `tier` is used next: on the DEVICE by the computation, below it by whoever needs it there.
+        """When the copy on `tier` is used next.
 
-        A page that is on the DEVICE is needed in HOST by the update alone: the computation has its copy. With a plan it
-        is needed there when that says so, and on the DEVICE also by an update that would take it from there. Those of
-        a settled unit are on the DEVICE for both, and `SETTLED` there: whatever else may go does so before.
+        On the DEVICE by the computation and, with a plan, by an update that would take the page from there. In HOST,
+        while the DEVICE has a copy too, by the update alone; with a plan when that says so. Pages of a settled unit are
+        used on the DEVICE by both, and `SETTLED` there: whatever else may go goes before them.
         """
-        top = self.chain.top
-        if self.chain.settled and self.chain.settles(page.key) and (tier is top or top in page.valid):
-            return SETTLED if tier is top else self.forecast.next_use(page.key, self._last_use.get(page.key, 0), ())
-        forecast, key, last = self.forecast, page.key, self._last_use.get(page.key, 0)
-        if tier is top is not Tier.HOST:
+        forecast, key, last, top = self.forecast, page.key, self._last_use.get(page.key, 0), self.chain.top
+        above = tier is not top and top in page.valid
+        if self.chain.settled and self.chain.settles(key) and (above or tier is top):
+            return forecast.next_use(key, last, ()) if above else SETTLED
+        if tier is Tier.DEVICE:
             source = forecast.is_planned and Tier.HOST not in page.valid
             return forecast.next_use(key, last, _ALL if source else _COMPUTE, planned=False)
-        if page.home is Tier.DEVICE and tier is not top and top in page.valid:
+        if above and page.home is Tier.DEVICE:
             return LATER + forecast.next_use(key, last, _UPDATE, planned=False)
-        if top is not Tier.HOST and forecast.is_planned:
-            return forecast.next_use_below(key, last, above=top in page.valid)
-        return forecast.next_use(key, last, _UPDATE if tier is not top and top in page.valid else _ALL)
+        if top is Tier.DEVICE and forecast.is_planned:
+            return forecast.next_use_below(key, last, above=above)
+        return forecast.next_use(key, last, _UPDATE if above else _ALL)
 
     def _free(self, page: Page, tier: Tier) -> None:
         self.chain.arenas[tier].free(page.frames.pop(tier))

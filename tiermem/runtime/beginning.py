@@ -97,47 +97,19 @@ def find_beginning(config: Config, resume: bool | str | os.PathLike[str]) -> Beg
         ResumeError: there is a commit and `resume` is False or a snapshot, or there is none that could be continued.
         swap.SwapError: a directory is missing, in use, or holds foreign or damaged files; so does the snapshot.
     """
-    known = isinstance(resume, bool) or resume == "auto"
-    path = None if known else _folder(resume)
-    if path is None and not known:
-        kind = MissingSnapshotError if isinstance(resume, (str, os.PathLike)) else ConfigError
-        raise kind(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
-    names = ", ".join(str(path) for path in config.swap_paths)
+    path = _snapshot_folder(resume)
+    continues = resume is not False and path is None
     leftovers = find_leftovers(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
-    if leftovers.in_use:
-        if leftovers.holder == os.getpid():
-            raise SwapInUseError(f"a runtime of this process is using {names}: close() it, or choose other directories")
-        who = f" (process {leftovers.holder})" if leftovers.holder else ""
-        raise SwapInUseError(f"another run{who} is using {names}: wait for its end, or choose other directories")
+    _refuse_in_use(config, leftovers)
     manifest = leftovers.manifest
     if manifest is None:
-        continues = resume is not False and path is None
-        if continues or not config.overwrite:
-            _refuse_other_order(config)
-        if continues:
-            _refuse_parts(config, leftovers)
-        if not config.overwrite:
-            _refuse_parts_of_others(config, leftovers)
-        if continues:
-            _refuse_other_sizes(config)
+        _refuse_overlooked(config, leftovers, continues=continues)
         return Beginning(snapshot=open_snapshot(path) if path else None)
-    if resume is False or path is not None:
+    if not continues:
         if config.overwrite:
             return _replacing(path) if path else Beginning()
         refuse_committed(config, manifest)
-    if not leftovers.resumable:
-        missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
-        found = (
-            f"there is no swap file, or an empty one, in {', '.join(missing)}"
-            if missing
-            else "its swap files are of another run"
-        )
-        raise ResumeError(f"the commit in {config.swap_paths[0]} cannot be continued: {found}; {_IN_ORDER}")
-    if manifest.user.get("format") != FORMAT:
-        raise ResumeError(
-            f"the commit in {config.swap_paths[0]} is of format {manifest.user.get('format')!r}, this version of "
-            f"tiermem reads {FORMAT}; continue it with the version that made it"
-        )
+    _refuse_unfit(config, leftovers, manifest)
     return Beginning(manifest)
 
 
@@ -153,10 +125,17 @@ def refuse_committed(config: Config, manifest: Manifest | None) -> None:
         )
 
 
-def _folder(resume: object) -> Path | None:
-    """The folder that `resume` names; None: it names none. An empty text is not the one the program runs in."""
-    path = Path(os.path.expanduser(resume)) if isinstance(resume, (str, os.PathLike)) and resume != "" else None
-    return path if path is not None and path.is_dir() else None
+def _snapshot_folder(resume: object) -> Path | None:
+    """The folder that `resume` names; None: it is one of the words. Raises ConfigError if it is neither."""
+    if isinstance(resume, bool) or resume == "auto":
+        return None
+    kind: type[ConfigError] = ConfigError
+    if isinstance(resume, (str, os.PathLike)):
+        path = Path(os.path.expanduser(resume))
+        if resume != "" and path.is_dir():  # an empty text is not the folder that the program runs in
+            return path
+        kind = MissingSnapshotError
+    raise kind(f"resume={resume!r}: expected False, True, 'auto' or the folder of a snapshot")
 
 
 def _replacing(path: Path) -> Beginning:
@@ -248,6 +227,45 @@ def _is_first(beginning: Beginning, config: Config, company: Company) -> bool:
     own = [-1, -1] if manifest is None else [int(manifest.user.get("run", -1)), manifest.generation]
     told = company.computing.tell(own)
     return -1 not in told[0] and all(each == told[0] for each in told)
+
+
+def _refuse_in_use(config: Config, leftovers: Leftovers) -> None:
+    """Raise SwapInUseError if a run that lives has the directories."""
+    if not leftovers.in_use:
+        return
+    names = ", ".join(str(path) for path in config.swap_paths)
+    if leftovers.holder == os.getpid():
+        raise SwapInUseError(f"a runtime of this process is using {names}: close() it, or choose other directories")
+    who = f" (process {leftovers.holder})" if leftovers.holder else ""
+    raise SwapInUseError(f"another run{who} is using {names}: wait for its end, or choose other directories")
+
+
+def _refuse_unfit(config: Config, leftovers: Leftovers, manifest: Manifest) -> None:
+    """Raise ResumeError if the commit that the directories hold cannot be continued."""
+    first = config.swap_paths[0]
+    if not leftovers.resumable:
+        missing = [str(path) for path, file in zip(config.swap_paths, leftovers.files, strict=True) if file is None]
+        found = "its swap files are of another run"
+        if missing:
+            found = f"there is no swap file, or an empty one, in {', '.join(missing)}"
+        raise ResumeError(f"the commit in {first} cannot be continued: {found}; {_IN_ORDER}")
+    if manifest.user.get("format") != FORMAT:
+        raise ResumeError(
+            f"the commit in {first} is of format {manifest.user.get('format')!r}, this version of tiermem reads "
+            f"{FORMAT}; continue it with the version that made it"
+        )
+
+
+def _refuse_overlooked(config: Config, leftovers: Leftovers, *, continues: bool) -> None:
+    """Raise ResumeError if, though no commit was found, there is one that would be lost, or that is to be continued."""
+    if continues or not config.overwrite:
+        _refuse_other_order(config)
+    if continues:
+        _refuse_parts(config, leftovers)
+    if not config.overwrite:
+        _refuse_parts_of_others(config, leftovers)
+    if continues:
+        _refuse_other_sizes(config)
 
 
 def _refuse_other_order(config: Config) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -337,8 +338,8 @@ class Runtime(Closing):
         self._closed = True
         # Given twice: an interrupt may end the first. The guards last: what an interrupted forward had gathered is
         # placeholders only then.
-        actions = [*[lambda: give(values)] * 2, lambda: house.close(remove=remove), self._guards.close]
-        close_all([*actions, lambda: house.ending.then(self._abandoned.detach)])
+        give_back, detach = partial(give, values), partial(house.ending.then, self._abandoned.detach)
+        close_all([give_back, give_back, partial(house.close, remove=remove), self._guards.close, detach])
 
     def _open(self) -> House:
         self._home.check()
