@@ -49,7 +49,7 @@ class Superblock:
 
 
 def pack(block: Superblock) -> bytes:
-    """`SUPERBLOCK_BYTES` bytes."""
+    """The superblock as `SUPERBLOCK_BYTES` bytes."""
     identity = block.identity
     fields = _FIELDS.pack(MAGIC, VERSION, ALIGNMENT, block.nbytes, identity.run_id, identity.index, identity.count)
     return fields + _CRC.pack(zlib.crc32(fields))

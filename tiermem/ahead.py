@@ -20,6 +20,6 @@ class LookAhead:
     reason: str
 
     def describe(self) -> str:
-        """Return it in a line."""
+        """Return the record as a line of text."""
         before = "" if self.nbytes == self.planned else f", planned {format_bytes(self.planned)}"
         return f"{format_bytes(self.nbytes)}{before} ({self.reason})"

@@ -57,12 +57,12 @@ class Future(Generic[T]):
             return self._error
 
     def set_result(self, result: T) -> None:
-        """It has ended with this."""
+        """End with this result."""
         self._result = result
         self._end()
 
     def set_exception(self, error: BaseException) -> None:
-        """It has ended with this."""
+        """End with this error."""
         self._error = error
         self._end()
 

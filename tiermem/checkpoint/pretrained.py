@@ -147,7 +147,7 @@ def save_pretrained(
 
 
 class _Elsewhere:
-    """Another rank writes."""
+    """The folder as a rank has it that does not write."""
 
     def write(self, name: str, data: memoryview) -> None:
         """Nothing to do."""

@@ -138,7 +138,7 @@ def about_memory(total: int, available: int, limits: Limits) -> Iterator[Finding
 
 
 def about_gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Where it computes."""
+    """The accelerators that it can compute on."""
     if not gpus:
         yield Finding("GPU", "none that torch can use", "everything is computed on the CPU; DEVICE is not a tier")
     for gpu in gpus:

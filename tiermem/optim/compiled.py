@@ -33,7 +33,7 @@ Update = Callable[[torch.Tensor, torch.Tensor, Any, Settings, float], None]
 
 @dataclass(frozen=True, slots=True)
 class CompiledLoops:
-    """What numba made of `loops.py`."""
+    """The loops of `loops.py`, compiled by numba."""
 
     module: Any
 

@@ -59,7 +59,7 @@ class GroupReader:
         self._seen: dict[int, tuple[tuple[Any, ...], Numbers]] = {}
 
     def read(self, group: Mapping[str, Any]) -> Numbers:
-        """As `numbers_of`."""
+        """See `numbers_of`."""
         there = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
         seen = self._seen.get(id(group))
         if seen is None or any(one is not other for one, other in zip(seen[0], there, strict=True)):

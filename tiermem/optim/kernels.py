@@ -205,7 +205,7 @@ def _update_run(
 
 
 def _update_rest(parameter: torch.Tensor, grad: torch.Tensor, planes: StatePlanes | BlockPlanes, task: _Task) -> None:
-    """By torch's operations."""
+    """Update a run, or what loops have left of it, by torch's operations."""
     workspace = task.workspace
     workspace.step.fill_(task.settings.step)
     if isinstance(planes, StatePlanes):

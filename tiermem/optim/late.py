@@ -39,5 +39,5 @@ class LateNorms:
         return found
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget all units: the step is over."""
         self._units.clear()

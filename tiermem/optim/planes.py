@@ -39,7 +39,7 @@ class StatePlanes:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.exp_avg.numel()
 
     @property
@@ -93,7 +93,7 @@ class BlockPlanes:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.exp_avg.codes.numel()
 
     @property

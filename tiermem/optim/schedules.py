@@ -102,7 +102,7 @@ class BackwardSchedule(ForwardSchedule):
         return began
 
     def refused(self) -> None:
-        """Note it."""
+        """Note that it was tried."""
         self._asked = True
 
     def stepped(self, *, kept: bool) -> None:  # noqa: ARG002 - part of the interface
@@ -131,7 +131,7 @@ class AutoSchedule(BackwardSchedule):
         return self._choice.early and super().gradients_complete(unit, starter)
 
     def stepped(self, *, kept: bool) -> None:
-        """Learn from it."""
+        """Learn from the step whether "backward" is worth it."""
         super().stepped(kept=kept)
         self._choice = self._choice.after(kept=kept)
 

@@ -92,7 +92,7 @@ class Speculation:
 
     @property
     def given_up(self) -> bool:
-        """Whether that has been said."""
+        """Whether no early update of this step begins any more."""
         return self._given_up
 
     def end_step(self) -> None:

@@ -131,11 +131,11 @@ class _Vectors:
         return self._builder.inttoptr(moved, kind.as_pointer())
 
     def all(self, kind: Any, number: float) -> Any:
-        """A vector of one number."""
+        """A vector with one number, a constant, in all places."""
         return ir.Constant(kind, [number] * kind.count)
 
     def splat(self, number: Any) -> Any:
-        """A register of one float32."""
+        """A register with one float32 in all places."""
         empty = ir.Constant(ir.VectorType(_FLOAT, _FLOATS), ir.Undefined)
         first = self._builder.insert_element(empty, number, ir.Constant(_INT, 0))
         return self.shuffle(first, empty, [0] * _FLOATS)

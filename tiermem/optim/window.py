@@ -103,7 +103,7 @@ class Window:
         self._room.release()
 
     def close(self) -> None:
-        """No more tiles are wanted."""
+        """Want no more tiles: `enter` is False from now on."""
         self._closed = True
         self._room.release()
 

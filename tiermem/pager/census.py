@@ -64,7 +64,7 @@ class Census:
                 away.discard(page)
 
     def held(self, tier: Tier) -> int:
-        """Bytes leased."""
+        """Bytes of leased copies."""
         return self._reckoned(tier).totals[_HELD]
 
     def fixed(self, tier: Tier) -> int:

@@ -36,7 +36,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Close the object; `with` does so at its end."""
 
     @abstractmethod
     def _open(self) -> object:

@@ -57,7 +57,7 @@ class Company:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """How many take part."""
         return self.computing.size
 
     def together(self, what: str, action: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:

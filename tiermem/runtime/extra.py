@@ -67,7 +67,7 @@ def _record(value: Any, what: str) -> Any:
 
 
 def from_record(record: Any) -> Any:
-    """What `to_record` was given, anew."""
+    """A copy of what `to_record` was given."""
     if isinstance(record, list):
         return [from_record(item) for item in record]
     if not isinstance(record, dict):

@@ -186,7 +186,7 @@ class Steps:
         self.number = 0  # steps done
 
     def connect(self, moments: MomentStore) -> None:
-        """Once the house is built."""
+        """Take the store of moments; called once the house is built."""
         self._moments = moments
 
     @property

@@ -131,7 +131,7 @@ class Passage:
         self._result: torch.Tensor | None = None
 
     def run(self) -> None:
-        """Go forward and backward."""
+        """Go forward and backward through the model."""
         try:
             self._run()
         except BaseException as error:

@@ -93,15 +93,15 @@ class SingleProcess:
         """Nothing to do."""
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        """One's own."""
+        """The numbers of this process alone."""
         return [list(numbers)]
 
     def tell_floats(self, numbers: torch.Tensor) -> list[list[float]]:
-        """One's own."""
+        """The numbers of this process alone."""
         return [numbers.tolist()]
 
     def tell_text(self, text: str) -> list[str]:
-        """One's own."""
+        """The text of this process alone."""
         return [text]
 
     def close(self, reason: str | None = None) -> None:

@@ -136,7 +136,7 @@ def _refuse_overlaps(model: nn.Module) -> None:
 
 
 class _Span:
-    """Where a tensor lies."""
+    """The bytes that a tensor covers, as numpy is told of them."""
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         self.kind, self.name = kind, name

@@ -40,7 +40,7 @@ class Tally:
         self._tidy_at = _TIDY_AT
 
     def add(self, handle: Handle) -> None:
-        """One handle more."""
+        """Note a new handle."""
         self._handles.append(weakref.ref(handle))
         if len(self._handles) >= self._tidy_at:
             self._tidy_at = max(_TIDY_AT, 2 * self.alive)
@@ -67,7 +67,7 @@ class Tally:
 
     @property
     def alive(self) -> int:
-        """How many are."""
+        """How many handles are alive."""
         self._handles = [handle for handle in self._handles if handle() is not None]
         return len(self._handles)
 

@@ -119,7 +119,7 @@ class BeforeCall(BoundHook):
 
 
 class AfterCall(BoundHook):
-    """Forward hook."""
+    """Forward hook: a module has run, or raised."""
 
     def __init__(self, call: Callable[[nn.Module], None], is_there: Callable[[], bool]) -> None:
         super().__init__(is_there)

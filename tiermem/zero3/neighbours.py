@@ -16,7 +16,7 @@ Gradients = GradientStore | RankGradients
 
 
 class Listener(Protocol):
-    """Who has to know."""
+    """Who is told when a unit is needed, and when its gradients are complete."""
 
     def unit_needed(self, unit: int) -> None:
         """Wait until no update of this unit is pending: its parameters or gradient pages are used next."""

@@ -18,7 +18,7 @@ import torch
 
 
 class Sent(Protocol):
-    """Values on their way."""
+    """Norms on their way to host memory."""
 
     values: torch.Tensor
     """1-D, in host memory; what they are is known when `arrived`."""

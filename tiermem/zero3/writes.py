@@ -46,7 +46,7 @@ def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
 
 
 def begin_anew(module: nn.Module, name: str) -> None:
-    """Another parameter takes this place."""
+    """Forget what was written into a place: another parameter takes it."""
     _records.get(module, {}).pop(name, None)
 
 
