@@ -111,10 +111,10 @@ def recover(
     """Go on from the last commit, or that of `generation`, in a space opened with `keep`; None if there is none. Waits.
 
     `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. `spares` says
-    which extents keys have to spare, if the manifest's `user` tells. Reads every
-    extent and compares its checksum unless told otherwise. Raises FormatError if manifest and files do not belong
-    together, ChecksumError or SwapIOError for a damaged extent, FormatError for several with "all", saying how many.
-    After an error the space is fit for nothing but `close`.
+    which extents keys have to spare, if the manifest's `user` tells. Reads every extent and compares its checksum
+    unless told otherwise. Raises FormatError if manifest and files do not belong together, ChecksumError or SwapIOError
+    for a damaged extent, FormatError for several with "all", saying how many. After an error the space is fit for
+    nothing but `close`.
     """
     manifest = store.read_latest() if generation is None else store.read(generation)
     if manifest is None:

@@ -1,10 +1,12 @@
-"""Train PyTorch models larger than memory: parameters, gradients and optimizer states paged among host and NVMe.
+"""Train PyTorch models larger than memory: parameters, gradients and optimizer states are pages that move among
+accelerator, host memory and NVMe files.
 
-    config = tiermem.Config(host_memory="8GiB", swap_dirs=["/nvme/run"])
-    with tiermem.deferred_init():
+    config = tiermem.Config(host_memory="8GiB", swap_dirs=["/nvme/run"])  # a directory that exists
+    with tiermem.deferred_init():  # parameters get no storage
         model = LlamaForCausalLM(llama_config)
-    runtime = tiermem.offload(model, config)
-    optimizer = tiermem.AdamW(model.parameters(), lr=3e-4)
+    with tiermem.offload(model, config) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=3e-4)
+        ...
 
 and then the training loop as always. See README.md for more.
 """

@@ -41,7 +41,7 @@ def _keys(unit: int, tiles: tuple[int, ...]) -> tuple[PageKey, ...]:
 
 
 def begin_thread() -> None:
-    """The first kernel, with which the thread begins."""
+    """Do nothing: the first kernel, with which the worker's thread begins."""
 
 
 class UpdatePager(Protocol):

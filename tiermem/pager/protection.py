@@ -48,9 +48,7 @@ class Protection:
         post: Callable[[Callable[[], None]], bool],
         next_event: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """`post`: runs a function on the loop, and then serves whoever waits. `next_event()`: until something has
-        happened and been acted upon.
-        """
+        """`post`, `next_event`: see `Saving`."""
         self._residency = residency
         self._service = service
         self._copies = copies

@@ -30,9 +30,9 @@ class Saving:
         post: Callable[[Callable[[], None]], bool],
         next_event: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """`next_event()`: until something has happened and all that could be done about it has been started.
+        """`post(function)`: run a function on the loop, and have the service look at everything behind it.
 
-        `post(function)`: run a function on the loop, and have the service look at everything behind it.
+        `next_event()`: wait until something has happened and all that could be done about it has been started.
         """
         self._post = post
         self._residency = residency

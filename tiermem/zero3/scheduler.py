@@ -39,11 +39,13 @@ from tiermem.zero3.units import HookPoint, ModelUnits
 
 
 class GatherScheduler:
-    """Hooks a divided model. `parameters` by global number. `saved`: what keeps handles in the graph.
+    """Hooks a divided model.
 
-    `gradients`: which parameters have gradients in this step. `order` says what units were used in which order.
-    `early`: announce units as complete during backward; a gradient that comes after that is an error, unless the
-    listener undoes what it did. `follow()`: see `Device`.
+    Attributes:
+        gradients: which parameters have gradients in this step.
+        order: which units were used, in which order.
+        saved: what keeps handles in the graph.
+        lockstep: set while several computations go through the model together.
     """
 
     def __init__(
@@ -57,6 +59,11 @@ class GatherScheduler:
         early: bool = False,
         follow: Callable[[], None] = lambda: None,
     ) -> None:
+        """`parameters`: by global number. `follow()`: see `Device`.
+
+        `early`: announce units as complete during backward; a gradient that comes after that is an error, unless the
+        listener undoes what it did.
+        """
         self._gatherer = gatherer
         self.gradients = gradients
         self._listener = listener
@@ -66,7 +73,6 @@ class GatherScheduler:
         self.stack = CallStack(HomeProcess(), Turn(follow))
         borrowing = Borrowing(gatherer.slots, self.stack, self._before_call, self._after_call)
         gatherer.absence.answer = borrowing.answer
-        # Set while several computations go through the model together.
         self.lockstep: Lockstep | None = None
         self._held = Held(divided, gatherer)
         # Units with a gradient in this step; True once an update has taken them.
