@@ -38,7 +38,7 @@ class RunningChecksum:
         self._digests = bytearray()
 
     def add(self, part: Buffer) -> None:
-        """These contiguous bytes come next. Raises ValueError behind a part that was not of whole blocks."""
+        """These contiguous bytes come next. Raises ValueError after a part that was not of whole blocks."""
         if self._nbytes % CHECKSUM_BLOCK:
             raise ValueError(f"expected parts of whole blocks of {CHECKSUM_BLOCK} bytes, found {self._nbytes} bytes")
         view = memoryview(part).cast("B")

@@ -73,7 +73,7 @@ class Part:
 
     @property
     def request(self) -> Request:
-        """The one this is a part of, until that is done. Raises RuntimeError behind it."""
+        """The one this is a part of, until that is done. Raises RuntimeError afterwards."""
         if self._request is None:
             raise RuntimeError(f"what was asked for a part of, {self}, is done")
         return self._request

@@ -24,8 +24,8 @@ _LATE = 1.0
 class Happening:
     """Something that happens once, and waits for it.
 
-    Not a `threading.Event`: who waits for one takes a lock in code of Python's own, and an interrupt (Ctrl-C) behind
-    the taking leaves it locked. Who is to set it then waits for ever, and so does whoever waits again.
+    Not a `threading.Event`: who waits for one takes a lock in code of Python's own, and an interrupt (Ctrl-C) right
+    after that leaves it locked. Who is to set it then waits for ever, and so does whoever waits again.
     """
 
     __slots__ = ("_gate", "_is_set")

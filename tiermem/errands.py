@@ -26,7 +26,7 @@ class Errands:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self, function: Callable[[], T]) -> Future[T]:
-        """Have `function()` called behind those before; the future has its result or error.
+        """Have `function()` called after those before; the future has its result or error.
 
         Raises TiermemError where the system allows no thread, and does nothing.
         """

@@ -43,7 +43,7 @@ class Draft:
         `folder`: where another process has begun it; that one finishes it, and removes it if it is abandoned.
 
         A system call that the drive does not answer within `stall_seconds` is an error. Raises ConfigError if the path
-        is neither, SwapIOError if it cannot be looked at, or the folder above not be written to.
+        is neither free nor an empty folder, SwapIOError if it cannot be looked at or made.
         """
         self.path = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
         self._system = PatientSystemCalls(system or SystemCalls(), stall_seconds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tiermem.checkpoint.pieces import Assembly, Origin, Piece, alone, assemble
+from tiermem.checkpoint.pieces import Assembly, Origin, Piece, as_it_is, assemble
 from tiermem.checkpoint.tensor_file import TensorInfo
 
 _SHOWN = 6  # names listed of each kind before "and 12 more"
@@ -149,7 +149,7 @@ def _assemblies(
         if not any(name in known for name in targets):
             continue
         if recipe is None:
-            found[own] = alone(tensors[chosen.name], known[own].shape)
+            found[own] = as_it_is(tensors[chosen.name], known[own].shape)
         elif recipe.obstacle:
             found.update((name, Assembly()) for name in targets)
             result.obstacles.extend(f"{member.name} ({recipe.obstacle}, for {own})" for member in taken)

@@ -125,8 +125,8 @@ class Assembly:
     shapes: list[str] = field(default_factory=list)
 
 
-def alone(info: TensorInfo, shape: Shape) -> Assembly:
-    """A parameter that is one tensor of the file."""
+def as_it_is(info: TensorInfo, shape: Shape) -> Assembly:
+    """A parameter that is one tensor of the file, not converted."""
     return _compared(Assembly((Piece(info),)), shape)
 
 
@@ -150,9 +150,8 @@ def assemble(
 
 
 def _transposed(operation: Transpose, info: TensorInfo, shape: Shape) -> Assembly:
-    rank = len(shape)
-    if (operation.if_needed and info.shape == shape) or max(operation.first, operation.second) >= rank:
-        return alone(info, shape)
+    if (operation.if_needed and info.shape == shape) or max(operation.first, operation.second) >= len(shape):
+        return as_it_is(info, shape)
     return _compared(Assembly((Piece(info, turned=(operation.first, operation.second)),)), shape)
 
 
@@ -187,7 +186,7 @@ def _merged(recipe: Recipe, members: Sequence[Origin], infos: Mapping[str, Tenso
     stack = recipe.operations[0].dim if isinstance(recipe.operations[0], Stack) else None
     join = recipe.operations[-1].dim if isinstance(recipe.operations[-1], Join) else None
     count = shape[stack] if stack is not None else None
-    sources = [_counted(found, recipe, members, number, count) for number in range(len(recipe.sources))]
+    sources = [_numbered(found, recipe, members, number, count) for number in range(len(recipe.sources))]
     if found.shapes or (found.missing and stack is None):
         return found
     # What is joined: a whole source if it is stacked, else each of its tensors.
@@ -210,7 +209,7 @@ def _merged(recipe: Recipe, members: Sequence[Origin], infos: Mapping[str, Tenso
     return found
 
 
-def _counted(
+def _numbered(
     found: Assembly, recipe: Recipe, members: Sequence[Origin], source: int, count: int | None
 ) -> list[tuple[int, Origin]]:
     """The tensors of one source by their numbers; `count`: how many there have to be, if it is known."""

@@ -108,7 +108,7 @@ class ModelSource:
 
 
 def alone(what: str, action: Callable[[], T], /) -> T:  # noqa: ARG001 - others would have to be told
-    """Do something where nobody else has to know how it went."""
+    """Do something on the only rank (`Together`)."""
     return action()
 
 
@@ -130,13 +130,13 @@ def save_pretrained(
     """
     with ExitStack() as last:
 
-        def begin() -> _Here | _Elsewhere:
+        def begin() -> _Folder | _NoFolder:
             if max_shard_nbytes <= 0:
                 raise ConfigError(f"max_shard_size: expected a positive size, found {max_shard_nbytes}")
             if not writes:
-                return _Elsewhere()
+                return _NoFolder()
             draft = last.enter_context(Draft(path, stall_seconds=stall_seconds))
-            return _Here(draft, plan_shards(source.specs(), max_shard_nbytes))
+            return _Folder(draft, plan_shards(source.specs(), max_shard_nbytes))
 
         folder = together("begin to save the model", begin)
         with closing(source.blocks()) as blocks:  # type: ignore[type-var]
@@ -146,8 +146,8 @@ def save_pretrained(
         together("finish saving the model", partial(folder.finish, files))
 
 
-class _Elsewhere:
-    """The folder as a rank has it that does not write."""
+class _NoFolder:
+    """What a rank that does not write has in place of a folder."""
 
     def write(self, name: str, data: memoryview) -> None:
         """Nothing to do."""
@@ -156,7 +156,7 @@ class _Elsewhere:
         """Nothing to do."""
 
 
-class _Here:
+class _Folder:
     """The files of one folder, written one after the other."""
 
     def __init__(self, draft: Draft, shards: Sequence[Sequence[TensorSpec]]) -> None:

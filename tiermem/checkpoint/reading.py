@@ -85,9 +85,9 @@ class PlaneReader:
         self.dtype = dtype
         self._files = files
         self._left = [piece for piece in pieces if piece.first + piece.count > first]
-        self._done = first - self._left[0].first if self._left else 0  # elements of the first piece left
+        self._done = first - self._left[0].first if self._left else 0  # elements of the first of these pieces
         self._compare = compare
-        self._whole = self._done == 0
+        self._whole = self._done == 0  # whether that piece is read from its beginning, and can be compared
         self._digest = xxhash.xxh3_64()
 
     def take(self, out: torch.Tensor) -> None:

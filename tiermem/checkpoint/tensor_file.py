@@ -52,7 +52,7 @@ BLOCK_NBYTES = 4 << 20  # what is read at once where bytes have to be converted 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file; row-major. `offset` and `nbytes` in bytes, from the start of the file."""
+    """One tensor of a file; row-major. `offset`: where its data begin, in bytes from the start of the file."""
 
     name: str
     dtype: torch.dtype

@@ -167,7 +167,7 @@ def run(arguments: Sequence[str]) -> int:
         if format_message is None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "tiermem")
-        # A command of several without any of them has shown its help on stdout, and has no words.
+        # A group without a command (`tiermem snapshot`) has shown its help on stdout, and its error has no message.
         return fail(f"{format_message() or 'expected a command'} (see {command} --help)", 2)
     if code == INTERRUPTED:  # typer's own way of ending on Ctrl-C says nothing
         return fail("interrupted", INTERRUPTED)
@@ -186,8 +186,8 @@ def replace_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
-def write_what_has_no_letters() -> None:
-    """Have stdout write what its encoding lacks, as a directory's name may hold, as `\\xfc`. stderr does by itself."""
+def escape_unencodable_output() -> None:
+    """Have stdout escape what its encoding lacks (`\\xfc`), as a directory's name may hold it; stderr does already."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -195,7 +195,7 @@ def write_what_has_no_letters() -> None:
 def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
     replace_closed_streams()
-    write_what_has_no_letters()
+    escape_unencodable_output()
     take_signals()
     code = run(sys.argv[1:])
     leave_signals(code)

@@ -67,7 +67,10 @@ def _different(directories: list[Path] | None) -> list[Path] | None:
 
 @contextmanager
 def wrong_usage(name: str | None = None, setting: str = "") -> Iterator[None]:
-    """What is refused here is wrong usage, of the option `name` if it is of one; `setting`: as `Config` calls that."""
+    """Make a ConfigError wrong usage (exit code 2), of the option `name` if it is one's.
+
+    `setting`: what `Config` calls that option; removed from the front of its message.
+    """
     try:
         yield
     except ConfigError as error:

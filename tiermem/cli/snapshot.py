@@ -31,7 +31,7 @@ from tiermem.pager.extents import page_key
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.runtime.company import RANK_PREFIX
 
-_NAMED = 5  # of a list of names as many are shown
+_NAMED = 5  # the most names that are shown of a list
 
 
 @dataclass(frozen=True, slots=True)

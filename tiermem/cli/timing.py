@@ -19,7 +19,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def median_seconds(work: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call, behind one that is not counted: over as many as fit into `seconds`.
+    """Median seconds of a call, after one that is not counted: over as many as fit into `seconds`.
 
     Three at least, or fewer where they take several times as long: what takes long varies little.
     """

@@ -82,7 +82,7 @@ class Training:
             self.optimizer, lambda step: learning_rate_factor(step, options.steps)
         )
         self.done = 0
-        self.computes = False  # whether the model has been seen to
+        self.computes = False  # whether the model has computed a batch
         self._committing: PendingCommit | None = None  # the latest
         try:
             if self.runtime.committed is not None:
@@ -213,7 +213,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         check_output("--timeline", options.timeline)
     subject = find_subject(options)
     if not options.resume and not config.overwrite:  # the room of what is replaced is known to the runtime only
-        late = launch.size > 1 and config.stage == 1  # then gradients are added up, and units updated, behind backward
+        late = launch.size > 1 and config.stage == 1  # then gradients are added up, and units updated, after backward
         subject.check_space(config, "forward" if late else config.update, commits=options.commits, launch=launch)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
@@ -237,7 +237,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
             training.commit()
         training.end_commit()
         overlap, found = training.runtime.timeline(), training.runtime.statistics()
-        lost = write_timeline(training.runtime, options.timeline if launch.rank == 0 else None)
+        timeline_error = write_timeline(training.runtime, options.timeline if launch.rank == 0 else None)
     finally:
         training.close()
     return TrainReport(
@@ -252,7 +252,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
         tiers=found.tiers,
         overlap=overlap,
         look_ahead=found.look_ahead,
-        timeline_error=lost,
+        timeline_error=timeline_error,
     )
 
 

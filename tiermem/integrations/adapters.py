@@ -64,7 +64,7 @@ class AdapterTrainer(UnwrappedTrainer):
         return super().create_optimizer(*others, **named)
 
     def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
-        """As transformers'. Behind the last micro-batch of a step gradients become the mean over processes."""
+        """As transformers'. After the last micro-batch of a step gradients become the mean over processes."""
         loss: torch.Tensor = super().training_step(*others, **named)
         if self.accelerator.sync_gradients:
             average_gradients(list(trained_adapters(self.model).values()))

@@ -1,6 +1,6 @@
 """A Trainer's checkpoint of an offloaded model: which commit of the runtime a folder belongs to, and its weights.
 
-Owns the ticket, a small file in the folder whose like is the commit's `extra`; the export of weights into a folder that
+Owns the ticket, a small file in the folder that the commit's `extra` repeats; the export of weights into a folder that
 others write into, too; and the way back, weights from such a folder, or from one that transformers' own Trainer wrote,
 into pages. Does not know when a Trainer saves.
 Guarantees that a folder is taken for resumable only with the very commit it was made with, and that what a folder
@@ -173,7 +173,7 @@ def export_adapters(runtime: Runtime, folder: Path) -> None:
     model: Any = runtime.model
 
     def save() -> None:
-        with _told_from(values, prompts, model):
+        with _answering_from(values, prompts, model):
             model.save_pretrained(str(folder), state_dict=values, selected_adapters=model.active_adapters)
 
     trained = [(parameter, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -192,12 +192,12 @@ def export_adapters(runtime: Runtime, folder: Path) -> None:
 
 
 @contextmanager
-def _told_from(
+def _answering_from(
     values: Mapping[str, torch.Tensor], prompts: Mapping[str, torch.Tensor], model: nn.Module
 ) -> Iterator[None]:
-    """What peft asks of modules besides, while it saves, they answer with copies.
+    """While peft saves, have copies answer what it asks of modules although it is given a state_dict.
 
-    Modules that it saves whole, the names of their state; the model, what the encoders of prompts compute.
+    Of modules that it saves whole it asks their own state_dict, for the names; of the model, the embeddings of prompts.
     """
     whole: list[tuple[str, Any]] = [each for each in model.named_modules() if _WHOLE.search(each[0])]
     try:
@@ -220,7 +220,7 @@ def state_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public method for it
     }
 
 

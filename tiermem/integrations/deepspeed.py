@@ -53,8 +53,8 @@ class Translation:
 def translate(configuration: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> Translation:
     """Translate a configuration, or the JSON file of one.
 
-    `settings` go to `Config`, before what was translated: budgets above all (host_memory, device_memory), for which
-    DeepSpeed has no word, and swap_dirs where nothing was offloaded to NVMe.
+    `settings` go to `Config`, in place of what was translated where both give one: budgets above all (host_memory,
+    device_memory), for which DeepSpeed has no word, and swap_dirs where nothing was offloaded to NVMe.
 
     Raises ConfigError naming the key, for what is unknown, contradictory, or asks for what tiermem does not do.
     """

@@ -1,8 +1,8 @@
 """What the processes of a Trainer do together, where torch.distributed has joined several.
 
 Owns how they wait for each other around files, and how they tell each other of errors. Does not know Trainers, and asks
-nothing of torch.distributed but its default group, whatever backend that has. Guarantees that one process does none of
-it, and that an error of one is an error on all, not a wait for ever.
+nothing of torch.distributed but its default group, whatever backend that has. Guarantees that a process by itself never
+communicates, and that an error of one is an error on all, not a wait for ever.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def together(what: str, action: Callable[[], T]) -> list[T]:
     if joined() == 1:
         return [action()]
     failure: BaseException | None = None
-    own: tuple[list[T], str] = ([], "")
+    own: tuple[list[T], str]  # the result, if there is one, and why there is none
     try:
         own = ([action()], "")
     except BaseException as error:  # noqa: BLE001 - told to the others, then raised
@@ -54,7 +54,7 @@ def together(what: str, action: Callable[[], T]) -> list[T]:
 def by_first(what: str, action: Callable[[], T]) -> T:
     """Do something in the first process, for which the others wait; what it returned, in all of them.
 
-    As `together`.
+    Where it fails, all raise, as `together` says.
     """
     return together(what, action if is_first() else lambda: None)[0]  # type: ignore[return-value]  # the first's
 

@@ -1,9 +1,9 @@
 """The `Trainer` of transformers, for a model that is offloaded.
 
 Owns what has to be done otherwise than in transformers: clipping and its norm, checkpoints, weights in and out, what is
-logged. Does not know pages: it calls the public verbs of a `Runtime`, and closes none. Everything else is transformers'
-own code. Guarantees the losses and weights of the same script with torch.optim.AdamW(fused=True), bit for bit in fp32,
-and that what it cannot do is refused when it is made. See README.md in this folder.
+logged. Does not know pages: it calls the public verbs of a `Runtime`, which it never closes. Everything else is
+transformers' own code. Guarantees the losses and weights of the same script with torch.optim.AdamW(fused=True), bit for
+bit in fp32, and that what it cannot do is refused when it is made. See README.md in this folder.
 """
 
 from __future__ import annotations

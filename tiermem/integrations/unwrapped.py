@@ -19,7 +19,7 @@ class UnwrappedTrainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers', with an Accelerator that prepares every model as it does those that are not trained.
 
-        So it may not be a wrapper of the model that Trainer makes: it is accelerate, asked for all that is trained.
+        Not by `_wrap_model` of Trainer: it is accelerate that puts DistributedDataParallel around all that is trained.
         """
         super().create_accelerator_and_postprocess()
         as_it_is = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)

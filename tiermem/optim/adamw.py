@@ -192,7 +192,7 @@ class AdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip this optimizer's gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; return it, 0-dim.
 
-        Call it behind the last backward of a step: where another one adds to what was clipped, the next call and
+        Call it after the last backward of a step: where another one adds to what was clipped, the next call and
         `step()` raise `ConfigError`.
 
         Raises `ConfigError` also for a `max_norm` that is negative or no number, and when update="backward" has used

@@ -19,12 +19,13 @@ class Claim:
     """An update of parameters of a unit: those for which it is to count, and itself if it is not queued yet.
 
     On several ranks `update` has those of the parameters of which something lies here, which may be none.
+    `on_claimed()`: called when the parameters count as updated, before the update is queued; twice does no harm.
     """
 
     source: SettingsSource
     settings: Mapping[int, Settings]
     update: UnitUpdate | None = None
-    behind: Callable[[], object] = lambda: None
+    on_claimed: Callable[[], object] = lambda: None
 
 
 class Claims:
@@ -47,7 +48,7 @@ class Claims:
             claim = self.left[0]
             claim.source.count(claim.settings)
             self._gradients.claimed(list(claim.settings))
-            claim.behind()
+            claim.on_claimed()
             if claim.update is not None:
                 self._queue.start(claim.update)
             self.left = self.left[1:]

@@ -249,8 +249,8 @@ class UpdateCoordinator:
             left -= len(parameters)
             settings = source.settings(parameters)
             update = _update(self._units[unit], settings, scale=scale, last=left == 0)
-            behind = partial(self._scales.forget, parameters)
-            self._speculation.claims.make(Claim(source, settings, update, behind))
+            forget_scales = partial(self._scales.forget, parameters)
+            self._speculation.claims.make(Claim(source, settings, update, on_claimed=forget_scales))
 
     def start_early(self, unit: int) -> bool:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.
@@ -266,7 +266,7 @@ class UpdateCoordinator:
         if self.late.put_off(unit):
             return False
         if self._speculation.given_up:
-            return False  # as `begin` would say, behind a look at every norm
+            return False  # as `begin` would say, after a look at every norm
         present = self._gradients.present(unit)
         mine = [p for p in present if p in self._source_of]
         if mine and (self._scales.know(mine) or not self._scales.are_finite(mine)):

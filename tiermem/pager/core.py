@@ -185,7 +185,7 @@ class Core:
             self._timeline.level(_LEVELS[tier], ended, arena.reserved)
 
     def _pump(self) -> None:
-        """Once behind all messages of a turn."""
+        """Once after all messages of a turn."""
         self._events += 1
         if self._refusal is None:
             self.service.pump()

@@ -38,7 +38,7 @@ class Course:
         pages: a number for each page.
         following: how many positions later the page is accessed next, from 1 to the period.
         enters, leaves: how many positions before its access the page has to be there, and how many after it may go.
-        ends: whether its contents are forgotten behind the access.
+        ends: whether its contents are forgotten after the access.
         supplied: whether the page, if it is absent, comes from a tier above, where that costs nothing.
     """
 
@@ -89,7 +89,7 @@ class Course:
         return access.key.kind is not (Kind.GRAD if access.lane is Lane.UPDATE else Kind.PARAM)
 
     def lapses(self, position: int, *, changed: bool) -> bool:
-        """Whether nobody would miss the page behind the access, and it may go without being written."""
+        """Whether nobody would miss the page after the access, and it may go without being written."""
         following = self.next_at(position) % len(self.accesses)
         return self.ends[position] or (self.supplied[following] and not changed)
 

@@ -41,7 +41,7 @@ class Forecast:
         self._lanes: dict[Lane, LaneOrder] = {}
         self._step = 0
         self._regular = True
-        # For each page of the update: where it is accessed, and behind which access of the computation it may come.
+        # For each page of the update: where it is accessed, and after which access of the computation it may come.
         self._due: dict[PageKey, tuple[int, int]] = {}
         self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
         self._stays: Sequence[bool] | None = None
@@ -289,7 +289,7 @@ class Forecast:
     def _skip_done(self, position: int, schedule: Schedule) -> int:
         """The first access of the step from `position` on that is not an update that is done.
 
-        What is done stays done, and where the last look came to is remembered: where all updates come behind the last
+        What is done stays done, and where the last look came to is remembered: where all updates come after the last
         gradient, a look does not have to cross those of all units before.
         """
         order = self._lanes[Lane.UPDATE]

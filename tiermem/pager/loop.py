@@ -27,7 +27,7 @@ class LoopThread:
     """Runs messages and coroutines on one thread."""
 
     def __init__(self, name: str, *, after: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """`after()` runs on the loop behind each batch of messages; `failed(error)` when one or the other raised."""
+        """`after()` runs on the loop after each batch of messages; `failed(error)` when one or the other raised."""
         self._after = after
         self._failed = failed
         self._inbox: deque[Message] = deque()
@@ -80,7 +80,7 @@ class LoopThread:
             if self._shut:
                 return False
             self._inbox.append(message)
-            if self._is_hungry:  # after it was left: whoever gets hungry looks into the inbox behind that
+            if self._is_hungry:  # after it was left: whoever gets hungry looks into the inbox after that
                 self.wake()
         return True
 

@@ -30,7 +30,7 @@ class Saving:
         post: Callable[[Callable[[], None]], bool],
         next_event: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """`post(function)`: run a function on the loop, and have the service look at everything behind it.
+        """`post(function)`: run a function on the loop, and have the service look at everything after it.
 
         `next_event()`: wait until something has happened and all that could be done about it has been started.
         """

@@ -106,7 +106,7 @@ class BufferWatch:
 
     def _is_persistent(self, name: str) -> bool:
         module, own = self._place(name)
-        return own not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no verb for it
+        return own not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public method for it
 
     def _is_made(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether it was not there, in this form, when the watch began."""

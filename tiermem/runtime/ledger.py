@@ -27,7 +27,7 @@ from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
 
-# Calls of `step()` in a row, behind which a step that none of them has ended will most likely stay open.
+# Calls of `step()` in a row, after which a step that none of them has ended will most likely stay open.
 _PATIENCE = 100
 
 

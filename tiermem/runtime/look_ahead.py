@@ -23,7 +23,7 @@ from tiermem.runtime.blueprint import Blueprint
 from tiermem.timeline import Timeline
 from tiermem.zero3.order import StepOrder
 
-# Of a step's seconds, what simulating behind it may take: a second or two in all, of the thread that computes. On a
+# Of a step's seconds, what simulating after it may take: a second or two in all, of the thread that computes. On a
 # thread of its own it would take as much from it, by the interpreter lock, and at moments of its own choice.
 SHARE = 0.02
 

@@ -169,7 +169,7 @@ def _open(
     rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
     store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
     resumed = beginning.manifest is not None
-    # Before the files: a run that does not get its memory takes nothing from the one before. In a resume behind the
+    # Before the files: a run that does not get its memory takes nothing from the one before. In a resume after the
     # look at all bytes, which needs memory of its own.
     arenas = [] if resumed else _make_arenas(config, blueprint, device)
     try:

@@ -43,7 +43,7 @@ class Between:
             self._gatherer.count_leaks()
 
     def after(self, module: nn.Module | None) -> None:
-        """A module's call has ended: behind that of the whole model nothing is kept."""
+        """A module's call has ended: after that of the whole model nothing is kept."""
         if module is self._model:
             self.end()
 

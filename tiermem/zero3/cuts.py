@@ -44,8 +44,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Cutting:
     """Where the graphs of a model can be cut, as far as is known.
 
-    `why_not`: None while nothing speaks against it. `joined`: the entries of units, counted from 1, where they cannot.
-    `why_no_more`: what does from the next call on; this one goes on as it has begun.
+    `why_not`: why they cannot be cut at all, None while nothing speaks against it. `joined`: the entries into units,
+    counted from 1 in each micro-batch, where they cannot. `why_no_more`: why not from the next `forward_backward` on.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], needed: Callable[[int], object]) -> None:

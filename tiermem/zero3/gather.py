@@ -295,7 +295,7 @@ class Gatherer:
                 if viewers(state.base) > state.viewers:
                     return False
             written = self._looks.changed(state.layout.unit, state.base)
-            self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # one may have come behind it
+            self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # one may have come after it
             state.base = None
             state.presence = Presence.SHARDED
         state.held.release()

@@ -232,7 +232,7 @@ class SavedTensorHooks:
         """
         scope = self._stack.scopes[-1]
         is_removed = remove_hooks(scope.active_pair[0], self.owns)
-        self._stack.scopes.pop()  # behind that: what an interrupt leaves here `leave_rest` finds
+        self._stack.scopes.pop()  # after that: what an interrupt leaves here `leave_rest` finds
         if not is_removed:
             raise TiermemError(
                 "saved-tensor hooks were left in another order than they were entered: a module left a "

@@ -76,7 +76,7 @@ class _Nothing:
 
 
 class LastHook:
-    """A forward hook that runs behind all others of its module, also those registered later; always called."""
+    """A forward hook that runs after all others of its module, also those registered later; always called."""
 
     def __init__(self, module: nn.Module, hook: BoundHook) -> None:
         self._module = module
@@ -95,7 +95,7 @@ class LastHook:
 
 
 class BeforeCall(BoundHook):
-    """Forward pre-hook with keyword arguments. `last`: what will run behind the call.
+    """Forward pre-hook with keyword arguments. `last`: what will run after the call.
 
     `call(module, units, args, kwargs)` returns what to call the module with, or None for what is there.
     """

@@ -61,7 +61,7 @@ class OrderRecorder:
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
         self._together = False
-        # What outermost calls without gradients have used behind everything else, each once: part of the step; or, in
+        # What outermost calls without gradients have used after everything else, each once: part of the step; or, in
         # an evaluation, what its round does not hold and has not come back to since.
         self._gradless: dict[Access, None] = {}
         self._round: frozenset[Access] = frozenset()
@@ -140,7 +140,7 @@ class OrderRecorder:
             self._gradless[access] = None
 
     def _end_gradless(self) -> None:
-        """What is computed now is computed with gradients: behind an evaluation the step goes on where it was."""
+        """What is computed now is computed with gradients: after an evaluation the step goes on where it was."""
         self._gradless.clear()
         if self._evaluating:
             self._evaluating, self._round = False, frozenset()
@@ -187,7 +187,7 @@ class OrderRecorder:
         self._batches.clear()
 
     def begin_again(self) -> None:
-        """Say that all gradients of this step were dropped: it begins behind the last use of a unit by a backward.
+        """Say that all gradients of this step were dropped: it begins after the last use of a unit by a backward.
 
         What was used forward since is the beginning of it: scripts call `zero_grad` before backward, too.
         """
