@@ -40,7 +40,11 @@ def test_the_json_is_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(swap_dir.iterdir()) == []
 
 
-def test_the_table_fits_a_narrow_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", [80, 40])
+def test_the_table_fits_a_narrow_terminal_or_is_whole(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert main.run(["bench", "--dir", str(tmp_path), *QUICK, "--quick"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if " threads " in line]

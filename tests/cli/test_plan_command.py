@@ -150,6 +150,21 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     assert captured.err.count("\n") == 1
 
 
+def test_figures_are_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    model = ["llama-tiny", "--machine", "laptop", "--host-memory", "1MiB"]
+    assert main.run(["plan", *model, "--actions", "--zero-table"]) == 0
+    assert "…" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["plan", "7B"], ["tune", "--model", "llama-tiny"]])
+def test_another_machine_is_not_measured(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*command, "--machine", "laptop", "--measure"]) == 2
+    assert "expected --measure, which measures this machine, or --machine, not both" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

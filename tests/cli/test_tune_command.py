@@ -195,3 +195,10 @@ def test_without_measured_steps_no_disk_is_needed(
     monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 1)
     assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured_seconds"] is None
+
+
+def test_the_chosen_line_is_marked_where_nothing_is_bold() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tuned_by(lambda config: 1.0).to_table())
+    assert isinstance(console.file, io.StringIO)
+    assert [line.split()[1] for line in console.file.getvalue().splitlines() if line.startswith("*")] == ["(default)"]

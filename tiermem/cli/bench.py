@@ -22,7 +22,7 @@ from tiermem.cli import options
 from tiermem.cli.copies import measure_copies
 from tiermem.cli.disk import check_output, check_plot
 from tiermem.cli.options import checked_option, path_option
-from tiermem.cli.terminal import print_object, terminal
+from tiermem.cli.terminal import print_object, print_table, terminal
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.output_file import write_whole
@@ -169,8 +169,8 @@ def show(report: BenchReport, copy: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if index < 3 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row, style="bold" if row[0] else None)
+    print_table(table, in_one_line=True)
     console = terminal()
-    console.print(table)
     for line in report.to_lines():
         console.print(line, highlight=False, soft_wrap=True)
     if "skipped" in copy:

@@ -21,7 +21,7 @@ from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
 from tiermem.cli.shortage import shortage_of
-from tiermem.cli.terminal import fail, print_object, terminal
+from tiermem.cli.terminal import fail, print_object, print_table, terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def doctor(swap_dir: options.ExaminedSwapDir = None, json: options.Json = False)
     if json:
         print_object(examination.to_json())
     else:
-        terminal().print(examination.to_table())
+        print_table(examination.to_table())
     if examination.problems:
         raise typer.Exit(fail("; ".join(examination.problems), 1))
 
@@ -137,7 +137,8 @@ def show_training(report: TrainReport | None, *, json: bool, with_overlap: bool)
         print_object(report.to_json())
     else:
         lines = report.overlap.to_lines() if with_overlap and report.overlap is not None else []
-        terminal().print(report.to_table(), report.to_sentence(), *lines, sep="\n", highlight=False)
+        print_table(report.to_table())
+        terminal().print(report.to_sentence(), *lines, sep="\n", highlight=False)
     if report.timeline_error is not None:
         raise TiermemError(report.timeline_error)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tiermem.cli import options
-from tiermem.cli.terminal import fail, print_object, terminal
+from tiermem.cli.terminal import fail, print_object, print_table, terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -44,17 +44,17 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
-    from tiermem.cli import beginning, plan_plot
+    from tiermem.cli import beginning, disk, plan_plot
     from tiermem.cli import plan as planning
-    from tiermem.cli.disk import check_plot
     from tiermem.cli.train import make_config, named_directories
     from tiermem.planner.parts import division_of
 
     named = _named(model, model_option, parameters)
+    _check_machine(machine, measure)
     with options.wrong_usage():
         division_of(ranks, copies)
     if plot is not None:
-        check_plot(plot)
+        disk.check_plot(plot)
     what = planning.PlanOptions(
         model=named,
         parameters=parameters,
@@ -81,6 +81,11 @@ def plan(
         beginning.say_slow(settings.dtype, terminal(stderr=True))
 
 
+def _check_machine(machine: str | None, measure: bool) -> None:
+    if machine is not None and measure:
+        raise typer.BadParameter("expected --measure, which measures this machine, or --machine, not both")
+
+
 def _named(model: str | None, model_option: str | None, parameters: str | None) -> str | None:
     """The model that is named, or None for a number of parameters. Wrong usage unless there is one of the two."""
     from tiermem.cli.modelwork import is_count, parse_count
@@ -105,7 +110,7 @@ def _show_plan(found: Prediction, *, with_zero_table: bool, json: bool) -> None:
     if json:
         print_object(planning.to_json(found, zero))
     else:
-        terminal().print(planning.to_table(found, zero))
+        print_table(planning.to_table(found, zero))
 
 
 def tune(
@@ -132,6 +137,7 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
+    _check_machine(machine, measure)
     from tiermem.cli import tune_steps
     from tiermem.cli.disk import check_output, swap_directories
     from tiermem.cli.subject import TrainOptions
@@ -162,6 +168,6 @@ def tune(
     if json:
         print_object(report.to_json())
     else:
-        terminal().print(report.to_table())
+        print_table(report.to_table(), in_one_line=True)
     if report.output_error is not None:
         raise TiermemError(report.output_error)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tiermem.cli import options
-from tiermem.cli.terminal import fail, print_object, terminal
+from tiermem.cli.terminal import fail, print_object, print_table
 from tiermem.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
     if json:
         print_object(json_module.dumps(_finite(asdict(report)), allow_nan=False))
     else:
-        terminal().print(report.to_table())
+        print_table(report.to_table())
 
 
 def _finite(value: Any) -> Any:

@@ -8,12 +8,37 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+
+_ANY_WIDTH = 10_000
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Stdout, or stderr; `quiet`: nothing is shown."""
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
+
+
+def print_table(table: RenderableType, *, in_one_line: bool = False) -> None:
+    """Print what holds tables on stdout, wider than the terminal where a word would not fit, which rich cuts off.
+
+    A figure without its last digits is another one. `in_one_line`: no cell is broken in lines.
+    """
+    console = terminal()
+    _widen(table, console, in_one_line=in_one_line)
+    console.print(table, crop=False)
+
+
+def _widen(table: RenderableType, console: Console, *, in_one_line: bool) -> None:
+    if isinstance(table, Group):
+        for part in table.renderables:
+            _widen(part, console, in_one_line=in_one_line)
+    elif isinstance(table, Table):
+        options = console.options.update(max_width=_ANY_WIDTH)
+        for column in table.columns:
+            widths = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+            column.min_width = max(width.maximum if in_one_line else width.minimum for width in widths)
 
 
 def print_object(text: str) -> None:

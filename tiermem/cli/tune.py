@@ -102,7 +102,7 @@ class TuneReport:
         times = {id(trial): seconds for trial, seconds in self.measured}
         title = f"{self.model}: seconds of a step"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in ("changed", *_COLUMNS.values()):
+        for name in ("", "changed", *_COLUMNS.values()):  # a mark first, for where nothing is bold
             table.add_column(name, no_wrap=True)
         for name in ("simulated", "measured"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -110,6 +110,7 @@ class TuneReport:
             settings = changed(trial.settings)
             measured = times.get(id(trial))
             table.add_row(
+                "*" if trial is self.chosen else "",
                 _COLUMNS[_SETTINGS.get(trial.knob, trial.knob)] if trial.knob else "(default)",
                 *(str(settings[name]) for name in _COLUMNS),
                 f"{trial.seconds:.3f}",
@@ -117,7 +118,7 @@ class TuneReport:
                 style="bold" if trial is self.chosen else None,
             )
         how = "by measurement" if self.measured else "by simulation"
-        verdict = f"The default is best, {how}." if self.is_default_best else f"The line in bold is fastest, {how}."
+        verdict = f"The default is best, {how}." if self.is_default_best else f"The line with * is fastest, {how}."
         written = [f"Written to {self.output}: tiermem train --config {self.output}"] if self.output else []
         return Group(table, verdict, *written)
 
