@@ -59,10 +59,8 @@ class GatherScheduler:
         early: bool = False,
         follow: Callable[[], None] = lambda: None,
     ) -> None:
-        """`parameters`: by global number. `follow()`: see `Device`.
-
-        `early`: announce units as complete during backward; a gradient that comes after that is an error, unless the
-        listener undoes what it did.
+        """`parameters`: by global number. `follow()`: see `Device`. `early`: announce complete units during backward; a
+        gradient that comes after that is an error, unless the listener undoes what it did.
         """
         self._gatherer = gatherer
         self.gradients = gradients
