@@ -143,7 +143,7 @@ class CommitStore:
 
     def prepare(self, generation: int, entries: Iterable[Entry], user: Mapping[str, Any], *, space: SwapSpace) -> None:
         """The first part of `write`, with its parameters and errors: all is durable, and nothing committed yet."""
-        self._check(generation)
+        self._require_possible(generation)
         space.company.add(self._system)
         manifest = Manifest(generation, space.run_id, space.file_sizes, tuple(entries), user, time.time())
         packed = format_of.pack(manifest)
@@ -157,7 +157,7 @@ class CommitStore:
         False: this store's manifest of it may be there, or may yet appear. It is removed before the next commit, which
         is refused as long as that cannot be done.
         """
-        manifest = self._demand_prepared()
+        manifest = self._require_prepared()
         try:
             there = self._look()
             if there:
@@ -175,7 +175,7 @@ class CommitStore:
 
     def publish(self) -> None:
         """The second part of `write`: what was prepared is committed, and the commit before still there."""
-        manifest = self._demand_prepared()
+        manifest = self._require_prepared()
         with self._in_doubt():
             self._files.publish_new(manifest.generation)
         with self._in_doubt(for_good=True):
@@ -197,7 +197,7 @@ class CommitStore:
 
         Raises ValueError, and removes nothing, unless what was prepared is known to be published.
         """
-        manifest = self._demand_prepared()
+        manifest = self._require_prepared()
         if not self._published:
             raise ValueError(f"expected generation {manifest.generation} to be published, found it prepared only")
         if self._latest is not None:
@@ -217,7 +217,7 @@ class CommitStore:
         """
         if self._failed is None:
             raise ValueError("there is no doubt which commit holds")
-        manifest = self._demand_prepared()
+        manifest = self._require_prepared()
         if not self._look():
             self.withdraw()
             return None
@@ -241,9 +241,9 @@ class CommitStore:
             raise SwapError(f"it is not known which commit holds after this: {self._failed}{reason}") from self._failed
         with self._in_doubt(for_good=True):
             self._files.sync()  # what is seen from here on is durable
-        return self._demand_prepared().generation in self._files.found()
+        return self._require_prepared().generation in self._files.found()
 
-    def _demand_prepared(self) -> Manifest:
+    def _require_prepared(self) -> Manifest:
         if self._prepared is None:
             raise ValueError("nothing was prepared to be committed")
         return self._prepared
@@ -259,7 +259,8 @@ class CommitStore:
             self._for_good = self._for_good or (for_good and asked)
             raise
 
-    def _check(self, generation: int) -> None:
+    def _require_possible(self, generation: int) -> None:
+        """Raise SwapError or ValueError unless `generation` can be committed now; removes what `withdraw` left."""
         if late := len(self._system.late()):
             raise SwapError(f"no commit is possible yet: {late} calls on {self.directory!r} are not answered")
         if self._leftover is not None and not self._for_good:

@@ -130,7 +130,7 @@ class Engine:
         parts = cut(spans, aligned_view(buffer))
         queues = {part.file.device: self._queue(part.file.device) for part in parts}
         with self._lock:
-            _demand_open(closed=self._closed)
+            _require_open(closed=self._closed)
             # Not before: a request and its parts know each other, and a refused one would keep the buffer's views.
             request = Request(self, operation, parts, priority=priority, on_done=on_done, check=check)
             self._counts["requests"] += 1
@@ -179,7 +179,7 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            dropped = self._drop_queued(SwapClosedError("{} was still queued when the engine was closed"))
+            dropped = self._drop_queued()
             for condition in self._available.values():
                 condition.notify_all()
         self._complete(dropped)
@@ -211,9 +211,9 @@ class Engine:
             request.priority = priority
 
     def seconds_until_stall(self, request: Request) -> float:
-        """Patience left with a request: a device with some of it finished no block, or has one of its, for too long.
+        """Seconds until the request has stalled: a device finished no block, or has had one of its, for too long.
 
-        A device that is through with its part says nothing any more: it may be idle while the other one works.
+        Only devices that still have some of it count: one that is through with its part may be idle while others work.
         """
         with self._lock:
             since: list[float] = []
@@ -268,11 +268,11 @@ class Engine:
     # Inside.
 
     def _queue(self, device: int) -> DeviceQueue:
-        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_demand_open`
+        queue = self._queues.get(device)  # without the lock: none is ever taken away, and `start` asks `_require_open`
         if queue is not None:
             return queue
         with self._lock:
-            _demand_open(closed=self._closed)
+            _require_open(closed=self._closed)
         with self._attaching:  # not under the engine's lock: starting threads takes a while
             if device not in self._queues:
                 settings = self.settings
@@ -298,13 +298,16 @@ class Engine:
                 found[id(block.part.request)] = block.part.request
         return list(found.values())
 
-    def _drop_queued(self, error: SwapClosedError) -> list[Request]:
+    def _drop_queued(self) -> list[Request]:
+        """Take back every block that no device has yet; the requests that are complete by that."""
         completed = []
         for request in self._unfinished():
             dropped = sum(self._queues[part.file.device].drop(part) for part in request.parts)
             request.pending -= dropped
             if dropped:
-                request.error = request.error or SwapClosedError(str(error).format(request))
+                request.error = request.error or SwapClosedError(
+                    f"{request} was still queued when the engine was closed"
+                )
             if request.pending == 0:
                 completed.append(request)
         return completed
@@ -330,7 +333,7 @@ class Engine:
                 self._callback_error = self._callback_error or raised
 
 
-def _demand_open(*, closed: bool) -> None:
+def _require_open(*, closed: bool) -> None:
     if closed:
         raise SwapClosedError("the engine is closed: no request can be started any more")
 

@@ -108,7 +108,7 @@ class SwapFile:
         try:
             size, found = look(path, system)
             block = _whole(path, found, size or 0, nbytes) if keep else Superblock(identity or Identity(), nbytes)
-            file = cls(path, _open(path, size is None, False, system), block, lock, system)
+            file = cls(path, _open(path, system, create=size is None), block, lock, system)
         except BaseException:
             lock.release(remove=lock.is_new)
             raise
@@ -230,7 +230,7 @@ class SwapFile:
     def _choose_direct(self) -> None:
         """Open anew with O_DIRECT and keep that descriptor if the header can be read through it."""
         try:
-            fd = _open(self.path, False, True, self._system)
+            fd = _open(self.path, self._system, direct=True)
         except SwapIOError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
@@ -304,7 +304,7 @@ class SwapFile:
                 raise SwapIOError("write", self.path, length=DATA_OFFSET, detail=f"only {moved} bytes were taken")
 
 
-def _open(path: str, create: bool, direct: bool, system: SystemCalls) -> int:
+def _open(path: str, system: SystemCalls, *, create: bool = False, direct: bool = False) -> int:
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0) | (os.O_DIRECT if direct else 0)
     try:
         return system.open(path, flags, 0o600)

@@ -166,7 +166,7 @@ class Generations:
     def release(self, mark: Mark) -> None:
         """Protect these copies no longer; those that are neither current nor held by another mark are given up."""
         with self._lock:
-            _check_live(mark, self._marks)
+            _require_live(mark, self._marks)
             self._marks.remove(mark)
             for key in mark.superseded:
                 copy = mark.copies[key]
@@ -179,7 +179,7 @@ class Generations:
         Raises SwapError while a write (of that key) has not ended, or if the mark holds no copy of it.
         """
         with self._lock:
-            _check_live(mark, self._marks)
+            _require_live(mark, self._marks)
             writing = self._writing if key is None else {key} & self._writing.keys()
             if writing:
                 raise SwapError(f"{len(writing)} writes have not ended, such as that of {next(iter(writing))!r}")
@@ -201,7 +201,7 @@ class Generations:
     def protect(self, mark: Mark, key: Hashable) -> None:
         """Add the current copy of `key` to an open mark, once. Raises SwapError if there is no whole copy."""
         with self._lock:
-            _check_live(mark, self._marks)
+            _require_live(mark, self._marks)
             copy = self.current(key)
             if mark.copies.setdefault(key, copy) is not copy:
                 raise SwapError(f"the mark holds an earlier copy of {key!r}; expected it to be protected once")
@@ -343,6 +343,6 @@ class Generations:
             self._space.free(extent)
 
 
-def _check_live(mark: Mark, marks: Iterable[Mark]) -> None:
+def _require_live(mark: Mark, marks: Iterable[Mark]) -> None:
     if not any(mark is live for live in marks):
         raise SwapError("the mark has been released, or belongs to other generations")

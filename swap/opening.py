@@ -123,7 +123,7 @@ def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:
 
 
 def _answered(directory: Path, name: str, patient: PatientSystemCalls, system: SystemCalls) -> tuple[int, int]:
-    """The same. Raises SwapIOError where the drive does not answer."""
+    """As `_room`. Raises SwapIOError where the drive does not answer."""
     try:
         return patient.ask(lambda: _room(directory, name, system))
     except TimeoutError as error:

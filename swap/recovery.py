@@ -131,12 +131,11 @@ def recover(
         mark = generations.adopt(manifest.entries, key, spares=spares(manifest) if spares else ())
     except (SwapError, ValueError) as error:
         raise FormatError(f"the last commit in {store.directory!r} does not fit its swap files: {error}") from error
-    if verify_bytes:
-        errors = verify(space, manifest.entries, mode=verify_mode)
-        if errors:
-            if len(errors) == 1:
-                raise errors.pop()
-            raise FormatError(f"{len(errors)} extents of the last commit are damaged, the first: {errors[0]}")
+    errors = verify(space, manifest.entries, mode=verify_mode) if verify_bytes else []
+    if len(errors) == 1:
+        raise errors.pop()
+    if errors:
+        raise FormatError(f"{len(errors)} extents of the last commit are damaged, the first: {errors[0]}")
     store.settle(manifest, space=space)
     return Recovered(manifest, generations, mark)
 

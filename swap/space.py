@@ -49,7 +49,9 @@ class SwapSpace:
         self._closed = False
         self.has_begun = True  # whether what an earlier run left has been forgotten, or was kept
         self._beginning: Callable[[], None] = lambda: None
-        self.company: set[SystemCalls] = set()  # by which others change these directories: the lock covers them, too
+        self.company: set[SystemCalls] = (
+            set()
+        )  # by which others change these directories: locked until those have ended
 
     @classmethod
     def open(
@@ -135,7 +137,7 @@ class SwapSpace:
         nbytes = align_up(nbytes)
         _require_home(self.engine)
         with self._lock:
-            self._check_open()
+            self._require_open()
             if not self.has_begun:
                 raise SwapError("the swap space has not begun: what an earlier run left would be written over")
             parts = divide(
@@ -158,23 +160,23 @@ class SwapSpace:
         """Take an extent that an earlier run had, in a space opened with `keep`. Raises SwapError if it is not free."""
         _require_home(self.engine)
         with self._lock:
-            self._check_open()
+            self._require_open()
             for count, piece in enumerate(extent.pieces):
-                if not 0 <= piece.directory < len(self._files) or not self._allocators[piece.directory].claim(
-                    piece.offset, piece.nbytes
-                ):
+                known = 0 <= piece.directory < len(self._allocators)
+                if not known or not self._allocators[piece.directory].claim(piece.offset, piece.nbytes):
                     for done in extent.pieces[:count]:
                         self._allocators[done.directory].free(done.offset, done.nbytes)
                     raise SwapError(f"{extent} cannot be claimed: {piece} is in use, or outside this space")
             self._high_water = max(self._high_water, sum(a.allocated for a in self._allocators))
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back. No transfer of it may be in flight. Raises SwapError, and does nothing, if it is not
-        allocated.
+        """Give an extent back, of which no transfer may be in flight.
+
+        Raises SwapError, and does nothing, if it is not allocated.
         """
         _require_home(self.engine)
         with self._lock:
-            _demand_allocated(extent, self._allocators)
+            _require_allocated(extent, self._allocators)
             for piece in extent.pieces:
                 self._allocators[piece.directory].free(piece.offset, piece.nbytes)
 
@@ -236,7 +238,7 @@ class SwapSpace:
         """
         _require_home(self.engine)
         with self._lock:
-            self._check_open()
+            self._require_open()
         sync_files(self._files, names=not self._named)  # a file's name is not part of the file
         self._named = True
 
@@ -306,19 +308,19 @@ class SwapSpace:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise SwapClosedError("the swap space is closed")
 
     def _spans(self, extent: Extent) -> list[Span]:
         _require_home(self.engine)
         with self._lock:
-            self._check_open()
-            _demand_allocated(extent, self._allocators)
+            self._require_open()
+            _require_allocated(extent, self._allocators)
         return [(self._files[piece.directory], piece.offset, piece.nbytes) for piece in extent.pieces]
 
 
-def _demand_allocated(extent: Extent, allocators: Sequence[ExtentAllocator]) -> None:
+def _require_allocated(extent: Extent, allocators: Sequence[ExtentAllocator]) -> None:
     for piece in extent.pieces:
         known = 0 <= piece.directory < len(allocators)
         if not known or not allocators[piece.directory].holds(piece.offset, piece.nbytes):

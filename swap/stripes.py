@@ -41,7 +41,9 @@ def proportional(nbytes: int, weights: Sequence[float]) -> list[int]:
     left = units - sum(parts)
     # Rounding in the division may make the floors one too many as well as too few.
     order = sorted(range(len(weights)), key=lambda index: (parts[index] - exact[index], index))
-    for index in order[:left] if left >= 0 else [i for i in reversed(order) if parts[i]][:-left]:
+    if left < 0:
+        order = [index for index in reversed(order) if parts[index]]
+    for index in order[: abs(left)]:
         parts[index] += 1 if left > 0 else -1
     return [part * ALIGNMENT for part in parts]
 

@@ -78,8 +78,8 @@ class Future(Generic[T]):
         self._call_back()
 
     def _call_back(self) -> None:
-        # Whoever adds one looks behind that whether it is done, and who ends it looks behind that whether there is
-        # one: one of the two finds it.
+        # Whoever adds a callback then looks whether it is done, and whoever ends it then looks whether there is one: at
+        # least one of the two finds it.
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()

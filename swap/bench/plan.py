@@ -31,7 +31,7 @@ _MOST_BUFFER = 1 << 30
 class Order:
     """What was asked for. `nbytes` per directory; `seconds` per pattern, shared by its cases; None: the defaults.
 
-    `steady_seconds`: afterwards overwrite with the best settings for so long, or until `steady_bytes` are written,
+    `steady_seconds`: afterwards overwrite with the best settings for that long, or until `steady_bytes` are written,
     whichever comes first (0: no limit of that kind); both 0: do not. `huge_pages`: for the memory of the requests.
     """
 

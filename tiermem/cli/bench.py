@@ -51,7 +51,7 @@ Backends = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One setting for each pattern.")]
 SteadySeconds = Annotated[
-    float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for so long, past the drive's cache.")
+    float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for this long, past the drive's cache.")
 ]
 SteadyBytes = Annotated[
     str, checked_option("--steady-bytes", parse_bytes, help="Stop overwriting after this many bytes.")

@@ -117,7 +117,7 @@ class CopyLine:
                 self._attend()
 
     def _listen(self, seconds: float | None) -> None:
-        """Take in what has been asked since; wait so long for it, None: until something is."""
+        """Take in what has been asked since; wait for it that many seconds, None: until something is."""
         try:
             asked = self._asked.get(timeout=seconds)
             while True:

@@ -82,7 +82,7 @@ class CudaSlab:
         return Frame(offset, asked, own_storage(self._tensor[offset : offset + nbytes]))
 
     def fill(self, frame: Frame, value: int) -> None:
-        """Have every byte of the frame set, on a stream of its own, behind the frame's fences."""
+        """Have every byte of the frame set, on a stream of its own, after the frame's fences."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for fence in frame.fences:
                 fence.hold()
@@ -129,7 +129,7 @@ class CudaRegistry:
         return self._runtime.cudaGetErrorString(answer)
 
     def _forget(self, answer: object) -> object:
-        """The runtime keeps the last error until somebody asks, and the next kernel launch would be taken to task."""
+        """The runtime keeps the last error until somebody asks: the next kernel launch would raise it."""
         if failed(answer):
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
@@ -145,7 +145,7 @@ def bus_address(device: torch.device | int) -> str | None:
 
 
 class _CudaFlight:
-    """A copy whose event has been recorded behind it."""
+    """A copy, and the event recorded after it."""
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
@@ -166,9 +166,10 @@ class CudaDevice:
         self._above: CudaSlab | None = None
         self._below: HostSlab | None = None
         self._followed: torch.cuda.Stream | None = None
+        # Both by `up`: whether copies go to the device.
         self._streams = [torch.cuda.Stream(self.torch_device) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._lines = start_lines(
-            *((f"tiermem-copy-{name}", self._launcher(i)) for i, name in enumerate(("down", "up")))
+            ("tiermem-copy-down", self._launcher(up=False)), ("tiermem-copy-up", self._launcher(up=True))
         )
 
     def make_arena(self, nbytes: int, *, poison: bool) -> Arena:
@@ -203,14 +204,12 @@ class CudaDevice:
         for line in self._lines:
             line.close()
 
-    def _launcher(self, which: int) -> Callable[[Copy], Flight]:
-        up = bool(which)
-
+    def _launcher(self, *, up: bool) -> Callable[[Copy], Flight]:
         def launch(copy: Copy) -> Flight:
             # On the line's thread: from memory that is not page-locked the call itself takes as long as the copy. The
             # thread is the line's own and stays on the stream: leaving it, `torch.cuda.stream` would make the first
             # device of the machine the current one, and with it a context there, for each rank of the others.
-            torch.cuda.set_stream(self._streams[which])
+            torch.cuda.set_stream(self._streams[up])
             for fence in (*copy.source.fences, *copy.target.fences):
                 fence.hold()
             cuts = self._cuts(copy.source if up else copy.target)

@@ -19,7 +19,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT, POISON, Fence, Frame, LiveFram
 from tiermem.memory.ranges import Range, RangeSet, cheapest_window
 from tiermem.memory.tiers import Tier
 
-_ASIDE = 2  # the low end is kept free for as many of the largest frames that pass through
+_ASIDE = 2  # the low end is kept free for this many of the largest frames that pass through
 
 
 class Slab(Protocol):

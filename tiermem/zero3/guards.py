@@ -126,7 +126,7 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 def _refuse_overlaps(model: nn.Module) -> None:
     """Refuse two parameters of which one has memory of the other, unless both are frozen, and views of trained ones."""
-    reaching: list[_Span] = []  # what begins before the next one, and ends behind its beginning
+    reaching: list[_Span] = []  # what begins before the next one, and ends after its beginning
     for span in sorted(_spans(model), key=lambda found: found.begin):
         reaching = [other for other in reaching if other.end > span.begin]
         for other in reaching:

@@ -35,7 +35,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.generation = 0
-        self._changed: dict[int, tuple[int, int]] = {}  # by a parameter's first byte: that behind its last, and when
+        self._changed: dict[int, tuple[int, int]] = {}  # by a parameter's first byte: the one after its last, and when
         self._handles: list[weakref.ref[Handle]] = []
         self._tidy_at = _TIDY_AT
 
