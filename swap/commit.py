@@ -121,7 +121,7 @@ class CommitStore:
     def discard(self) -> None:
         """Forget all commits, as `SwapSpace.open` forgets those of an earlier run. Waits until that is durable.
 
-        To be called by who holds the space's lock. Raises what `ManifestFiles.discard` raises.
+        To be called by whoever holds the space's lock. Raises what `ManifestFiles.discard` raises.
         """
         self._files.discard()
         self._latest = None

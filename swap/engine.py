@@ -1,8 +1,8 @@
 """The engine: requests in, blocks out to a backend, completions back.
 
 Owns the queues of all devices, the lock that guards them and the requests in them, and the backend. Does not know
-extents or swap spaces; a file is a `BlockFile`. It does not order requests that touch the same bytes: who starts a read
-of what is still being written gets either. Guarantees:
+extents or swap spaces; a file is a `BlockFile`. It does not order requests that touch the same bytes: a read of what is
+still being written gets either. Guarantees:
 
 1. Every request started is completed exactly once, with or without an error, closing included.
 2. A request is completed only when none of its blocks is with the device, so its buffer is nobody's but the caller's.

@@ -99,7 +99,7 @@ def give_back(files: Sequence[SwapFile]) -> None:
 
 
 def warn_of_buffered(files: Sequence[SwapFile]) -> None:
-    """Give one DirectIOWarning to who opens a space, if O_DIRECT was refused. Raises it where warnings are errors."""
+    """Give whoever opens a space one DirectIOWarning if O_DIRECT was refused. Raises it where warnings are errors."""
     buffered = [file.path for file in files if not file.direct]
     if buffered:
         warnings.warn(

@@ -48,7 +48,7 @@ class PatientSystemCalls(SystemCalls):
             return tuple(self._given_up)
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Make some other call that may wait for a drive: here, where no thread can be started to wait for.
+        """Make some other call that may wait for a drive; where no thread can be started, on the calling one.
 
         So what a process has made is removed also where it has come to a limit on threads.
         """

@@ -224,7 +224,7 @@ class SwapSpace:
         """Wait for every write started before, then until all of them are durable.
 
         Raises the error of a write that failed while it waited, or SwapIOError. Writes that had failed before are the
-        business of who started them.
+        business of whoever started them.
         """
         _require_home(self.engine)
         for request in self.engine.pending(Operation.WRITE):

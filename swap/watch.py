@@ -2,9 +2,9 @@
 
 Owns the doubt about a wait that has taken too long, the threads that a drive may keep, and how one waits for what
 happens once. Does not know what that is. Guarantees that silence is put down to a drive only after the process has run,
-and looked, for a while on end; so a drive that is silent indeed is found out that much later. That a thread counts as
-ended when it has ended, whatever has become of those who waited for it; and that who waits is told, whoever else was
-interrupted.
+and looked, for a while without a pause; so a drive that is really silent is found out that much later. That a thread
+counts as ended when it has ended, whatever has become of those who waited for it; and that whoever waits is told,
+whoever else was interrupted.
 
 What the kernel had to say while the process was stopped its threads report as soon as they run again, and whoever has
 waited meanwhile may come before them.
@@ -71,7 +71,7 @@ class WatchedThread(threading.Thread):
     def __init__(self, target: Callable[[], object], *, name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
         self._over = Happening()
-        self._started = Happening()  # as `threading` calls it; the event there would be waited for by who starts it
+        self._started = Happening()  # as `threading` calls it; the event there would be waited for by whoever starts it
 
     def run(self) -> None:
         """Carry out the target."""
@@ -91,7 +91,7 @@ class WatchedThread(threading.Thread):
 
 
 class Watch:
-    """Counts how long somebody has been looking on end. Not thread-safe."""
+    """Counts how long somebody has been looking without a pause. Not thread-safe."""
 
     def __init__(self, stall_seconds: float) -> None:
         self._grace = grace(stall_seconds)

@@ -135,7 +135,7 @@ def assemble(
 ) -> list[Assembly]:
     """What becomes of the tensors of one recipe, in their natural order; one assembly for each of its targets.
 
-    `shapes`: of the recipe's targets, in their order, but for those that the model has not; one at least.
+    `shapes`: of the recipe's targets, in their order, without those that the model lacks; one at least.
     """
     first = recipe.operations[0]
     if isinstance(first, (Stack, Join)):
@@ -193,7 +193,7 @@ def _merged(recipe: Recipe, members: Sequence[Origin], infos: Mapping[str, Tenso
     groups = sources if stack is not None else [[numbered] for source in sources for numbered in source]
     spans: list[tuple[View, ...]] = [()] * len(groups)
     if join is not None:
-        axis = join if stack is None or join < stack else join - 1  # in a piece, which has not the stacked dimension
+        axis = join if stack is None or join < stack else join - 1  # in a piece, which lacks the stacked dimension
         spans = [
             (View(join, *span),) for span in _spans([_shape_of(each, infos) for each in groups], axis, shape[join])
         ]
@@ -251,7 +251,7 @@ def _spans(shapes: Sequence[Shape], axis: int, total: int) -> list[tuple[int, in
 
 
 def _compared(found: Assembly, shape: Shape) -> Assembly:
-    """Name the pieces that have not the shape of their place."""
+    """Name the pieces that do not have the shape of their place."""
     values = torch.empty(shape, device="meta")
     for piece in found.pieces:
         expected = tuple(piece.place(values).shape)

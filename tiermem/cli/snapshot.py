@@ -158,7 +158,7 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun, which takes an s but for one."""
+    """A number with its noun, in the plural unless the number is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -237,7 +237,7 @@ def _update_compiled(
     coded = isinstance(planes, BlockPlanes)
     block = BLOCK_NUMEL if coded else ALIGN_NUMEL
     end = numel - numel % block
-    # Who has no use for the loops does not pay for numba's memory.
+    # Whoever has no use for the loops does not pay for numba's memory.
     loops = workspace.loops if end and (coded or planes.remainder is not None) else None
     if loops is None:
         return 0, []

@@ -25,7 +25,7 @@ import torch
 LEAST_NUMEL = 1 << 18
 # A few threads fill the memory's channels; more of them only take cores from whoever computes.
 MOST_THREADS = 8
-# Where a device computes nobody else wants the cores, but for those who ask it and who move pages.
+# Where a device computes nobody else wants the cores, except those that ask it and those that move pages.
 MOST_BESIDE_A_DEVICE = 16
 _OTHERS_BESIDE_A_DEVICE = 2
 # For each thread, where there are several: all end at about the same time, whenever they began.

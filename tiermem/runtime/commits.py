@@ -70,7 +70,7 @@ class PendingCommit:
         """
         refuse_amid()
         self.wait_ended()
-        self.seen = True  # only now: who is interrupted before has been told nothing
+        self.seen = True  # only now: whoever is interrupted before has been told nothing
         self.future.result()
 
     def wait_ended(self) -> None:

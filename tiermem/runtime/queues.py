@@ -80,7 +80,7 @@ class LazyQueue:
         self.prepare = queue.prepare
 
     def start(self, update: UnitUpdate) -> None:
-        """Keep the update until somebody waits for its unit. Said again, by who was interrupted, it is kept once."""
+        """Keep the update until somebody waits for its unit. Said again, after an interrupt, it is kept once."""
         kept = self._kept.get(update.unit, [])
         if all(update is not each for each in kept):
             self._kept[update.unit] = [*kept, update]

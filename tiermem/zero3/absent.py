@@ -39,7 +39,7 @@ _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _CLIPPING, _CLEARING = "torch.nn.utils.clip_grad", "torch.nn.modules.module"
 
-# Who makes a model one of several ranks asks where each parameter is, before it does anything.
+# What divides a model over ranks asks where each parameter is, before it does anything.
 _DEVICE: Any = torch.Tensor.device
 _DIVIDING = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
 

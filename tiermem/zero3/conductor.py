@@ -7,8 +7,8 @@ error naming ranks and units instead of a hang; and that after the first error e
 
 The announcement. Before an operation every rank tells the others what it is about to do. All the same: they do it.
 A gradient is different: which units have one may depend on the data (experts without tokens), so a rank that
-announces one is served by all, whatever they announced themselves; who has none contributes nothing. Then the others
-announce theirs again. Anything else that differs is an error, at the same place on every rank.
+announces one is served by all, whatever they announced themselves; a rank without one contributes nothing. Then the
+others announce theirs again. Anything else that differs is an error, at the same place on every rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a computation runs that others take turns with: in a thread of its own, or on a stack of its own in this one.
 
 Owns how the turn is given and given back. Does not know units or whose turn it is. Guarantees that only one side runs
-at a time, that a fiber whose target raises has ended, that it has the context variables of who made it (what it sets
-is its own), and that a stack in the caller's thread finds what is kept for each thread as if the thread was its own.
+at a time, that a fiber whose target raises has ended, that it has the context variables of its maker (what it sets is
+its own), and that a stack in the caller's thread finds what is kept for each thread as if the thread was its own.
 
 Two kinds, because autograd's engine keeps one stack of running backwards for each thread: only a thread of its own can
 be stopped inside a backward. A stack of its own needs no thread, and so no second team of OpenMP's.
@@ -57,7 +57,7 @@ class OwnThread:
         self._go: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._begins = threading.Lock()  # taken by the thread, or by who ends it before it has begun
+        self._begins = threading.Lock()  # taken by the thread, or by whoever ends it before it has begun
 
     @property
     def inside(self) -> bool:

@@ -191,8 +191,8 @@ class Lockstep:
         """`unit` is computed again on the way back: there may be no room for it beside another that others wait for.
 
         A checkpoint around several units computes all of them where backward comes to the last, and a reentrant one
-        where backward comes to what is in front of it, since that is when its node of the graph was made. Who does so
-        in lockstep waits, and needs no room. Who cannot wait has each of them brought for itself.
+        where backward comes to what is in front of it, since that is when its node of the graph was made. A walker that
+        can wait there does, and needs no room. Anything else has each of them brought for itself.
         """
         walker = self._running
         computation, due = (self._returning, self._due) if walker is None else (walker.computation, walker.unit)

@@ -314,7 +314,7 @@ def _gather_into() -> Callable[..., Any]:
 def _apart(values: torch.Tensor) -> torch.Tensor:
     """The same bytes as a tensor that shares no storage with `values` (1-D, contiguous), on CPUs.
 
-    The transport holds on to what it was given for a moment longer than its answer takes. Who holds a frame is counted
+    The transport holds on to what it was given for a moment longer than its answer takes. Holders of frames are counted
     ("Leak guard" in gather.py), and all ranks must come to the same count.
     """
     if values.device.type != "cpu" or not values.numel():
