@@ -87,7 +87,7 @@ def examine_drive(directory: Path) -> DriveReport:
         directory=str(directory),
         exists=exists,
         writable=writable,
-        free_bytes=_counted(directory) if exists else None,
+        free_bytes=_known_free_bytes(directory) if exists else None,
         file_system=file_system(directory) if exists else None,
         direct_io=direct,
         rotational=is_rotational(directory) if exists else None,
@@ -98,7 +98,7 @@ def examine_drive(directory: Path) -> DriveReport:
     )
 
 
-def _counted(directory: Path) -> int | None:
+def _known_free_bytes(directory: Path) -> int | None:
     free = free_bytes(directory)
     return free if free < UNCOUNTED else None
 

@@ -49,7 +49,12 @@ class GatherStatistics:
 
 
 class _UnitState:
-    """One unit's lease and views."""
+    """One unit's lease and views.
+
+    `holds`: module calls and loans that rely on it, `lent` of them loans. `held`: the lease, with `base` the bytes of
+    its frame and `viewers` how many look at these when it is granted. `versions`: of each parameter once gathered.
+    `counted`: whether this lease was counted as a leak.
+    """
 
     __slots__ = (
         "base",
@@ -211,7 +216,8 @@ class Gatherer:
             raise InvariantError(f"unit {unit} is resharded while {state.holds} module call(s) rely on it")
         written = None
         if state.presence is Presence.GATHERED or (state.changing and state.base is not None):
-            written = None if state.changing else state.written(self._looks)
+            if not state.changing:
+                written = state.written(self._looks)
             state.changing = True
             self.put_placeholders(unit)
             state.presence = Presence.LINGERING
@@ -291,11 +297,11 @@ class Gatherer:
         written = None
         if state.base is not None:  # else an interrupt came while it was given back
             if viewers(state.base) > state.viewers:
-                empty_kept_frames()
+                empty_kept_frames()  # those of an interrupt may look at it, and nobody needs them
                 if viewers(state.base) > state.viewers:
                     return False
             written = self._looks.changed(state.layout.unit, state.base)
-            self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # one may have come after it
+            self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # an interrupt may have come after it
             state.base = None
             state.presence = Presence.SHARDED
         state.held.release()

@@ -57,12 +57,12 @@ class OrderRecorder:
         self._expected: StepOrder | None = None
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
-        self._batches: Counter[int] = Counter()  # how many have brought gradients, by unit
+        self._batches: Counter[int] = Counter()  # how many micro-batches have brought gradients, by unit
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
         self._together = False
-        # What outermost calls without gradients have used after everything else, each once: part of the step; or, in
-        # an evaluation, what its round does not hold and has not come back to since.
+        # What outermost calls without gradients have used after everything else, each once: part of the step. In an
+        # evaluation: what is not of its round, and was used since anything of the round was.
         self._gradless: dict[Access, None] = {}
         self._round: frozenset[Access] = frozenset()
         self._evaluating = False
@@ -156,9 +156,9 @@ class OrderRecorder:
         self._touches.append((self.position, key))
 
     def gradient(self, unit: int, parameter: int) -> None:
-        """Note that a gradient is about to arrive: an access to the unit's, if it is the first of its batch.
+        """Note that a gradient is about to arrive: an access to the unit's, if it is the first of its micro-batch.
 
-        None where nothing came in between: micro-batches that go through a unit together find its gradients held,
+        No access where nothing came in between: micro-batches that go through a unit together find its gradients held,
         unless they are taken apart.
         """
         if self._contributions[parameter] < self._batches[unit]:
