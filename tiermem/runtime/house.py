@@ -301,6 +301,7 @@ def _queue(
     wait_open: Callable[[], None],
     changed: Callable[[int], None],
 ) -> GatedQueue:
+    """What updates are queued in; `wait_open` and `changed` as for `GatedQueue`."""
     queue = LazyQueue(updater, gatherer.recheck) if blueprint.footprint.serial else updater
     narrow = any(state.dtype == torch.bfloat16 for state in blueprint.states.values())
     # In the first backward a compiler would come on top of the activations.
@@ -324,6 +325,7 @@ def _device_kernels(blueprint: Blueprint, storage: Storage) -> DeviceKernels | N
 
 
 def _acting_update(config: Config, company: Company) -> str:
+    """The `update` that `config` comes to with these ranks."""
     return acting(config.update, late=company.size > 1 and config.stage == 1)
 
 

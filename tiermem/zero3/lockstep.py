@@ -52,7 +52,11 @@ class _AbandonedError(TiermemError):
 
 
 class _Walker:
-    """One computation: what it runs in, the unit it needs next, and how many it has passed."""
+    """One computation, and what it runs in.
+
+    `unit`: the one it is in; `wanted`: the one it waits for; `passed`: how many it has entered; `entering`: whether no
+    module of `unit` has been called yet.
+    """
 
     def __init__(self, computation: Computation, run_in: RunIn) -> None:
         self.computation = computation
@@ -123,9 +127,9 @@ class Lockstep:
             raise
 
     def turn(self, unit: int) -> None:
-        """A computation needs `unit`: wait until it is its turn. Nothing for others.
+        """A computation needs `unit`: wait until it is its turn. Does nothing for anybody else.
 
-        Nor where it cannot wait, inside a backward on a stack of its own: then it gets the unit for itself.
+        Nor where the computation cannot wait, inside a backward on its own stack: then it gets the unit for itself.
         """
         walker = self._running
         if walker is None or not walker.fiber.inside:
